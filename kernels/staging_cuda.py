@@ -70,6 +70,7 @@ class CudaStaging:
 
     def __init__(self, device: torch.device, pinned_bytes: int = PINNED_BYTES) -> None:
         self._streams = {out: torch.cuda.Stream(device) for out in (True, False)}
+        self._late = torch.cuda.Stream(device)  # of those copies: behind the others they would wait for later work
         self.device = self._streams[True].device  # with a number: other threads have another current device
         self._most_bytes = pinned_bytes
         self._pinned = Pool(self._pin, pinned_bytes, self._unpin, pinned_bytes)
@@ -130,9 +131,9 @@ class CudaStaging:
                 x.record_stream(stream)
                 if target.is_pinned():
                     target.copy_(x, non_blocking=True)
-                    return _ToHost(target, self._done(True, target), stream, None)
+                    return _ToHost(target, self._done(True, target), self._late, None)
                 late = x.clone()  # to pageable memory this thread would have to wait for the copy, and all before it
-                return _ToHost(target, self._done(True, late), stream, late)
+                return _ToHost(target, self._done(True, late), self._late, late)
 
     def to_device(self, x: Tensor) -> _ToDevice:
         """See Staging."""

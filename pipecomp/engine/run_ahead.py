@@ -13,6 +13,7 @@ from pipecomp.cluster.rendezvous import ranks_here
 from pipecomp.schedule.free_memory import free_bytes
 from pipecomp.schedule.in_flight import InFlight, KeptBytes
 from pipecomp.stages.link.boundary import Layout
+from pipecomp.stats import LinkStats
 
 
 class RunAhead:
@@ -24,20 +25,54 @@ class RunAhead:
         self.kept: KeptBytes | None = None  # of one micro-batch, from the first forward on
         self.sharing = ranks_here() or 1  # how many ranks share this one's GPU, or without one its machine
         self._gradient_wait = 0.0  # in this step, for gradients of all micro-batches but the first
+        self._idle: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []  # of a GPU: when it had nothing to do, and had
 
     def begin_step(self) -> None:
         """Nothing has been waited for yet."""
         self._gradient_wait = 0.0
+        self._idle.clear()
 
-    def waited(self, micro_batch: int, seconds: float) -> None:
-        """Note that a gradient was waited for."""
-        if micro_batch:  # the first one's way there and back is waited for at any number in flight
-            self._gradient_wait += seconds
+    @contextlib.contextmanager
+    def waiting(self, micro_batch: int, stats: LinkStats) -> Iterator[None]:
+        """Count what is waited for a gradient inside; stats: of the link, which count it on the host.
+
+        On a GPU it is the time in which that has nothing to do: the host only asks for work, and waits for as long as
+        its GPU computes.
+        """
+        before = stats.wait_seconds
+        begin = self._now()
+        yield
+        end = self._now()
+        if not micro_batch:  # the first one's way there and back is waited for at any number in flight
+            return
+        if begin is not None and end is not None:
+            self._idle.append((begin, end))
+        else:
+            self._gradient_wait += stats.wait_seconds - before
+
+    def _now(self) -> torch.cuda.Event | None:
+        """What comes when the GPU has done all that it was asked for so far; None without one, or without need."""
+        device = self._engine.device
+        if device.type != "cuda" or not self.in_flight.observing:
+            return None
+        with torch.cuda.device(device):
+            event = torch.cuda.Event(enable_timing=True, blocking=True)
+            event.record(torch.cuda.current_stream(device))
+        return event
+
+    def _waited_s(self) -> float:
+        """Seconds of this step, once the GPU has done what they are between."""
+        if not self._idle:
+            return self._gradient_wait
+        with torch.cuda.device(self._engine.device):
+            self._idle[-1][1].synchronize()
+            return sum(begin.elapsed_time(end) for begin, end in self._idle) / 1e3
 
     def end_step(self, step_s: float) -> None:
         """All stages of a pipeline look at the longest wait of any of them, and so come to the same."""
-        waited_s = self._gradient_wait
+        waited_s = 0.0
         if self.in_flight.observing:
+            waited_s = self._waited_s()
             seen = torch.tensor([waited_s, step_s, -self.in_flight.limit], device=self._engine.device)
             dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=self._engine.grid.get_pipe_parallel_group())
             waited_s, step_s, limit = seen.tolist()

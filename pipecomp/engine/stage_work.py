@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -174,10 +175,9 @@ class StageWork:
         engine = self._engine
         link = engine.links.to_next
         assert link is not None
-        waited = link.stats.wait_seconds
         sent = self._slots[buffer_id].sent
-        engine.grad_layer = link.recv_gradient(sent, self._at(micro_batch), unit=self._unit(sent))
-        engine.run_ahead.waited(micro_batch, link.stats.wait_seconds - waited)
+        with engine.run_ahead.waiting(micro_batch, link.stats):
+            engine.grad_layer = link.recv_gradient(sent, self._at(micro_batch), unit=self._unit(sent))
 
     def _unit(self, layout: Layout) -> float:
         """Of gradients that cross a link, see `gradient_unit`."""
@@ -198,8 +198,10 @@ class StageWork:
 def start_copying(x: Tensor, device: torch.device) -> Tensor:
     """Give x on the stage's device, to which it is copied behind what was asked for before; nobody waits for it.
 
-    With pageable memory the driver may wait for the GPU, to which the host would no longer run ahead.
+    With pageable memory the driver may wait for the GPU, to which the host would no longer run ahead; it does where the
+    system gives no more than that, of which `CudaStaging` warns.
     """
     if device.type == "cuda" and x.device.type == "cpu":
-        x = x.pin_memory()
+        with contextlib.suppress(RuntimeError):
+            x = x.pin_memory()
     return x.to(device, non_blocking=True)

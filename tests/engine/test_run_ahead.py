@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from pipecomp.engine import run_ahead
 from pipecomp.engine.run_ahead import RunAhead
+from pipecomp.stats import LinkStats
 
 
 def after(own: list[dict[int, float]], others: list[float], monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -22,11 +24,12 @@ def after(own: list[dict[int, float]], others: list[float], monkeypatch: pytest.
     monkeypatch.setattr(run_ahead.dist, "all_reduce", all_reduce)
     grid = SimpleNamespace(get_pipe_parallel_group=lambda: None)
     engine = SimpleNamespace(stage_id=0, num_stages=2, micro_batches=8, device=torch.device("cpu"), grid=grid)
-    found = RunAhead(engine, "auto")
+    found, stats = RunAhead(engine, "auto"), LinkStats()
     for waits in own:
         found.begin_step()
         for micro_batch, seconds in waits.items():
-            found.waited(micro_batch, seconds)
+            with found.waiting(micro_batch, stats):
+                stats.wait_seconds += seconds
         found.end_step(1.0)
     return found.in_flight
 
@@ -47,6 +50,47 @@ def test_the_stage_with_the_least_memory_limits_all(monkeypatch):
     """A stage that ran further ahead than the others would wait for what they never send."""
     assert after([{}], [0.5, 1.0, -1], monkeypatch).limit == 1
     assert after([{}] * 4, [0.5, 1.0, -1], monkeypatch).value == 2
+
+
+class Event:
+    """torch.cuda.Event of a GPU whose clock is `now`, in milliseconds."""
+
+    now = 0.0
+
+    def __init__(self, *, enable_timing: bool, blocking: bool) -> None:
+        assert enable_timing
+        assert blocking, "a thread that waits keeps a core busy"
+        self.at, self.come = 0.0, False
+
+    def record(self, stream: Any) -> None:
+        self.at = Event.now
+
+    def synchronize(self) -> None:
+        self.come = True
+
+    def elapsed_time(self, end: Event) -> float:
+        assert end.come
+        return end.at - self.at
+
+
+def test_on_a_gpu_it_is_idle_time_that_counts(monkeypatch):
+    """The host waits for each gradient for as long as its GPU computes; one more in flight helps against idleness."""
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(run_ahead.dist, "all_reduce", lambda seen, op, group: None)
+    monkeypatch.setattr(run_ahead.torch, "tensor", lambda values, device: torch.Tensor(values))
+    grid = SimpleNamespace(get_pipe_parallel_group=lambda: None)
+    engine = SimpleNamespace(stage_id=0, num_stages=2, micro_batches=8, device=torch.device("cuda"), grid=grid)
+    found, stats = RunAhead(engine, "auto"), LinkStats()
+    for idle_ms in (90.0, 90.0, 10.0, 10.0):
+        found.begin_step()
+        with found.waiting(3, stats):
+            stats.wait_seconds += 0.9 + idle_ms / 1e3
+            Event.now += idle_ms
+        found.end_step(0.9 + idle_ms / 1e3)
+    assert found.in_flight.value == 3, "9 % of a step is worth one more, and 1 % not another"
+    assert not found.in_flight.observing
 
 
 def test_weights_are_not_what_a_micro_batch_keeps(monkeypatch):

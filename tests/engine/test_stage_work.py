@@ -19,10 +19,12 @@ class Noted:
     """A tensor that notes what is asked of it."""
 
     def __init__(self, device: str) -> None:
-        self.device, self.asked = torch.device(device), list[str]()
+        self.device, self.asked, self.refused = torch.device(device), list[str](), False
 
     def pin_memory(self) -> Noted:
         self.asked.append("pin")
+        if self.refused:
+            raise RuntimeError("CUDA error: out of memory")
         return self
 
     def to(self, device: torch.device, *, non_blocking: bool) -> Noted:
@@ -40,6 +42,13 @@ def test_the_gpu_copies_from_pinned_memory(here, there, asked):
     x: Any = Noted(here)
     start_copying(x, torch.device(there))
     assert x.asked == asked
+
+
+def test_without_pinned_memory_the_gpu_copies_all_the_same():
+    x: Any = Noted("cpu")
+    x.refused = True
+    assert start_copying(x, torch.device("cuda")) is x
+    assert x.asked == ["pin", "cuda"]
 
 
 @pytest.mark.parametrize(("mask", "full"), [([[1, 1], [1, 1]], True), ([[1, 1], [1, 0]], False)])

@@ -83,6 +83,18 @@ def test_where_pinned_memory_is_used_up_the_waiting_thread_copies(cuda):
     assert copies[1].wait()[0] == 5, "what was waited for is the caller's"
 
 
+def test_late_copies_do_not_wait_for_work_that_was_asked_for_later(cuda, monkeypatch):
+    """The stream of other copies already waits for what the host has only asked for."""
+    staging, used = CudaStaging(DEVICE, 1), list[Any]()
+    copy = staging.to_host(torch.ones(3))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: used.append(stream) or cuda.on(stream))
+    staging.to_host(torch.ones(3))
+    others = len(used)
+    copy.wait()
+    (late,) = used[others:]
+    assert all(late is not stream for stream in used[:others])
+
+
 def test_unused_pinned_memory_of_another_size_makes_way(cuda):
     staging = CudaStaging(DEVICE, 1 << 16)
     large = [staging.buffer(1 << 15) for _ in range(2)]
