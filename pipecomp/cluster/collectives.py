@@ -1,25 +1,70 @@
-"""Plain objects that all ranks exchange through torch's collectives, as JSON (see pipecomp/plain_objects.py)."""
+"""Plain objects that all ranks exchange through torch's collectives, as JSON (see pipecomp/plain_objects.py).
+
+torch's own functions for objects take memory for whatever size another rank announces, and fill what a short object
+leaves of it with what happened to be there, which others then get. Here sizes are limited, and the rest is zeros.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from pipecomp.cluster.plain_collectives import exchange_objects_as_json
+from pipecomp.errors import WireError
+from pipecomp.plain_objects import decode, encode
+
+MOST_BYTES = 1 << 28  # of a rank's object
 
 
 def gathered(value: Any, group: Any = None) -> list[Any]:
-    """Give each rank's value, by rank, on every rank; all ranks must call this."""
-    exchange_objects_as_json()
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, value, group=group)
-    return found
+    """Give each rank's value, by rank, on every rank; all ranks must call this. WireError for one that is too large."""
+    data, device = _prepared(value, group)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, torch.tensor([len(data)], device=device), group=group)
+    counts = [int(size) for size in sizes]
+    ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+    for rank, count in zip(ranks, counts, strict=True):
+        _check(rank, count)
+    own = torch.zeros(max(counts), dtype=torch.uint8, device=device)
+    own[: len(data)] = _tensor(data).to(device)
+    rows = [torch.empty_like(own) for _ in counts]
+    dist.all_gather(rows, own, group=group)
+    return [_value(row[:count]) for row, count in zip(rows, counts, strict=True)]
 
 
 def broadcast(value: Any, src: int = 0, group: Any = None) -> Any:
-    """Give rank `src`'s value on every rank; all ranks must call this, and the others' values do not matter."""
+    """Give rank `src`'s value on every rank; all ranks must call this, and the others' values do not matter.
+
+    WireError for one that is too large.
+    """
+    mine = dist.get_rank() == src
+    data, device = _prepared(value if mine else None, group)
+    size = torch.tensor([len(data)], device=device)
+    dist.broadcast(size, src, group=group)
+    _check(src, int(size))
+    content = _tensor(data).to(device) if mine else torch.empty(int(size), dtype=torch.uint8, device=device)
+    dist.broadcast(content, src, group=group)
+    return _value(content)
+
+
+def _prepared(value: Any, group: Any) -> tuple[bytes, torch.device]:
+    """What is sent, and where a backend takes it. Who else exchanges objects, as DeepSpeed does, does so as JSON."""
     exchange_objects_as_json()
-    box = [value]
-    dist.broadcast_object_list(box, src=src, group=group)
-    return box[0]
+    return encode(value), torch.device(distributed_c10d._get_object_coll_device(group))
+
+
+def _check(rank: int, count: int) -> None:
+    if not 0 <= count <= MOST_BYTES:
+        raise WireError(f"rank {rank} sends an object of {count} bytes, allowed: {MOST_BYTES}")
+
+
+def _tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _value(content: Tensor) -> Any:
+    return decode(content.cpu().numpy().tobytes())

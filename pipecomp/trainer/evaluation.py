@@ -174,14 +174,17 @@ class Evaluation:
 
     def _broadcast(self, data: bytes) -> bytes:
         """Rank 0's bytes, on every rank."""
-        size = torch.tensor([len(data)])
+        size, first = torch.tensor([len(data)]), dist.get_rank() == 0
         dist.broadcast(size, 0, group=self._group)
-        buffer = torch.empty(int(size), dtype=torch.uint8)
-        if dist.get_rank() == 0:
-            buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        found = bytearray(data if first else b"")
         for start in range(0, int(size), _PIECE):
-            dist.broadcast(buffer[start : start + _PIECE], 0, group=self._group)
-        return buffer.numpy().tobytes()
+            piece = torch.empty(min(_PIECE, int(size) - start), dtype=torch.uint8)
+            if first:
+                piece = torch.frombuffer(bytearray(data[start : start + _PIECE]), dtype=torch.uint8)
+            dist.broadcast(piece, 0, group=self._group)
+            if not first:  # memory is taken for what has come, not for what was announced
+                found += piece.numpy().data
+        return bytes(found)
 
     def _send(self, data: bytes) -> None:
         dist.send(torch.tensor([len(data)]), 0, group=self._group)
@@ -192,10 +195,12 @@ class Evaluation:
     def _receive(self, source: int) -> bytes:
         size = torch.zeros(1, dtype=torch.int64)
         dist.recv(size, source, group=self._group)
-        data = torch.empty(int(size), dtype=torch.uint8)
+        found = bytearray()
         for start in range(0, int(size), _PIECE):
-            dist.recv(data[start : start + _PIECE], source, group=self._group)
-        return data.numpy().tobytes()
+            piece = torch.empty(min(_PIECE, int(size) - start), dtype=torch.uint8)
+            dist.recv(piece, source, group=self._group)
+            found += piece.numpy().data
+        return bytes(found)
 
     # -- on rank 0
 

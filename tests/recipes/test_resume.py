@@ -159,12 +159,8 @@ class Engine:
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank."""
-
-    def gather(out: list, mine: object, group: object) -> None:
-        out[:] = [mine]
-
-    monkeypatch.setattr("torch.distributed.get_world_size", lambda group=None: 1)
-    monkeypatch.setattr("torch.distributed.all_gather_object", gather)
+    monkeypatch.setattr("pipecomp.recipes.resume.gathered", lambda mine: [mine])
+    monkeypatch.setattr("pipecomp.checkpoint.writing.gathered", lambda mine: [mine])
     monkeypatch.setenv("LOCAL_RANK", "0")
 
 
@@ -284,11 +280,7 @@ class TestWhoseTheyAre:
         assert str(caught.value) == f"--checkpoint: got '{tmp_path}', allowed: {told}"
 
     def test_nor_where_another_machine_has_some(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        def gather(out: list, mine: object, group: object) -> None:
-            out[:] = [mine, [], [900], []]
-
-        monkeypatch.setattr("torch.distributed.get_world_size", lambda group=None: 4)
-        monkeypatch.setattr("torch.distributed.all_gather_object", gather)
+        monkeypatch.setattr("pipecomp.recipes.resume.gathered", lambda mine: [mine, [], [900], []])
         with pytest.raises(ConfigError, match="this one has step 900;"):
             Checkpoints(given("--checkpoint", str(tmp_path)), {}, {"lr": 1}, {}).find()
 
@@ -393,11 +385,8 @@ def test_the_checkpoint_that_is_good_on_every_machine(tmp_path: Path, monkeypatc
     for step in (10, 20, 30):
         checkpoint(tmp_path, step)
 
-    def gather(out: list, mine: object, group: object) -> None:
-        out[:] = [mine, (None, {}), ([40, 20, 10], {30: "it was not finished"}), (None, {})]
-
-    monkeypatch.setattr("torch.distributed.get_world_size", lambda group=None: 4)
-    monkeypatch.setattr("torch.distributed.all_gather_object", gather)
+    told = [(None, {}), ([40, 20, 10], {30: "it was not finished"}), (None, {})]
+    monkeypatch.setattr("pipecomp.recipes.resume.gathered", lambda mine: [mine, *told])
     monkeypatch.setenv("LOCAL_RANK", "0")
     checkpoints = Checkpoints(given("--checkpoint", str(tmp_path), "--resume", "auto"), {}, {"lr": 1}, {})
     said = checkpoints.find()
@@ -413,11 +402,7 @@ def test_a_run_does_not_begin_anew_where_one_machine_alone_has_lost_its_checkpoi
         checkpoint(tmp_path, step)
     others: list[tuple] = [(None, {}), ([], {}), (None, {})]
 
-    def gather(out: list, mine: object, group: object) -> None:
-        out[:] = [mine, *others]
-
-    monkeypatch.setattr("torch.distributed.get_world_size", lambda group=None: 4)
-    monkeypatch.setattr("torch.distributed.all_gather_object", gather)
+    monkeypatch.setattr("pipecomp.recipes.resume.gathered", lambda mine: [mine, *others])
     checkpoints = Checkpoints(given("--checkpoint", str(tmp_path), "--resume", "auto"), {}, {"lr": 1}, {})
     with pytest.raises(ConfigError, match="that of rank 2 has none, and others have step 10, 20"):
         checkpoints.find()

@@ -46,6 +46,7 @@ def test_a_step_of_samples_padded_left_weighs_what_is_trained() -> None:
         engine = SimpleNamespace(
             is_first_stage=lambda: False,
             is_last_stage=lambda: True,
+            local=None,
             stage=stage,
             device=torch.device("cpu"),
             propagate_failure=nullcontext,
