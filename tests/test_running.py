@@ -9,10 +9,12 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.specifiers import SpecifierSet
 
 from tests.limits import HANG_S
 
@@ -50,6 +52,9 @@ def test_skypilot_starts_the_ranks(path):
     task = yaml.safe_load((EXAMPLES / "sky" / "train.yaml").read_text())
     assert task["num_nodes"] == 2
     assert task["resources"]["use_spot"] is True
+    (python,) = re.findall(r"--python (\d+\.\d+) ", task["setup"])
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
+    assert SpecifierSet(wanted).contains(python), "images may bring an older one"
     mounts = tuple(task["file_mounts"])
     assert task["envs"]["OUT"].startswith(mounts), "checkpoints must outlive a machine"
     nodes = {"SKYPILOT_NODE_IPS": "10.0.0.5\n10.0.0.6", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1"}

@@ -31,6 +31,7 @@ from pipecomp.mesh.routes import RELAYED
 from pipecomp.netlab.throttle import throttle_to
 from pipecomp.plan.command import run_plan
 from pipecomp.plan.options import PlanOptions
+from pipecomp.recipes.steps import batch_sizes
 from pipecomp.tables import replace_unprintable
 from pipecomp.up.files import compare_files
 from pipecomp.up.host import Checks
@@ -103,16 +104,18 @@ def _plan(console: Console, command: Sequence[str]) -> None:
         return
     ranks = all_ranks()
     with ranks.collective_errors():
-        config = read_json_object("--deepspeed_config", path)
-        micro = config.get("train_micro_batch_size_per_gpu", 1)
+        config = {"train_micro_batch_size_per_gpu": 1, **read_json_object("--deepspeed_config", path)}
         block, stages = _value(command, "--block-size"), _value(command, "--stages")
         replicas = dist.get_world_size() // int(stages or dist.get_world_size())
+        micro, accumulation = batch_sizes(config, replicas)
         options = PlanOptions(
             model=model,
             stages=int(stages) if stages else None,
-            batch=micro * config.get("gradient_accumulation_steps", 1) * replicas,
+            batch=micro * accumulation * replicas,
             micro_batch=micro,
             tokens=int(block) if block else None,
+            dtype=next((half for half in ("bf16", "fp16") if config.get(half, {}).get("enabled")), "fp32"),
+            tie=config.get("pipecomp", {}).get("tie", True),
             measure=True,
         )
     try:

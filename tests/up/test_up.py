@@ -12,8 +12,11 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from pipecomp.cli import app
@@ -275,3 +278,24 @@ def test_other_data_on_one_machine_is_named_before_anything_is_trained(machines:
         assert told in machine.said()
         assert "Traceback" not in machine.said()
         assert "training begins" not in machine.said()
+
+
+def test_the_plan_is_of_the_steps_that_the_script_will_make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recipe's configuration says how many samples a step has, and leaves DeepSpeed to find the micro-batches."""
+    from pipecomp.cluster.agreement import AllRanks
+    from pipecomp.up import rank
+
+    wanted: list[Any] = []
+    monkeypatch.setattr(rank, "run_plan", lambda console, options, pacer_to: wanted.append(options))
+    monkeypatch.setattr(rank, "all_ranks", lambda: AllRanks(0, 1, torch.distributed.HashStore()))
+    monkeypatch.setattr(rank.dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(rank.dist, "get_rank", lambda: 0)
+    path = ROOT / "recipes" / "llama_lora" / "ds_config.json"
+    command = ["train.py", "--model", "model", "--stages", "2", "--deepspeed_config", str(path), "--block-size", "64"]
+    rank._plan(Console(), command)
+    (own := tmp_path / "ds_config.json").write_text('{"gradient_accumulation_steps": 3, "pipecomp": {"tie": false}}')
+    rank._plan(Console(), ["train.py", "--model", "model", "--deepspeed_config", str(own)])
+    assert [(o.batch, o.micro_batch, o.stages, o.tokens, o.dtype, o.tie) for o in wanted] == [
+        (32, 1, 2, 64, "bf16", True),
+        (3, 1, None, None, "fp32", False),
+    ]
