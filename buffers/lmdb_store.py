@@ -186,7 +186,8 @@ class LmdbEnvironment:
             self.steps.refused = {}
             self.file.close()
             self._folder.mark_unsynced()
-            (self.path / LOCK_FILE).unlink(missing_ok=True)
+            for name in (LOCK_FILE, DATA_FILE):  # there may be no room for both files, and the copy is a good one
+                (self.path / name).unlink(missing_ok=True)
             copy_file(saved, self.path / DATA_FILE)
             self.file = ValueFile(self.path, before_write=self._folder.mark_unsynced)
             check_format(self.file)

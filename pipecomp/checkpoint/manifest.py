@@ -12,10 +12,12 @@ import os
 import re
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from pipecomp.files import UNFINISHED, file_crc, write_whole
 
+NOT_FINISHED = "it was not finished"
 _SEAL = "pipecomp-seal-{}.json"
 _SEALS = "pipecomp-seal-*.json"
 _WRITTEN = ("*_states.pt", "pipecomp-*")  # by DeepSpeed, and beside it
@@ -65,7 +67,7 @@ def problem(folder: Path) -> str | None:
     """Find out what is wrong with a checkpoint; None if it is good."""
     seals = sorted(folder.glob(_SEALS))
     if not seals:
-        return "it was not finished"
+        return NOT_FINISHED
     for path in seals:
         try:
             listed = json.loads(path.read_text(encoding="utf-8"))["files"]
@@ -118,5 +120,6 @@ def remove_after(save_dir: str | os.PathLike[str], step: int) -> None:
 
 def _delete(folders: Iterable[Path]) -> None:
     for path in folders:
-        remove(path)  # what is deleted halfway must not look good
-        shutil.rmtree(path, ignore_errors=True)
+        with suppress(OSError):  # of a folder that somebody has protected, or a disk that takes no writes: it stays
+            remove(path)  # what is deleted halfway must not look good
+            shutil.rmtree(path, ignore_errors=True)

@@ -102,9 +102,14 @@ class NotingWriter:
 
 
 def write_state(state: Any, path: str | os.PathLike) -> None:
-    """Write as torch.save does, whose own way to open files would raise with a C++ stack."""
+    """Write as torch.save does, whose own way to open files would raise with a C++ stack.
+
+    It is on the disk before anything vouches for it: older checkpoints go then.
+    """
     with open(path, "wb") as file:
         torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _of_rust(error: Exception) -> bool:

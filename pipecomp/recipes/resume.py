@@ -355,17 +355,22 @@ class Checkpoints:
 
 
 def _check_everywhere(folder: Path, found: list[tuple[list[int] | None, dict[int, str]]]) -> None:
-    """ConfigError if a machine has nothing of a run that others have good checkpoints of. found: by rank, as gathered.
+    """ConfigError if a machine has nothing good of a run that others have good checkpoints of: they would be deleted.
 
-    A run that was killed leaves at least an unfinished one on each machine.
+    A run that was killed leaves at least an unfinished one on each machine, from which it may begin anew. found: by
+    rank, as gathered.
     """
-    empty = [rank for rank, (good, bad) in enumerate(found) if good is not None and not good and not bad]
     steps = sorted({step for good, _ in found for step in good or ()})
-    allowed = (
-        f"a folder with the run's checkpoints on every machine: that of rank {', '.join(map(str, empty))} has none, "
-        f"and others have step {', '.join(map(str, steps))}. To begin anew, take another folder"
-    )
-    require(not (empty and steps), "--checkpoint", str(folder), allowed)
+    for rank, (good, bad) in enumerate(found):
+        if good != [] or (bad and set(bad.values()) == {manifest.NOT_FINISHED}):
+            continue
+        damaged = "; ".join(f"step {step}: {problem}" for step, problem in sorted(bad.items()))
+        allowed = (
+            f"a folder with the run's checkpoints on every machine: that of rank {rank} has none"
+            f"{f' that is good ({damaged})' if bad else ''}, and others have step {', '.join(map(str, steps))}. To "
+            "begin anew, take another folder"
+        )
+        require(not steps, "--checkpoint", str(folder), allowed)
 
 
 def _first_of_machine() -> bool:

@@ -113,20 +113,25 @@ def find(
 
 
 def _last_whole(output_dir: str, group: Any) -> str | None:
-    """Name the last checkpoint of which no machine has a damaged file, None if there is none.
+    """Name the last checkpoint that is whole on every machine, None if rank 0 has none that is complete.
 
-    A machine that lost its power may lack what it had not yet put on its disk.
+    A machine that lost its power may lack what it had not yet put on its disk. ConfigError where none is whole.
     """
     there = [path.name for path in _complete(output_dir)] if dist.get_rank() == 0 else None
+    damaged: list[str] = []
     for name in reversed(broadcast(there, group=group)):
         folder = Path(output_dir) / _named(name)
         sealed = folder / DEEPSPEED
-        looks = os.environ["LOCAL_RANK"] == "0" and manifest.finished(sealed)
-        problem = next(filter(None, gathered(manifest.problem(sealed) if looks else None, group)), None)
-        if problem is None:
+        first = os.environ["LOCAL_RANK"] == "0"
+        own = (manifest.finished(sealed), manifest.problem(sealed)) if first else (False, None)
+        told = gathered(own, group)
+        problems = [f"on rank {rank}'s machine {said}" for rank, (_, said) in enumerate(told) if said]
+        if not problems or not any(finished for finished, _ in told):  # of older versions none is sealed
             return str(folder)
+        damaged.append(f"{name}: {problems[0]}")
         if dist.get_rank() == 0:
-            _log.warning(f"{folder} is passed over: {problem}")
+            _log.warning(f"{folder} is passed over: {problems[0]}")
+    require(not damaged, _KEY, True, f"True only where a checkpoint is whole: {'; '.join(damaged)}")
     return None
 
 

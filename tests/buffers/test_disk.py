@@ -433,6 +433,18 @@ def test_a_copy_has_every_committed_step_and_takes_the_place_of_later_ones(tmp_p
     assert held_at(tmp_path / "rank") == {4: 1, 5: 1}
 
 
+def test_a_copy_takes_the_place_of_a_store_beside_which_there_is_no_room(tmp_path, small_disk):
+    environment = LmdbEnvironment(small_disk / "rank")
+    store = environment.link("link-0", {})
+    store.put_many([(sample, 1, torch.ones(64, 128)) for sample in range(34)])
+    store.commit()
+    assert environment.save(tmp_path / "copy")
+    assert environment.size_bytes() > 1 << 20  # more than half of the disk
+    assert environment.restore(tmp_path / "copy")
+    assert {got.version for got in store.get(list(range(34)))} == {1}
+    environment.close()
+
+
 def test_a_copy_that_was_made_with_other_settings_is_not_taken(tmp_path):
     for bits in (3, 4):
         environment = LmdbEnvironment(tmp_path / "rank")

@@ -87,6 +87,22 @@ class TestSeals:
         assert list(manifest.steps(tmp_path)) == [9, 10]
         assert (tmp_path / "global_step_mine").is_dir()
 
+    def test_one_that_cannot_be_removed_ends_no_run(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Somebody has protected it, or the disk takes no writes any more."""
+        for step in (5, 10, 15):
+            checkpoint(tmp_path, step)
+        unlink = Path.unlink
+
+        def refuse(path: Path, missing_ok: bool = False) -> None:
+            if path.parent.name == "global_step5":
+                raise PermissionError(13, "Permission denied", str(path))
+            unlink(path, missing_ok)
+
+        monkeypatch.setattr(Path, "unlink", refuse)
+        manifest.remove_old(tmp_path, 1, written=15)
+        assert list(manifest.steps(tmp_path)) == [5, 15]
+        assert manifest.problem(tmp_path / "global_step5") is None, "it is whole"
+
     def test_the_one_just_written_stays_and_unfinished_ones_do_not_count(self, tmp_path: Path) -> None:
         for step, seals in ((5, (0,)), (10, (0, 4)), (12, ()), (15, (0,)), (20, ())):
             checkpoint(tmp_path, step, seals=seals)
@@ -405,6 +421,12 @@ def test_a_run_does_not_begin_anew_where_one_machine_alone_has_lost_its_checkpoi
     monkeypatch.setattr("pipecomp.recipes.resume.gathered", lambda mine: [mine, *others])
     checkpoints = Checkpoints(given("--checkpoint", str(tmp_path), "--resume", "auto"), {}, {"lr": 1}, {})
     with pytest.raises(ConfigError, match="that of rank 2 has none, and others have step 10, 20"):
+        checkpoints.find()
+    others[1] = ([], {20: "weights.pt was changed", 30: "it was not finished"})
+    told = (
+        r"that of rank 2 has none that is good \(step 20: weights.pt was changed; step 30: .*\), and others have step"
+    )
+    with pytest.raises(ConfigError, match=told):
         checkpoints.find()
     others[1] = ([], {20: "it was not finished"})
     assert checkpoints.find().startswith("no good checkpoint: begins")

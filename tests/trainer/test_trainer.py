@@ -32,6 +32,7 @@ from transformers.trainer_pt_utils import nested_concat, nested_numpify
 import pipecomp
 from pipecomp.buffers import open_environment
 from pipecomp.buffers.admin import forget
+from pipecomp.checkpoint import manifest
 from pipecomp.checkpoint.rng_state import random_state, set_random_state
 from pipecomp.checkpoint.run_id import model_digest
 from pipecomp.data import ShardedSampler, dataset_facts
@@ -872,6 +873,50 @@ def test_rank_0_names_no_checkpoint_elsewhere(tmp_path: Path, monkeypatch: pytes
         monkeypatch.setattr(checkpoints, "broadcast", saying(said))
         with pytest.raises(WireError, match=r"rank 0 names a checkpoint .*, allowed: checkpoint-\*"):
             checkpoints.find(True, str(tmp_path), {}, None)
+
+
+def whole(folder: Path, step: int) -> Path:
+    """A checkpoint that is complete and sealed."""
+    made = folder / f"checkpoint-{step}"
+    (made / checkpoints.DEEPSPEED).mkdir(parents=True)
+    (made / checkpoints.DEEPSPEED / "weights.pt").write_text("weights")
+    manifest.write(made / checkpoints.DEEPSPEED, 0)
+    plan: Any = SimpleNamespace(cuts=(0, 1, 2))
+    checkpoints.complete(str(made), TrainerState(global_step=step), plan, 1)
+    return made
+
+
+def test_the_last_checkpoint_is_one_that_is_whole_on_every_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another machine may have lost its newest one, or have it without a seal."""
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(checkpoints.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(checkpoints, "broadcast", lambda value, group: value)
+    theirs: dict[str, Any] = {}
+    monkeypatch.setattr(checkpoints, "gathered", lambda own, group: [own, theirs.get("now", own), (False, None)])
+    for step in (600, 700):
+        whole(tmp_path, step)
+    found = checkpoints.find(True, str(tmp_path), {"cuts": [0, 1, 2], "replicas": 1}, None)
+    assert found is not None
+    assert found.folder == str(tmp_path / "checkpoint-700")
+    answers = iter([(False, "it was not finished"), (True, None)])
+    monkeypatch.setattr(checkpoints, "gathered", lambda own, group: [own, next(answers), (False, None)])
+    found = checkpoints.find(True, str(tmp_path), {"cuts": [0, 1, 2], "replicas": 1}, None)
+    assert found is not None
+    assert found.folder == str(tmp_path / "checkpoint-600")
+
+
+def test_a_checkpoint_that_is_passed_over_is_not_trained_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no other, it is for people to say what to do."""
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(checkpoints.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(checkpoints, "broadcast", lambda value, group: value)
+    monkeypatch.setattr(checkpoints, "gathered", lambda own, group: [own])
+    (whole(tmp_path, 700) / checkpoints.DEEPSPEED / "weights.pt").write_text("weighty")
+    told = "True only where a checkpoint is whole: checkpoint-700: on rank 0's machine weights.pt was changed"
+    with pytest.raises(ConfigError, match=told):
+        checkpoints.find(True, str(tmp_path), {"cuts": [0, 1, 2], "replicas": 1}, None)
 
 
 def test_each_rank_goes_on_from_the_folder_that_it_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
