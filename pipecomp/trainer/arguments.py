@@ -53,7 +53,7 @@ _LAUNCHED = {
     "ACCELERATE_USE_PARALLELISM_CONFIG": "not set: num_stages and the number of processes say how the work is spread",
 }
 # Read once; Trainer reads most of them whenever it trains. When the trainer is made, and when its engine is made.
-AT_FIRST = ("bf16", "fp16", "max_grad_norm")
+AT_FIRST = ("bf16", "fp16", "max_grad_norm", "per_device_train_batch_size")
 BY_ENGINE = (
     "activation_checkpointing",
     "activation_checkpointing_kwargs",

@@ -15,6 +15,7 @@ import logging
 import os
 import sys
 import weakref
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from types import FrameType
@@ -32,7 +33,6 @@ from pipecomp.allreduce.call import Counters
 from pipecomp.allreduce.saving import load, number_parameters, save
 from pipecomp.errors import ConfigError, require
 from pipecomp.gradient_config import Gradients
-from pipecomp.optim import QuantizedAdam
 from pipecomp.trainer.local_steps import LocalStepsOfTrainer
 
 RESIDUALS = "pipecomp_gradients"  # in a checkpoint folder: RESIDUALS_RANK.safetensors
@@ -190,11 +190,36 @@ class CompressionCallback(TrainerCallback):
         if self._local is not None:
             self._local.save(folder, kwargs["optimizer"])
         save(self._state, residuals_file(folder, self._state.group.rank))
+        if args.save_total_limit is not None:
+            self._remove_old(Path(args.output_dir))
+
+    def _remove_old(self, output_dir: Path) -> None:
+        """Delete this process's files of checkpoints that Trainer has deleted where the first process runs.
+
+        On another machine, without a common disk, they would fill that. Every process must call this.
+        """
+        assert self._state is not None
+        group = self._state.group
+        steps = [float(step) for step in _steps(output_dir)] if group.rank == 0 else []
+        count = int(group.gather_numbers([float(len(steps))])[0][0])
+        kept = {int(step) for step in group.gather_numbers((steps or [0.0] * count) or [0.0])[0]}
+        for step, folder in _steps(output_dir).items():
+            if group.rank and step not in kept:
+                for file in folder.glob(f"pipecomp_*_{group.rank}.*"):
+                    file.unlink(missing_ok=True)
+                with suppress(OSError):  # it has other files
+                    folder.rmdir()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End the thread that averages; it starts again if the model goes on training outside Trainer."""
         if self._state is not None:
             self._state.close()
+
+
+def _steps(output_dir: Path) -> dict[int, Path]:
+    """List the checkpoints' folders by step."""
+    folders = {path.name.rpartition("-")[2]: path for path in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*")}
+    return {int(number): path for number, path in folders.items() if number.isdecimal()}
 
 
 def residuals_file(folder: Path, rank: int) -> Path:
@@ -234,8 +259,6 @@ def ddp_of(trainer: Any) -> DistributedDataParallel:
 def _average(callback: CompressionCallback, bucket: Any) -> Future[Tensor]:
     """DDP keeps a hook for good, but each `train()` has a state of its own: the hook looks it up."""
     assert callback._state is not None, "the hook is registered after the state is made"
-    if callback._local is not None and not callback._local.outer.synchronous:
-        return QuantizedAdam.keep_local(None, bucket)
     return ddp_hook(callback._state, bucket)
 
 

@@ -155,8 +155,7 @@ class Evaluation:
         count = len(loader.own)
         source = batches() if engine.is_first_stage() or engine.is_last_stage() else None
         engine.eval_batch(source, num_micro_batches=count, on_logits=on_logits)
-        most = -(-len(loader) // engine.grid.data_parallel_size)
-        for _ in range(most - stepped):
+        for _ in range(len(loader) - stepped):
             self._on_step()
         return results
 
@@ -230,8 +229,7 @@ class Evaluation:
             metrics[f"{prefix}_loss"] = float(shown.mean())
         for key in [key for key in metrics if not key.startswith(f"{prefix}_")]:
             metrics[f"{prefix}_{key}"] = metrics.pop(key)  # a "loss" of compute_metrics takes the place of the mean
-        steps = -(-len(loader) // self._engine.grid.data_parallel_size)
-        metrics.update(speed_metrics(prefix, began, num_samples=loader.samples, num_steps=steps))
+        metrics.update(speed_metrics(prefix, began, num_samples=loader.samples, num_steps=len(loader)))
         return logits, labels, metrics
 
 

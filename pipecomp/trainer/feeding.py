@@ -226,16 +226,18 @@ class EvalLoader:
             DataError: If the samples do not fill one.
         """
         self.dataset, self.samples = samples.data, len(samples.data)
-        self._length = self.samples // micro_batch if drop_last else -(-self.samples // micro_batch)
-        if self._length == 0:
+        count = self.samples // micro_batch if drop_last else -(-self.samples // micro_batch)
+        if count == 0:
             raise DataError(f"{self.samples} samples do not fill a micro-batch of {micro_batch}: dataloader_drop_last")
-        self.own = range(replica, self._length, replicas)
+        self.own = range(replica, count, replicas)
+        self._most = -(-count // replicas)
         places = [(n, list(range(n * micro_batch, min((n + 1) * micro_batch, self.samples)))) for n in self.own]
         # Its workers stay for the next evaluation, if the options say so.
         self._loader = _loader(_Batches(samples, seed, EVALUATION), places, options)
 
     def __len__(self) -> int:
-        return self._length
+        """The most that a replica has: so many steps its progress is shown in, as Trainer's is."""
+        return self._most
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return iter(self._loader)

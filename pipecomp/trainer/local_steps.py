@@ -63,14 +63,25 @@ class LocalStepsOfTrainer(TrainerCallback):
         self._common = ExitStack()
         self._args, self._average_tokens = args, args.average_tokens_across_devices
         self._count_labels()
+        self._ddp = ddp
         ddp.broadcast_buffers = False
 
     # -- events
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Evaluate the common weights at the start, too."""
+        if args.eval_on_start:
+            self._common.enter_context(self.outer.common_weights())
+
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Go on with the process's own weights."""
+        """Go on with the process's own weights.
+
+        In a step of its own DDP has nothing to do: it would wait for all processes only to learn which weights have
+        gradients, as Trainer asks it to.
+        """
         self._common.close()
         self.outer.start(state.global_step)
+        self._ddp.require_backward_grad_sync = self.outer.synchronous
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Take the outer step, if it is time to; the last step of a training always ends with one."""
@@ -85,10 +96,15 @@ class LocalStepsOfTrainer(TrainerCallback):
         self._before_evaluation(control)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """When training is over, before Trainer may load its best checkpoint: weights are the same on all processes."""
+        """When training is over, before Trainer may load its best checkpoint: weights are the same on all processes.
+
+        Before that another callback may have asked for a checkpoint by what was logged.
+        """
         if logs is not None and "train_loss" in logs:
             self._common.close()
             self.outer.meet(state.global_step)
+        else:
+            self._before_evaluation(control)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End the thread that averages rows; see `CompressionCallback.on_train_end`."""
@@ -97,8 +113,9 @@ class LocalStepsOfTrainer(TrainerCallback):
         self.give_back()
 
     def give_back(self) -> None:
-        """Leave Trainer's arguments as they were."""
+        """Leave Trainer's arguments and DDP as they were."""
         self._args.average_tokens_across_devices = self._average_tokens
+        self._ddp.require_backward_grad_sync = True
 
     def _count_labels(self) -> None:
         """Over all processes, or over this one, in the step to come: Trainer counts before it begins."""

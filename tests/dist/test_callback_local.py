@@ -97,6 +97,18 @@ def test_processes_train_apart_and_end_alike(ran, case):
     assert first["evaluated"] == second["evaluated"], "of the weights in common"
 
 
+def without_a_common_disk(rank: int, world: int, note: Any, folder: str) -> list[str]:
+    own = Path(folder) / f"machine-{rank}"
+    options = {"save_steps": 2, "max_steps": 6, "eval_strategy": "no", "save_total_limit": 1}
+    train(str(own), CASES["squeeze"], **options)
+    return sorted(path.name for path in own.glob("checkpoint-*/*") if path.name.startswith("pipecomp_"))
+
+
+def test_old_checkpoints_go_where_the_first_process_does_not_run(tmp_path):
+    for rank, files in run_ranks(2, without_a_common_disk, str(tmp_path), timeout_s=HANG_S).items():
+        assert files == [f"pipecomp_gradients_{rank}.safetensors", f"pipecomp_local_steps_{rank}.pt"]
+
+
 def test_three_processes_end_alike(tmp_path):
     found = run_ranks(3, trainings, str(tmp_path), timeout_s=HANG_S)
     assert len({found[rank]["squeeze"]["last"] for rank in range(3)}) == 1

@@ -164,6 +164,7 @@ def errors(folder: str) -> dict[str, str]:
 
     cases: dict[str, Any] = {
         "clipping": lambda: changed("max_grad_norm", 0.1, after=False),
+        "batch": lambda: changed("per_device_train_batch_size", 1, after=False),
         "rate": lambda: changed("learning_rate", 0.1, after=True),
         "hidden states": hidden_states,
         "modes": lambda: made(optimizer_cls_and_kwargs=(Modes, {"lr": 0.1})).train(),
@@ -274,6 +275,7 @@ def test_a_callback_that_stops_training_before_a_step_stops_it_where_trainer_doe
     ("case", "words"),
     [
         ("clipping", "ConfigError: max_grad_norm: got 0.1, allowed: 1.0, with which this trainer was made"),
+        ("batch", "ConfigError: per_device_train_batch_size: got 1, allowed: "),
         ("rate", "ConfigError: learning_rate: got 0.1, allowed: 0.002, with which this trainer was made"),
         ("hidden states", "ConfigError: config.output_hidden_states: got True"),
         ("modes", "ConfigError: optimizers[0]: got 'Modes', allowed: one without train() and eval()"),

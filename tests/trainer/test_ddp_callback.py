@@ -223,8 +223,8 @@ def test_an_evaluation_between_outer_steps_is_of_the_common_weights() -> None:
     """At the end of a step or of an epoch; then the process goes on with its own weights, and waits for no other."""
     model = torch.nn.Linear(2, 2)
     ddp, args = (
-        SimpleNamespace(module=model, broadcast_buffers=True),
-        SimpleNamespace(average_tokens_across_devices=True),
+        SimpleNamespace(module=model, broadcast_buffers=True, require_backward_grad_sync=True),
+        SimpleNamespace(average_tokens_across_devices=True, eval_on_start=True),
     )
     state = State("none", group=LoopbackGroup(0, 1, {}))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -233,8 +233,10 @@ def test_an_evaluation_between_outer_steps_is_of_the_common_weights() -> None:
     assert not args.average_tokens_across_devices
     common, own = model.weight.detach().clone(), torch.ones(2, 2)
     at = SimpleNamespace(global_step=0, max_steps=4)
-    for event, wanted in itertools.product(("on_step_end", "on_epoch_end"), ("should_evaluate", "should_save", "")):
+    events = ("on_step_end", "on_epoch_end", "on_log")
+    for event, wanted in itertools.product(events, ("should_evaluate", "should_save", "")):
         callback.on_step_begin(args, at, None)
+        assert not ddp.require_backward_grad_sync, "DDP would wait for all processes"
         with torch.no_grad():
             model.weight.copy_(own)
         at.global_step = 1
@@ -243,5 +245,8 @@ def test_an_evaluation_between_outer_steps_is_of_the_common_weights() -> None:
         assert torch.equal(model.weight, common if wanted else own), (event, wanted)
         callback.on_step_begin(args, at, None)
         assert torch.equal(model.weight, own), (event, wanted)
+    callback.on_train_begin(args, at, None)
+    assert torch.equal(model.weight, common), "of a training that goes on within an interval, and evaluates first"
     callback.on_train_end(args, at, None)
     assert args.average_tokens_across_devices, "as it was given"
+    assert ddp.require_backward_grad_sync

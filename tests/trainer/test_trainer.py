@@ -502,7 +502,8 @@ def test_replicas_share_out_an_evaluation(samples: int, size: int, replicas: int
     seen = [i for _, ids in found for i in ids]
     assert seen == list(range(len(seen)))
     assert len(seen) == (samples // size * size if drop else samples)
-    assert [n for n, _ in found] == list(range(len(parts[0])))
+    assert [n for n, _ in found] == list(range(len(found)))
+    assert {len(part) for part in parts} == {max(len(part.own) for part in parts)}, "steps of each one's progress"
 
 
 class Pids:
