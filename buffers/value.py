@@ -168,13 +168,13 @@ def decoded(value: bytearray | memoryview, header: ValueHeader, *, alias: bool =
     """
     n, H, bits, grouping = header.n, header.H, header.bits, header.group_size or None
     if n == 0:
-        return CachedActivation(header.version, torch.empty(0, H))
+        return CachedActivation(header.version, torch.empty(0, H, dtype=torch.float32))
     if bits == 32:
         m_nH = _tensor(value, "<f4", n * H, HEADER_BYTES).view(n, H)
         return CachedActivation(header.version, m_nH if alias else m_nH.clone())
     if bits == 16:
         return CachedActivation(header.version, _tensor(value, "<f2", n * H, HEADER_BYTES).view(n, H).float())
-    m_nH = torch.empty(n, H)
+    m_nH = torch.empty(n, H, dtype=torch.float32)
     payload = torch.from_numpy(np.frombuffer(value, np.uint8, offset=HEADER_BYTES))
     ops.decode_batch(payload, [ops.Arriving(m_nH, ops.Options(bits, grouping))])
     return CachedActivation(header.version, m_nH)

@@ -31,7 +31,7 @@ class FeedbackKernels(Library):
         codes, scales = [c.contiguous() for c in codes], [s.contiguous() for s in scales]
         pointers = [(c_void_p * len(codes))(*(t.data_ptr() for t in row)) for row in (codes, scales)]
         to, out_codes, out_scales = feedback_args(e_d, e_d, bits, group_size, mean)
-        scratch = torch.empty(self.threads, to.group)
+        scratch = torch.empty(self.threads, to.group, dtype=torch.float32)
         args = FeedbackReduceArgs(
             to=to,
             scratch=scratch.data_ptr(),

@@ -21,7 +21,7 @@ class SketchKernels(Library):
     ) -> tuple[Tensor, Tensor]:
         """As `sketch.sketch_encode`."""
         codes = torch.empty((x_d.numel() * how.bits + 7) // 8, dtype=torch.uint8)
-        means = torch.zeros(how.counts.numel() + int(how.counts.sum()))
+        means = torch.zeros(how.counts.numel() + int(how.counts.sum()), dtype=torch.float32)
         means[: centers.numel()] = centers
         sums, numbers = torch.zeros_like(means, dtype=torch.float64), torch.zeros_like(means, dtype=torch.int64)
         more = {"x": x_d, "bounds": bounds.contiguous(), "sums": sums, "numbers": numbers}

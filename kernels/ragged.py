@@ -89,7 +89,10 @@ def bad_visit(visits: Sequence[Visit]) -> Callable[[int], NonFiniteError]:
 
     def error(flag: int) -> NonFiniteError:
         plain, delta = kinds[flag >> 32]
-        return NonFiniteError("NaN or Inf") if plain else reference.non_finite("a - m" if delta else "x", flag & MASK32)
+        found = (
+            NonFiniteError("NaN or Inf") if plain else reference.non_finite("a - m" if delta else "x", flag & MASK32)
+        )
+        return found if len(kinds) == 1 else NonFiniteError(f"{found}, of the packet's sample {flag >> 32}")
 
     return error
 

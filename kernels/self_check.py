@@ -13,8 +13,8 @@ from pipecomp.kernels.layout import Options
 def self_check(backend: Backend, name: str = "kernels", device: str = "cpu") -> None:
     """Run the kernels on a small sample.
 
-    Catches what no build flag can rule out: a compiler that contracts multiply and add, a CPU that flushes denormals,
-    a machine without the compiler that Triton calls at its first launch.
+    Catches what no build flag can rule out: a compiler that contracts multiply and add, a machine without the compiler
+    that Triton calls at its first launch.
 
     Args:
         backend: whose kernels.
@@ -24,7 +24,7 @@ def self_check(backend: Backend, name: str = "kernels", device: str = "cpu") -> 
     Raises:
         KernelError: unless they give the reference's bytes; and whatever the kernels themselves raise.
     """
-    values = torch.linspace(-3, 3, 210).sin().reshape(3, 70) ** 3
+    values = torch.linspace(-3, 3, 210, dtype=torch.float32).sin().reshape(3, 70) ** 3
     for rounding in layout.ROUNDINGS:
         options = Options(bits=3, group_size=None, rounding=rounding, seed=7)
         m, m_again = (values * 0.3).to(device), values * 0.3

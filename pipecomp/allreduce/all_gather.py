@@ -123,7 +123,7 @@ class Sparse:
         if self._signs_only:
             kept = kept * 2
         dense = ops.pack_bits(kept, self._bits)
-        values = torch.zeros(count, device=out.device)
+        values = torch.zeros(count, device=out.device, dtype=torch.float32)
         self._inner.add(dense, norm, values)
         out.index_add_(0, index, values)
 
@@ -166,7 +166,7 @@ def _count_error(x: Tensor, codes: Tensor, code: LocalCode, norm: float, call: C
     """What is missing in the codes of a bucket's beginning; of sparse ones nobody knows which bytes that is."""
     sample = x[:SAMPLE]
     size = code.encoded_bytes(sample.numel())
-    own = torch.zeros(x.numel() if size is None else sample.numel(), device=x.device)
+    own = torch.zeros(x.numel() if size is None else sample.numel(), device=x.device, dtype=torch.float32)
     code.add(codes[:size], norm, own)
     call.counters.add_error(sample, own[: sample.numel()])
 

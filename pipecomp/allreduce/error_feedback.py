@@ -39,7 +39,7 @@ class Residuals:
         if found is not None and found[0] == slices and found[1].numel() == d:
             return _used_here(found[1])
         parts = _parts(key, slices, d)
-        e_d = torch.zeros(d, device=device)
+        e_d = torch.zeros(d, device=device, dtype=torch.float32)
         if slices is not None and key in self._pieces:  # of a file from before residuals belonged to parameters
             e_d.copy_(_used_here(self._pieces.pop(key)))
         for (name, count), target in zip(parts, _split(e_d, parts), strict=True):
@@ -79,12 +79,13 @@ class Residuals:
                 if _share(_parts(key, slices, d), _parts(*place, 0)):
                     del self._owned[place]
                     self._make_up(*place, left)
-            self._owned[key, slices] = torch.zeros(sum(span.count for span in owned_spans(d, *self._ranks)))
+            count = sum(span.count for span in owned_spans(d, *self._ranks))
+            self._owned[key, slices] = torch.zeros(count, dtype=torch.float32)
         return self._owned[key, slices]
 
     def _make_up(self, key: str, slices: Slices | None, left: Tensor) -> None:
         d = self._pieces[key].numel() if slices is None else sum(count for _, count in slices)
-        mean_d = torch.zeros(d)
+        mean_d = torch.zeros(d, dtype=torch.float32)
         spans = owned_spans(d, *self._ranks)
         for span, part in zip(spans, left.split([span.count for span in spans]), strict=True):
             span.of(mean_d).copy_(part)
@@ -97,7 +98,7 @@ class Residuals:
         """x + e, float32 [d], in a buffer that the next call uses again: fresh pages cost more than the addition."""
         scratch = self._scratch.get(x_d.device)
         if scratch is None or scratch.numel() < x_d.numel():
-            scratch = self._scratch[x_d.device] = torch.empty(x_d.numel(), device=x_d.device)
+            scratch = self._scratch[x_d.device] = torch.empty(x_d.numel(), device=x_d.device, dtype=torch.float32)
         return torch.add(e_d, x_d, out=scratch[: x_d.numel()])
 
     def _unplaced(self) -> dict[Name, Tensor]:

@@ -175,7 +175,11 @@ class GradientReduction:
         """The L2 norm of all stages' gradients; every stage must call this."""
         pairs = zip(parameters, gradients, strict=True)
         counted = [g for p, g in pairs if not getattr(p, "ds_pipe_replicated", False)]
-        norms = torch.stack(torch._foreach_norm(counted)) if counted else torch.zeros(1, device=self._engine.device)
+        norms = (
+            torch.stack(torch._foreach_norm(counted))
+            if counted
+            else torch.zeros(1, device=self._engine.device, dtype=torch.float32)
+        )
         square = norms.double().square().sum()
         dist.all_reduce(square, group=self._engine.grid.get_pipe_parallel_group())
         return float(square.sqrt())

@@ -73,7 +73,8 @@ class RunAhead:
         waited_s = 0.0
         if self.in_flight.observing:
             waited_s = self._waited_s()
-            seen = torch.tensor([waited_s, step_s, -self.in_flight.limit], device=self._engine.device)
+            values = [waited_s, step_s, -self.in_flight.limit]
+            seen = torch.tensor(values, device=self._engine.device, dtype=torch.float32)
             dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=self._engine.grid.get_pipe_parallel_group())
             waited_s, step_s, limit = seen.tolist()
             self.in_flight.limit = -int(limit)

@@ -43,7 +43,7 @@ class SecondMoments:
             weight = self._weights[name]
             v = states[weight].get("exp_avg_sq") if weight in states else None
             rows = weight.shape[0] if weight.dim() else 1
-            zeros = torch.zeros(rows, device=weight.device)
+            zeros = torch.zeros(rows, device=weight.device, dtype=torch.float32)
             found[name] = zeros if v is None else v.detach().float().reshape(rows, -1).mean(1)
         return found
 

@@ -38,7 +38,7 @@ def check_options(group: Mapping[str, Any]) -> None:
 
 def new_moments(p: Tensor) -> Moments:
     """What is kept of a parameter before its first step."""
-    momentum, variance = (torch.zeros(p.shape, device=p.device) for _ in range(2))
+    momentum, variance = (torch.zeros(p.shape, device=p.device, dtype=torch.float32) for _ in range(2))
     return {"step": 0, "frozen_at": 0, "unit": 1.0, "exp_avg": momentum, "exp_avg_sq": variance}
 
 

@@ -37,7 +37,7 @@ class Codebook:
 
     def __init__(self, clusters: int, hidden: int, device: torch.device) -> None:
         self.clusters = clusters
-        self.centers_CH = torch.zeros(clusters, hidden, device=device)
+        self.centers_CH = torch.zeros(clusters, hidden, device=device, dtype=torch.float32)
         self.version = 0
         self._counts_C = torch.zeros(clusters, dtype=torch.int64, device=device)  # rows, at most MEMORY; 0: not open
         self._used_C = torch.zeros_like(

@@ -238,7 +238,9 @@ class Visits:
             part = samples[run.start : run.stop]
             held = [self._base(s, changes, hidden, at) for s in part]
             m = [
-                torch.empty(s.count, hidden, device=end.staging.device) if held_nH is None else self._shown(held_nH, s)
+                torch.empty(s.count, hidden, device=end.staging.device, dtype=torch.float32)
+                if held_nH is None
+                else self._shown(held_nH, s)
                 for s, held_nH in zip(part, held, strict=True)
             ]
             yield run, m

@@ -79,7 +79,7 @@ def test_on_a_gpu_it_is_idle_time_that_counts(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(run_ahead.dist, "all_reduce", lambda seen, op, group: None)
-    monkeypatch.setattr(run_ahead.torch, "tensor", lambda values, device: torch.Tensor(values))
+    monkeypatch.setattr(run_ahead.torch, "tensor", lambda values, device, dtype: torch.Tensor(values))
     grid = SimpleNamespace(get_pipe_parallel_group=lambda: None)
     engine = SimpleNamespace(stage_id=0, num_stages=2, micro_batches=8, device=torch.device("cuda"), grid=grid)
     found, stats = RunAhead(engine, "auto"), LinkStats()

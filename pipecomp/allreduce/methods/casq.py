@@ -99,7 +99,9 @@ class CasqAverage:
 
     def _plan(self, sum_d: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """Centers (float32 [K], ascending) and each cluster's number of buckets (int64 [K]), the same on all ranks."""
-        uses, centers, counts, slices = self._plans.get(call.key, (0, torch.empty(0), torch.empty(0), None))
+        uses, centers, counts, slices = self._plans.get(
+            call.key, (0, torch.empty(0, dtype=torch.float32), torch.empty(0, dtype=torch.float32), None)
+        )
         if uses % self._interval == 0 or slices != call.slices:
             data = torch.empty(12 * self._clusters, dtype=torch.uint8)
             if call.group.rank == 0:
@@ -152,7 +154,7 @@ def k_means(sample: Tensor, clusters: int) -> Tensor:
 def _one_side(values: Tensor, k: int) -> Tensor:
     """Lloyd's iterations on sorted values: clusters are runs, so sums come from one cumulative sum."""
     if not values.numel():
-        return torch.zeros(k)
+        return torch.zeros(k, dtype=torch.float32)
     sums = torch.cat([torch.zeros(1, dtype=torch.float64), values.double().cumsum(0)])
     quantiles = ((torch.arange(k, dtype=torch.float64) + 0.5) / k * values.numel()).long()
     centers = values[quantiles].double()

@@ -138,7 +138,8 @@ class RandomKAverage:
         with call.counters.part("quantize"):
             index = random_coordinates(d, count, call.draw(_COORDINATES)).to(x_d.device)
             chosen = sum_d[index]
-        mean, sent = torch.empty(count, device=x_d.device), torch.zeros(count, device=x_d.device)
+        mean = torch.empty(count, device=x_d.device, dtype=torch.float32)
+        sent = torch.zeros_like(mean)
         self._inner.mean(chosen, mean, call, sent_d=None if e_d is None else sent)
         with call.counters.part("decode"):
             if e_d is not None:

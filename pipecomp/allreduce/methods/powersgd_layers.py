@@ -96,7 +96,7 @@ def squared_errors(gradient: Tensor, ranks: Sequence[int]) -> list[float]:
         return [0.0] * len(ranks)
     largest = float(m.abs().max()) or 1.0
     m = m / largest  # squares of values that float32 just holds
-    start = torch.randn(m.shape[1], width, generator=torch.Generator().manual_seed(0)).to(m.device)
+    start = torch.randn(m.shape[1], width, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(m.device)
     basis = torch.linalg.qr(m @ start).Q
     for _ in range(2):
         basis = torch.linalg.qr(m @ (m.T @ basis)).Q
@@ -247,7 +247,7 @@ class LayerwisePowerSgd:
             if kept is not None and kept.q.shape[1] == r:
                 q = kept.q
             else:
-                q = torch.randn(matrix(shape)[1], r, generator=draw).to(g)
+                q = torch.randn(matrix(shape)[1], r, generator=draw, dtype=torch.float32).to(g)
                 if kept is not None:
                     q[:, : kept.q.shape[1]] = kept.q[:, :r]
             qs.append(q.reshape(-1))
