@@ -27,6 +27,7 @@ PREFIX = "base_model.model."  # peft's own, before the names in WEIGHTS_FILE
 # again; what it cannot find again then, samples or random numbers decided: such a folder is right nowhere.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _NOT_FOUND_AGAIN = ("pissa_niter", "corda", "lora_ga")
+SNAPSHOT = "allowed: none; give the folder of a download of it (huggingface_hub.snapshot_download)"
 _INSIDE = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
 
 
@@ -56,6 +57,8 @@ def adapter_of(model: Any) -> Adapter | None:
         raise SplitError(f"adapters {', '.join(sorted(found))}: a model that is split may have one")
     ((name, config),) = found.items()
     _check(config)
+    _check_ties(config)
+    _check_vocabulary(model, config)
     if _starts_as(config, _NOT_FOUND_AGAIN):
         raise SplitError(
             f"init_lora_weights: got {config.init_lora_weights!r}, which changes the base model in a way that nobody "
@@ -88,6 +91,32 @@ def _check_tokens(config: Any) -> None:
         )
 
 
+def _check_ties(config: Any) -> None:
+    """Refuse LoRA weights that peft makes share their memory, once it has: stages would each train their own."""
+    tied = getattr(config, "target_modules_to_tie", None)
+    if tied:
+        raise SplitError(
+            f"LoraConfig.ensure_weight_tying: ties LoRA weights of {', '.join(sorted(tied))}, which are on several "
+            "stages; allowed: False, or no embeddings among target_modules"
+        )
+
+
+def _check_vocabulary(model: Any, config: Any) -> None:
+    """Refuse embeddings that got rows after they were loaded: neither the adapter nor its base would have them."""
+    base = getattr(config, "base_model_name_or_path", None)
+    file = Path(base or "") / "config.json"
+    if not base or not file.is_file() or getattr(config, "modules_to_save", None):
+        return
+    rows = json.loads(file.read_text(encoding="utf-8")).get("vocab_size")
+    own = getattr(getattr(model, "config", None), "vocab_size", None)
+    if rows and own and rows != own:
+        raise SplitError(
+            f"model: got a vocabulary of {own}, and {base}, the adapter's base, has {rows}: the new embeddings would "
+            "be saved nowhere. Save the resized model first (save_pretrained), and put the adapter on that folder, or "
+            "name the embeddings in modules_to_save"
+        )
+
+
 def _starts_as(config: Any, values: tuple[str, ...]) -> bool:
     """Whether init_lora_weights is one of these, or begins with one; peft takes them in any case."""
     return str(getattr(config, "init_lora_weights", True)).lower().startswith(values)
@@ -98,7 +127,10 @@ def from_folder(path: str) -> tuple[Adapter, str] | None:
     file = Path(path) / CONFIG_FILE
     if not file.is_file():
         return None
-    base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    noted = json.loads(file.read_text(encoding="utf-8"))
+    base, revision = noted.get("base_model_name_or_path"), noted.get("revision")
+    if revision not in (None, "main"):
+        raise SplitError(f"{file}: revision: got {revision!r}, {SNAPSHOT}, as base_model_name_or_path")
     if not base:
         raise SplitError(f"{file} does not name the base model: give its folder or hub name and lora={path!r}")
     return read(path), str(base)
@@ -143,7 +175,9 @@ def attach(model: Any, adapter: Adapter, base: str | None = None) -> Any:
     """
     config = copy.deepcopy(adapter.config)  # peft writes into it
     model.name_or_path = base or config.base_model_name_or_path or ""
-    return _peft().get_peft_model(model, config, adapter_name=adapter.name).get_base_model()
+    made = _peft().get_peft_model(model, config, adapter_name=adapter.name).get_base_model()
+    _check_ties(config)
+    return made
 
 
 def name_in_the_base(name: str) -> str:

@@ -24,6 +24,8 @@ from pipecomp.stages.partition.planning import SplitPlan, aliases, part_of, plan
 from pipecomp.stages.partition.splitting import Stage, take_stage
 
 _log = logging.getLogger(__name__)
+# What tells from_pretrained where to read a model, but is none of its settings.
+_PLACES = ("revision", "code_revision", "subfolder", "cache_dir", "token", "proxies", "force_download")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +71,9 @@ def pretrained(path: str, *, model_class: str | type | None = None, lora: Any = 
     """
     from transformers import AutoConfig
 
+    for key in _PLACES:
+        if settings.get(key) is not None:  # which would be the config's alone
+            raise SplitError(f"{key}: got {settings[key]!r}, {adapters.SNAPSHOT}")
     adapter = None if lora is None else adapters.as_adapter(lora)
     if adapter is None and (saved := adapters.from_folder(str(path))) is not None:
         adapter, path = saved

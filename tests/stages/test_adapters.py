@@ -273,6 +273,28 @@ class TestRefused:
         with pytest.raises(SplitError, match=r"alora_invocation_tokens: got \[5, 6\], allowed: None"):
             split(model, num_stages=2)
 
+    def test_weights_that_peft_lets_share_their_memory(self, tmp_path: Path) -> None:
+        """On two stages they would come apart."""
+        config = lora("llama", target_modules=["embed_tokens", "q_proj"], ensure_weight_tying=True)
+        tied = base("llama", tie_word_embeddings=True)
+        tied.save_pretrained(tmp_path)
+        told = r"ensure_weight_tying: ties LoRA weights of .*lm_head"
+        with pytest.raises(SplitError, match=told):
+            build_stage(source := pretrained(str(tmp_path), lora=config), plan(source, num_stages=2), index=0)
+        with pytest.raises(SplitError, match=told):
+            split(peft.get_peft_model(tied, config), num_stages=2)
+
+    def test_a_vocabulary_that_was_resized_in_memory(self, tmp_path: Path) -> None:
+        """The adapter's folder has no embeddings, and its base has not these."""
+        base("llama").save_pretrained(tmp_path)
+        model = type(base("llama")).from_pretrained(tmp_path)
+        model.resize_token_embeddings(model.config.vocab_size + 2)
+        with pytest.raises(SplitError, match=r"got a vocabulary of .*: the new embeddings would be saved nowhere"):
+            split(peft.get_peft_model(model, lora("llama")), num_stages=2)
+        model.save_pretrained(tmp_path / "resized")
+        whole = type(model).from_pretrained(tmp_path / "resized")
+        assert len(split(peft.get_peft_model(whole, lora("llama")), num_stages=2)) == 2
+
     @pytest.mark.parametrize("more", [{"init_lora_weights": "pissa"}, {"use_dora": True}])
     def test_what_starts_from_the_weights(self, more: dict[str, Any]) -> None:
         with pytest.raises(SplitError, match="give a PeftModel in memory"):
