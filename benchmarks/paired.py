@@ -115,7 +115,7 @@ BY_COMPARISON = {comparison.name: comparison for comparison in COMPARISONS}
 
 def run(name: str, compute_s: float, pairs: int) -> Row:
     """One comparison: seconds of both steps of each pair. compute_s: of a micro-batch on a stage, which r counts in."""
-    from pipecomp.netlab import Lab
+    from pipecomp.netlab import Lab, NetlabError
 
     comparison = BY_COMPARISON[name]
     pairs = min(pairs, comparison.pairs)
@@ -127,6 +127,10 @@ def run(name: str, compute_s: float, pairs: int) -> Row:
         Lab(nodes=STAGES, bandwidth=rates[0] if limited else None, delay=delay) as lab,
         tempfile.TemporaryDirectory() as folder,
     ):
+        if delay is not None and lab.network.delay_by == "netem":
+            raise NetlabError(
+                f"{name}: this kernel delays both sides of a comparison, of which one shall have no delay"
+            )
 
         def set_rate(rank: int, wish: tuple[int, int]) -> None:
             number, side = wish

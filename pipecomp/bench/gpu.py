@@ -147,7 +147,10 @@ def steps(run: gpu_steps.Run, say: Callable[[str], None]) -> Row:
     except PipecompError as error:
         if not rows:
             raise
-        found["cut"] = str(error).splitlines()[0]  # what was measured until then stays
+        first, *more = str(error).splitlines()  # what was measured until then stays
+        found["cut"] = f"{first} … {more[-1]}" if more else first
+        if more:  # a rank's own words, and not that there was no time left
+            found["error"] = found["cut"]
     return found
 
 

@@ -99,7 +99,7 @@ def _kernels(found: Any) -> list[str]:
 
 
 def _steps(found: Row) -> list[str]:
-    if "error" in found:
+    if "rows" not in found:
         return [found["error"], ""]
     rows = found["rows"]
     cells = []

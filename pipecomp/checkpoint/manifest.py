@@ -96,7 +96,8 @@ def keep_last_good(save_dir: str | os.PathLike[str]) -> None:
     """Delete all checkpoints but the last good one, to make room; none if none is good."""
     found = list(steps(save_dir).values())
     good = next((path for path in reversed(found) if problem(path) is None), None)
-    _delete(path for path in found if good is not None and path != good)
+    with suppress(OSError):  # of a disk that takes no writes at all
+        _delete(path for path in found if good is not None and path != good)
 
 
 def remove_old(save_dir: str | os.PathLike[str], keep: int, *, written: int) -> None:
@@ -110,7 +111,9 @@ def remove_old(save_dir: str | os.PathLike[str], keep: int, *, written: int) -> 
     found = steps(save_dir)
     others = [step for step, path in found.items() if step != written and finished(path)]
     stay = {written, *others[len(others) - min(keep - 1, len(others)) :]}
-    _delete(path for step, path in found.items() if step not in stay)
+    for step, path in found.items():
+        with suppress(OSError):  # of a folder that somebody has protected: it stays
+            _delete([path] if step not in stay else [])
 
 
 def remove_after(save_dir: str | os.PathLike[str], step: int) -> None:
@@ -120,6 +123,5 @@ def remove_after(save_dir: str | os.PathLike[str], step: int) -> None:
 
 def _delete(folders: Iterable[Path]) -> None:
     for path in folders:
-        with suppress(OSError):  # of a folder that somebody has protected, or a disk that takes no writes: it stays
-            remove(path)  # what is deleted halfway must not look good
-            shutil.rmtree(path, ignore_errors=True)
+        remove(path)  # what is deleted halfway must not look good
+        shutil.rmtree(path, ignore_errors=True)

@@ -18,7 +18,7 @@ from pipecomp.errors import ConfigError, require
 
 _RANK = "pipecomp.recipes.planned"
 _SECRET = re.compile("TOKEN|PASSWORD|SECRET|API_KEY")
-_IN_ADDRESS = re.compile("://[^/@]*@")
+_IN_ADDRESS = re.compile(r"://[^/\s]*@")
 
 
 @plain_errors()

@@ -190,20 +190,33 @@ def run_ranks_of(ranks: Sequence[Rank]) -> int:
     """
     running: list[subprocess.Popen[bytes]] = []
     passed: set[int] = set()
+    told: dict[tuple[int, int], object] = {}
+
+    def tell(rank: Rank, process: subprocess.Popen[bytes], number: int) -> None:
+        """Once, though a signal may come while a rank is started."""
+        if told.setdefault((process.pid, number), mark := object()) is not mark:
+            return
+        if rank.host is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(number)
+        else:
+            _say(process, bytes([number]))
 
     def forward(number: int, frame: FrameType | None) -> None:
         for rank, process in zip(ranks, running, strict=False):
-            if rank.host is None or number in passed:
-                with contextlib.suppress(ProcessLookupError):
-                    process.send_signal(number)
-            else:
-                _say(process, bytes([number]))
+            if number not in passed:
+                tell(rank, process, number)
+                continue
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(number)
         passed.add(number)
 
     with _handled(forward):
         try:
             for rank in ranks:
                 running.append(_started(rank))
+                for number in list(passed):
+                    tell(rank, running[-1], number)
             return _status_of(ranks, running)
         finally:
             for process in running:

@@ -158,7 +158,7 @@ def _meet(rank: int, world: int) -> tuple[Any, str]:
     same = "All need the same MASTER_ADDR and MASTER_PORT, and rank 0's machine must let that port in"
     with said_if_long(f"waits for {whom}, {_HOW_LONG}. {same}"):
         store = find_store(rank, world, wait_s=COMING_S)
-    with said_if_long(f"has found rank 0, and waits for all others to come, {_HOW_LONG}"):
+    with said_if_long(f"has found where the ranks meet, and waits for those that have not come, {_HOW_LONG}"):
         store = _fresh(store, rank, world)
     process_heartbeat(store, rank, world)
     together = AllRanks(rank, world, store, wait_s=_CONNECT_S)

@@ -12,6 +12,7 @@ import torch
 
 from pipecomp.cluster.launch import Launch
 from pipecomp.cluster.sharing import usable_cores
+from pipecomp.cluster.start import computes_on_cpu
 from pipecomp.doctor.finding import OK, PROBLEM, WARNING, Finding, judge, mib
 from pipecomp.kernels import dispatch
 from pipecomp.kernels.build import find_compiler
@@ -41,7 +42,7 @@ def compute_findings(launch: Launch) -> list[Finding]:
     ranks = 0 if os.environ.get("DS_ACCELERATOR") == "cpu" else launch.local_world
     return [
         check_cpu(cores, torch.backends.cpu.get_cpu_capability(), platform.machine()),
-        check_threads(cores, launch.local_world, threads),
+        check_threads(cores, launch.local_world, threads, shared=computes_on_cpu()),
         *(check_kernels(line, find_compiler()) for line in status),
         *check_gpus(list_gpus(), built_for, ranks, has_driver()),
     ]
@@ -61,8 +62,12 @@ def check_cpu(cores: int, capability: str, machine: str) -> Finding:
     )
 
 
-def check_threads(cores: int, local_ranks: int | None, omp_num_threads: str | None) -> Finding:
-    """Check the threads of each rank. local_ranks: how many ranks share this machine, None where no launcher said."""
+def check_threads(cores: int, local_ranks: int | None, omp_num_threads: str | None, *, shared: bool) -> Finding:
+    """Check the threads of each rank.
+
+    local_ranks: how many ranks share this machine, None where no launcher said. shared: whether a run shares out the
+    cores itself where OMP_NUM_THREADS is not set, as one does that computes on them.
+    """
     ranks = local_ranks or 1
     advice = f"export OMP_NUM_THREADS={max(1, cores // ranks)}"
     several = f"{counted(ranks, 'rank')} {'share' if ranks > 1 else 'has'} {counted(cores, 'core')}"
@@ -70,6 +75,9 @@ def check_threads(cores: int, local_ranks: int | None, omp_num_threads: str | No
     if omp_num_threads is None:
         if ranks > 1 and cores == 1:
             return judge("threads", f"OMP_NUM_THREADS is not set, and {several}", turns)
+        if ranks > 1 and shared:
+            each = counted(max(1, cores // ranks), "thread")
+            return judge("threads", f"OMP_NUM_THREADS is not set, and {several}: each computes with {each}", turns)
         if ranks > 1:
             found = f"OMP_NUM_THREADS is not set and {several}: each starts {cores} threads, which slow each other down"
             return Finding("threads", WARNING, found, advice)
@@ -88,7 +96,7 @@ def check_threads(cores: int, local_ranks: int | None, omp_num_threads: str | No
         f"OMP_NUM_THREADS={int(first)}, and {several}",
         turns,
         (busy > cores, WARNING, "more threads than cores", advice),
-        (bool(local_ranks) and 2 * busy <= cores, WARNING, idle, f"{advice} before the launcher"),
+        (bool(local_ranks) and 2 * busy < cores, WARNING, idle, f"{advice} before the launcher"),
     )
 
 

@@ -30,6 +30,8 @@ TESTED = {
 }
 IMPORTED = ("lmdb", "transformers.modeling_utils", "deepspeed", "accelerate", "datasets")
 _IMPORT_TIMEOUT_S = 240.0
+# Whose own requirements matter: transformers, or a run, imports them where they are installed.
+_IMPORTED_TOO = ("torchvision", "torchaudio", "peft", *TESTED)
 
 
 class Pair(NamedTuple):
@@ -103,14 +105,15 @@ def check_pairs(installed: Mapping[str, str], required: Mapping[str, Sequence[st
     """Whether packages fit each other: the table of known-bad pairs, and what other packages ask of pipecomp's own.
 
     required: each installed package's requirements. torchvision, for one, asks for one exact torch; with another one
-    importing transformers fails.
+    importing transformers fails. What nothing here imports is a warning only.
     """
-    bad, advice = [], []
+    bad, advice, breaks = [], [], False
     for pair in KNOWN_BAD:
         first, second = installed.get(pair.first), installed.get(pair.second)
         if first is None or second is None:
             continue
         if _fits(SpecifierSet(pair.first_versions), first) and _fits(SpecifierSet(pair.second_versions), second):
+            breaks = True
             bad.append(f"{pair.first} {first} with {pair.second} {second}: {pair.meaning}")
             advice.append(pair.advice)
     for package, requirements in sorted(required.items()):
@@ -121,11 +124,13 @@ def check_pairs(installed: Mapping[str, str], required: Mapping[str, Sequence[st
             if name not in TESTED or name not in installed or not _applies(wanted):
                 continue
             if not _fits(wanted.specifier, installed[name]):
+                breaks |= canonicalize_name(package) in _IMPORTED_TOO
                 which = f"{package} {installed.get(package, '')}".strip()
                 bad.append(f"{which} needs {name} {_versions(wanted)}, here is {installed[name]}")
                 advice.append(f"pip install -U {package}, or pip uninstall {package} if nothing needs it")
     if bad:
-        return Finding("packages together", PROBLEM, "; ".join(bad), "; ".join(dict.fromkeys(advice)))
+        verdict = PROBLEM if breaks else WARNING
+        return Finding("packages together", verdict, "; ".join(bad), "; ".join(dict.fromkeys(advice)))
     return Finding("packages together", OK, "no installed package is known to break one that pipecomp needs")
 
 

@@ -99,6 +99,7 @@ class FailureGuard:
         if self._heartbeat is not None:
             self._heartbeat.close(self._engine)
         self._links.close()
+        self._links = Links()  # until the program ends it is known where engines are closed
 
 
 def _computing(device: torch.device) -> Callable[[], bool] | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from pipecomp.cluster.collectives import broadcast, gathered
 from pipecomp.engine.trace import Trace, TracedStore, chrome_events, draw_trace, write_trace
-from pipecomp.errors import OutputError
+from pipecomp.errors import OutputError, WireError
 from pipecomp.stats import Seconds
 
 
@@ -96,7 +96,10 @@ class Reporting:
         """
         if Path(path).suffix == ".png":
             raise OutputError(f"{path}: a trace needs another ending than .png, which its picture has")
-        by_rank = dict(enumerate(gathered(self.trace.events())))
+        try:
+            by_rank = dict(enumerate(gathered(self.trace.events())))
+        except WireError as error:  # the same on all ranks: there are too many
+            raise OutputError(f"{path}: {error}") from error
         problem: str | None = None
         if self._engine.global_rank == 0:
             picture = Path(path).with_suffix(".png")

@@ -355,22 +355,30 @@ class Checkpoints:
 
 
 def _check_everywhere(folder: Path, found: list[tuple[list[int] | None, dict[int, str]]]) -> None:
-    """ConfigError if a machine has nothing good of a run that others have good checkpoints of: they would be deleted.
+    """ConfigError where a run would begin anew that some machine has good checkpoints of: they would be deleted.
 
-    A run that was killed leaves at least an unfinished one on each machine, from which it may begin anew. found: by
-    rank, as gathered.
+    So where another machine has none of it or only damaged ones, and where no step is good on all of them. A run that
+    was killed leaves an unfinished one on each machine, and may begin anew from that. found: by rank, as gathered.
     """
-    steps = sorted({step for good, _ in found for step in good or ()})
-    for rank, (good, bad) in enumerate(found):
-        if good != [] or (bad and set(bad.values()) == {manifest.NOT_FINISHED}):
+    machines = {rank: (good, bad) for rank, (good, bad) in enumerate(found) if good is not None}
+    some = sorted({step for good, _ in machines.values() for step in good})
+    if not some or set.intersection(*(set(good) for good, _ in machines.values())):
+        return
+    wanted = "a folder with the run's checkpoints on every machine"
+    anew = "To begin anew, take another folder"
+    others = f"and others have step {', '.join(map(str, some))}"
+    killed = False
+    for rank, (good, bad) in machines.items():
+        if good:
+            continue
+        if bad and set(bad.values()) == {manifest.NOT_FINISHED}:
+            killed = True
             continue
         damaged = "; ".join(f"step {step}: {problem}" for step, problem in sorted(bad.items()))
-        allowed = (
-            f"a folder with the run's checkpoints on every machine: that of rank {rank} has none"
-            f"{f' that is good ({damaged})' if bad else ''}, and others have step {', '.join(map(str, steps))}. To "
-            "begin anew, take another folder"
-        )
-        require(not steps, "--checkpoint", str(folder), allowed)
+        none = f"that of rank {rank} has none{f' that is good ({damaged})' if bad else ''}"
+        raise ConfigError("--checkpoint", str(folder), f"{wanted}: {none}, {others}. {anew}")
+    good_on = "; ".join(f"rank {rank}'s has step {', '.join(map(str, good))}" for rank, (good, _) in machines.items())
+    require(killed, "--checkpoint", str(folder), f"{wanted}: no step is good on all, {good_on}. {anew}")
 
 
 def _first_of_machine() -> bool:

@@ -205,9 +205,9 @@ class CompressionCallback(TrainerCallback):
         kept = {int(step) for step in group.gather_numbers((steps or [0.0] * count) or [0.0])[0]}
         for step, folder in _steps(output_dir).items():
             if group.rank and step not in kept:
-                for file in folder.glob(f"pipecomp_*_{group.rank}.*"):
+                for file in (*folder.glob(f"pipecomp_*_{group.rank}.*"), folder / f"rng_state_{group.rank}.pth"):
                     file.unlink(missing_ok=True)
-                with suppress(OSError):  # it has other files
+                with suppress(OSError):  # another process here still has files in it
                     folder.rmdir()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

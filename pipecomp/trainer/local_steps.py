@@ -1,7 +1,7 @@
 """Local steps under `transformers.Trainer`: gradients stay with each process, and the callback averages weights.
 
-Trainer wraps its model in DDP, which gives every process the first one's weights and then leaves gradients alone: the
-callback's hook hands them back as they are. Trainer evaluates and saves what processes have in common.
+Trainer wraps its model in DDP, which gives every process the first one's weights and then, in a process's own steps,
+leaves gradients alone. Trainer evaluates and saves what processes have in common.
 """
 
 from __future__ import annotations

@@ -98,7 +98,9 @@ class Training:
             state = trainer.state = found.state
             best = state.best_model_checkpoint
             if not broadcast(best is None or Path(best).is_dir(), group=trainer.group):
-                _log.warning(f"{best}, the best checkpoint so far, does not exist any more")
+                _log.warning(
+                    f"{best}, the best checkpoint so far, is not beside the one to go on from: it counts no more"
+                )
                 state.best_model_checkpoint = None
             compare_trainer_and_checkpoint_args(args, state)
             if args.restore_callback_states_from_checkpoint:

@@ -103,22 +103,26 @@ def _plan(console: Console, command: Sequence[str]) -> None:
             console.print("up: no plan, which needs --model and --deepspeed_config among the arguments", markup=False)
         return
     ranks = all_ranks()
-    with ranks.collective_errors():
-        config = {"train_micro_batch_size_per_gpu": 1, **read_json_object("--deepspeed_config", path)}
-        block, stages = _value(command, "--block-size"), _value(command, "--stages")
-        replicas = dist.get_world_size() // int(stages or dist.get_world_size())
-        micro, accumulation = batch_sizes(config, replicas)
-        options = PlanOptions(
-            model=model,
-            stages=int(stages) if stages else None,
-            batch=micro * accumulation * replicas,
-            micro_batch=micro,
-            tokens=int(block) if block else None,
-            dtype=next((half for half in ("bf16", "fp16") if config.get(half, {}).get("enabled")), "fp32"),
-            tie=config.get("pipecomp", {}).get("tie", True),
-            measure=True,
-        )
     try:
+        with ranks.collective_errors():
+            config = read_json_object("--deepspeed_config", path)
+            block, stages = _value(command, "--block-size"), _value(command, "--stages")
+            replicas = dist.get_world_size() // int(stages or dist.get_world_size())
+            if "train_micro_batch_size_per_gpu" not in config:  # DeepSpeed makes it of the others
+                batch, accumulation = config.get("train_batch_size"), config.get("gradient_accumulation_steps", 1)
+                config["train_micro_batch_size_per_gpu"] = batch // (accumulation * replicas) if batch else 1
+            micro, accumulation = batch_sizes(config, replicas)
+            halves = [half for half in ("bf16", "fp16") if config.get(half, {}).get("enabled") is True]
+            options = PlanOptions(
+                model=model,
+                stages=int(stages) if stages else None,
+                batch=micro * accumulation * replicas,
+                micro_batch=micro,
+                tokens=int(block) if block else None,
+                dtype=halves[0] if halves else "fp32",
+                tie=config.get("pipecomp", {}).get("tie", True),
+                measure=True,
+            )
         run_plan(console if dist.get_rank() == 0 else Console(quiet=True), options, throttle_to)
     except (PipecompError, OSError) as error:  # the same on all ranks: they have the same files
         if dist.get_rank() == 0:

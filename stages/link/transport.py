@@ -5,6 +5,7 @@ A transport joins two ranks. `send` never blocks on the network, `recv` waits; b
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -21,6 +22,9 @@ class Pacer(Protocol):
 
 
 PacerTo = Callable[[int], Pacer | None]  # from a rank to what slows down the link to it
+
+
+_AT_ONCE_S = 1e-3  # what was there already takes less
 
 
 def unpaced(rank: int) -> None:
@@ -47,6 +51,17 @@ Outgoing = np.ndarray | Unfinished
 def finished(packet: Outgoing) -> np.ndarray:
     """Wait for a packet if that is needed."""
     return packet if isinstance(packet, np.ndarray) else packet.finish()
+
+
+def finished_at(packet: Outgoing, queued: float) -> tuple[np.ndarray, float]:
+    """Wait for a packet if that is needed; with when it was there: `queued`, or later, by time.monotonic().
+
+    A link that is slowed down carries nothing before: a GPU may still compute what was queued.
+    """
+    began = time.monotonic()
+    found = finished(packet)
+    ended = time.monotonic()
+    return found, ended if ended - began > _AT_ONCE_S else queued
 
 
 class Transport(Protocol):

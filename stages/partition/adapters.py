@@ -7,6 +7,7 @@ and saved. peft is needed only where there are adapters.
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import re
 import warnings
@@ -109,7 +110,9 @@ def _check_vocabulary(model: Any, config: Any) -> None:
         return
     rows = json.loads(file.read_text(encoding="utf-8")).get("vocab_size")
     own = getattr(getattr(model, "config", None), "vocab_size", None)
-    if rows and own and rows != own:
+    tokens = getattr(config, "trainable_token_indices", None) or ()
+    trained = itertools.chain.from_iterable(tokens.values()) if isinstance(tokens, dict) else tokens
+    if rows and own and rows != own and not set(range(rows, own)) <= set(trained):  # those the adapter has, whole
         raise SplitError(
             f"model: got a vocabulary of {own}, and {base}, the adapter's base, has {rows}: the new embeddings would "
             "be saved nowhere. Save the resized model first (save_pretrained), and put the adapter on that folder, or "

@@ -25,7 +25,7 @@ from pipecomp.stages.partition.splitting import Stage, take_stage
 
 _log = logging.getLogger(__name__)
 # What tells from_pretrained where to read a model, but is none of its settings.
-_PLACES = ("revision", "code_revision", "subfolder", "cache_dir", "token", "proxies", "force_download")
+_PLACES = {"revision", "code_revision", "subfolder", "cache_dir", "token", "proxies", "force_download"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,9 +71,9 @@ def pretrained(path: str, *, model_class: str | type | None = None, lora: Any = 
     """
     from transformers import AutoConfig
 
-    for key in _PLACES:
-        if settings.get(key) is not None:  # which would be the config's alone
-            raise SplitError(f"{key}: got {settings[key]!r}, {adapters.SNAPSHOT}")
+    for key in _PLACES & settings.keys():
+        if settings.pop(key) not in (None, False, "", "main"):  # it would be the config's alone; and may be a secret
+            raise SplitError(f"{key}: {adapters.SNAPSHOT}, or set HF_TOKEN and HF_HOME for all that is read")
     adapter = None if lora is None else adapters.as_adapter(lora)
     if adapter is None and (saved := adapters.from_folder(str(path))) is not None:
         adapter, path = saved

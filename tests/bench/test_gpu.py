@@ -198,6 +198,18 @@ def test_a_part_that_fails_is_noted_and_the_others_go_on(tmp_path, monkeypatch):
     assert "50 % of the copies' time" in page
     assert (tmp_path / "gpu.png").is_file()
 
+    def fails(*given, **options):
+        yield row("DeepSpeed BF16", 100.0)
+        raise NetlabError("rank 0 failed:\nTraceback:\nValueError: x")
+
+    monkeypatch.setattr(gpu_steps, "measure_steps", fails)
+    found = gpu.bench_gpu(tmp_path)
+    assert gpu.failed(found["steps"]), "the command ends with 1"
+    page = (tmp_path / "gpu.md").read_text()
+    assert "Not measured: rank 0 failed: … ValueError: x" in page
+    assert "| DeepSpeed BF16 | 100.0 |" in page
+    monkeypatch.setattr(gpu_steps, "measure_steps", rows)
+
     def broken(**options):
         raise torch.OutOfMemoryError("CUDA out of memory\nmore")
 

@@ -155,14 +155,14 @@ def test_what_runs_on_other_machines_is_shown_without_secrets(tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_TOKEN", "hf_mine")
     monkeypatch.setenv("PIPECOMP_KEYS", "mykeys")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://me:hidden@runs.example/a@b")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://me:hid@den@runs.example/a@b")
     monkeypatch.setattr("pipecomp.cluster.remote_ranks.run_ranks_of", lambda ranks: 0)
     write_text(tmp_path / "text.txt")
     given = ["train", "--model", "gpt2", "--data", "text.txt", "--peers", "198.51.100.1,198.51.100.2"]
     text = told(*given)
     assert "hf_mine" not in text
     assert "HF_TOKEN=..." in text
-    assert "hidden" not in text
+    assert "den@" not in text
     assert "https://...@runs.example/a@b" in text
     assert "PIPECOMP_KEYS=mykeys" in text
     assert "HF_TOKEN=hf_mine" in told(*given, "--dry-run")

@@ -101,6 +101,7 @@ def without_a_common_disk(rank: int, world: int, note: Any, folder: str) -> list
     own = Path(folder) / f"machine-{rank}"
     options = {"save_steps": 2, "max_steps": 6, "eval_strategy": "no", "save_total_limit": 1}
     train(str(own), CASES["squeeze"], **options)
+    assert len(list(own.glob("checkpoint-*"))) == 1
     return sorted(path.name for path in own.glob("checkpoint-*/*") if path.name.startswith("pipecomp_"))
 
 

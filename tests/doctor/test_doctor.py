@@ -108,6 +108,9 @@ def test_what_other_packages_ask_of_ours():
     expect(finding, PROBLEM, "torchvision 0.27.0 needs torch ==2.12.0, here is 2.13.0+cpu", "-U torchvision")
     assert "quiet" not in finding.found
     assert "pillow" not in finding.found
+    given = {**GOOD, "numpy": "2.4.6", "numba": "0.60.0"}
+    stranger = packages.check_pairs(given, {"numba": ["numpy<2.1"]})
+    expect(stranger, WARNING, "numba 0.60.0 needs numpy <2.1")  # nothing here imports it
 
 
 BAD_PAIRS = [
@@ -169,7 +172,8 @@ def test_processor():
     [
         (8, 2, "4", OK, ["OMP_NUM_THREADS=4", "2 ranks share 8 cores"]),
         (8, 2, "5", WARNING, ["more threads than cores", "export OMP_NUM_THREADS=4"]),
-        (8, 2, "2", WARNING, ["4 of them idle", "export OMP_NUM_THREADS=4"]),
+        (8, 2, "1", WARNING, ["6 of them idle", "export OMP_NUM_THREADS=4"]),
+        (8, 2, "2", OK, ["2 ranks share 8 cores"]),  # one for each core that has two hyperthreads
         (8, 2, None, WARNING, ["not set", "export OMP_NUM_THREADS=4"]),
         (8, 1, None, OK, ["uses 8 cores"]),
         (8, None, None, OK, ["divided by R"]),
@@ -183,14 +187,19 @@ def test_processor():
     ],
 )
 def test_threads(cores, local_ranks, variable, verdict, words):
-    expect(compute.check_threads(cores, local_ranks, variable), verdict, *words)
+    expect(compute.check_threads(cores, local_ranks, variable, shared=False), verdict, *words)
+
+
+def test_a_run_on_the_cpu_shares_out_the_cores_itself():
+    expect(compute.check_threads(8, 2, None, shared=True), OK, "2 ranks share 8 cores: each computes with 4 threads")
+    expect(compute.check_threads(2, 3, None, shared=True), WARNING, "take turns")
 
 
 @given(cores=st.integers(1, 256), ranks=st.integers(1, 64))
 def test_the_advised_threads_are_well(cores, ranks):
-    finding = compute.check_threads(cores, ranks, None if ranks > 1 else str(cores + 1))
+    finding = compute.check_threads(cores, ranks, None if ranks > 1 else str(cores + 1), shared=False)
     threads = finding.advice.removeprefix("export OMP_NUM_THREADS=")
-    again = compute.check_threads(cores, ranks, threads)
+    again = compute.check_threads(cores, ranks, threads, shared=False)
     assert again.verdict == OK or ranks > cores
 
 

@@ -428,6 +428,9 @@ def test_a_run_does_not_begin_anew_where_one_machine_alone_has_lost_its_checkpoi
     )
     with pytest.raises(ConfigError, match=told):
         checkpoints.find()
+    others[1] = ([30], {20: "weights.pt was changed"})
+    with pytest.raises(ConfigError, match=r"no step is good on all, rank 0's has step 20, 10; rank 2's has step 30\."):
+        checkpoints.find()
     others[1] = ([], {20: "it was not finished"})
     assert checkpoints.find().startswith("no good checkpoint: begins")
 

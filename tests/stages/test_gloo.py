@@ -222,6 +222,31 @@ def test_any_error_of_the_sending_thread_is_told(group, raised):
     assert f"sending to rank 1 failed: {type(raised).__name__}" in str(found)
 
 
+def test_a_slow_link_carries_nothing_before_it_is_there(group):
+    """A GPU may still compute what is queued; what was there already counts from when it was queued."""
+    held: list[float] = []
+
+    class Pacer:
+        def hold(self, size: int, ready: float) -> None:
+            held.append(ready)
+
+    class Late:
+        size = 3
+
+        def finish(self) -> np.ndarray:
+            time.sleep(0.05)
+            computed.append(time.monotonic())
+            return np.zeros(3, dtype=np.uint8)
+
+    computed: list[float] = []
+    end = GlooTransport(group, timeout_s=HANG_S, pacer=Pacer())
+    queued = time.monotonic()
+    end.send(np.ones(3, dtype=np.uint8))
+    end.send(Late())
+    until(lambda: len(held) == 2)
+    assert queued <= held[0] <= computed[0] <= held[1]
+
+
 def test_behind_a_packet_that_proves_unfit_only_the_end_is_sent(group, end):
     class Unfit:
         size = 3

@@ -392,11 +392,11 @@ class TestNewHead:
         stage = build(source, 2)[0]
         assert stage.config._attn_implementation == "eager"
         assert stage.get_submodule("transformer.h.0.mlp.dropout").p == 0.3  # type: ignore[comparison-overlap]
-        for place in ({"revision": "step1000"}, {"subfolder": "text"}):
-            with pytest.raises(
-                SplitError, match=r"(revision|subfolder): got '.*', allowed: none; give the folder of a"
-            ):
+        for place in ({"revision": "step1000"}, {"subfolder": "text"}, {"token": "hf_mine"}):
+            with pytest.raises(SplitError, match=r"\w+: allowed: none; give the folder of a download") as caught:
                 pretrained(str(gpt2_folder), **place)  # weights would be those of another place
+            assert "hf_mine" not in str(caught.value)
+        assert pretrained(str(gpt2_folder), revision="main", token=False, subfolder="").weights == str(gpt2_folder)
         with pytest.raises(SplitError, match="GPT2Config has no setting resid_dropp"):
             pretrained(str(gpt2_folder), resid_dropp=0.3)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import shlex
 import signal
@@ -295,7 +296,13 @@ def test_the_plan_is_of_the_steps_that_the_script_will_make(tmp_path: Path, monk
     rank._plan(Console(), command)
     (own := tmp_path / "ds_config.json").write_text('{"gradient_accumulation_steps": 3, "pipecomp": {"tie": false}}')
     rank._plan(Console(), ["train.py", "--model", "model", "--deepspeed_config", str(own)])
+    own.write_text('{"train_batch_size": 32, "gradient_accumulation_steps": 4, "bf16": {"enabled": "auto"}}')
+    rank._plan(Console(), ["train.py", "--model", "model", "--deepspeed_config", str(own)])
     assert [(o.batch, o.micro_batch, o.stages, o.tokens, o.dtype, o.tie) for o in wanted] == [
         (32, 1, 2, 64, "bf16", True),
         (3, 1, None, None, "fp32", False),
+        (32, 8, None, None, "fp32", True),
     ]
+    own.write_text('{"train_batch_size": 33, "train_micro_batch_size_per_gpu": 2}')
+    rank._plan(Console(file=(said := io.StringIO())), ["train.py", "--model", "model", f"--deepspeed_config={own}"])
+    assert "up: no plan: train_batch_size: got 33" in said.getvalue()
