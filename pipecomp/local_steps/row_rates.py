@@ -29,9 +29,12 @@ def sums_of_rows(moved: Tensor, seed: int) -> Tensor:
         unlike the mean itself where that has been quantized.
     """
     x = _rows(moved)
-    draw = torch.Generator().manual_seed(seed)
-    signs = torch.randint(0, 2, (x.shape[1], _directions(*x.shape)), generator=draw).mul_(2).sub_(1)
-    return torch.cat([x.square().sum(1), (x @ signs.to(x)).view(-1)])
+    draw, directions = torch.Generator().manual_seed(seed), _directions(*x.shape)
+    along = x.new_zeros(len(x), directions)
+    for part in x.split(max(1, _AT_ONCE // directions), dim=1):  # a single row of a million values has 256 directions
+        signs = torch.randint(0, 2, (part.shape[1], directions), generator=draw).mul_(2).sub_(1)
+        along += part @ signs.to(part)
+    return torch.cat([x.square().sum(1), along.view(-1)])
 
 
 def rates_of_rows(mean: Tensor, sums: Tensor, replicas: int) -> Tensor:

@@ -82,3 +82,19 @@ def test_nan_stays_nan():
     moved = [torch.full((2, 3), math.nan), torch.ones(2, 3)]
     mean = torch.stack(moved).mean(0)
     assert bool((mean * rates(moved, mean)[:, None]).isnan().all())
+
+
+def test_a_single_row_of_many_values_takes_no_memory_of_its_own(monkeypatch):
+    """As position embeddings of shape [1, N, H] are; it has 256 directions."""
+    randint, drawn = torch.randint, list[int]()
+    monkeypatch.setattr(
+        torch,
+        "randint",
+        lambda *given, generator: (drawn.append(math.prod(given[2])), randint(*given, generator=generator))[1],
+    )
+    moved = torch.randn(1, 100, 1000, generator=torch.Generator().manual_seed(0))
+    found = sums_of_rows(moved, seed=7)
+    assert len(drawn) > 1
+    assert max(drawn) <= row_rates._AT_ONCE
+    monkeypatch.setattr(row_rates, "_AT_ONCE", 1 << 30)
+    torch.testing.assert_close(found, sums_of_rows(moved, seed=7))
