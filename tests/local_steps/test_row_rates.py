@@ -97,4 +97,4 @@ def test_a_single_row_of_many_values_takes_no_memory_of_its_own(monkeypatch):
     assert len(drawn) > 1
     assert max(drawn) <= row_rates._AT_ONCE
     monkeypatch.setattr(row_rates, "_AT_ONCE", 1 << 30)
-    torch.testing.assert_close(found, sums_of_rows(moved, seed=7))
+    torch.testing.assert_close(found, sums_of_rows(moved, seed=7), rtol=1e-4, atol=0.05)  # in another order
