@@ -20,6 +20,33 @@ def require_objects(ds_config: Mapping[str, Any]) -> None:
         require(isinstance(ds_config.get(key, {}), Mapping), key, ds_config.get(key), allowed)
 
 
+def batch_sizes(config: dict[str, Any], replicas: int) -> tuple[int, int]:
+    """Return samples of a micro-batch and micro-batches of a step. Raises ConfigError for the configuration's."""
+    micro = _size(config, "train_micro_batch_size_per_gpu")
+    if micro is None:
+        raise ConfigError("train_micro_batch_size_per_gpu", None, "a whole number of at least 1")
+    accumulation, batch = _size(config, "gradient_accumulation_steps"), _size(config, "train_batch_size")
+    if batch is not None and batch != micro * replicas * (accumulation or max(1, batch // (micro * replicas))):
+        allowed = f"a multiple of micro-batch × replicas, {micro} × {replicas}"
+        if accumulation is not None:
+            allowed = f"micro-batch × accumulation × replicas, {micro * accumulation * replicas}"
+        raise ConfigError("train_batch_size", batch, allowed)
+    if accumulation is None:
+        accumulation = 1 if batch is None else batch // (micro * replicas)
+    return micro, accumulation
+
+
+def _size(config: dict[str, Any], key: str) -> int | None:
+    value = config.get(key)
+    require(
+        value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1),
+        key,
+        value,
+        "a whole number of at least 1",
+    )
+    return value
+
+
 def is_number(value: object, low: float, high: float = math.inf, kind: type | tuple[type, ...] = int) -> bool:
     """Whether it is a number of that kind from `low` to `high`, not a bool."""
     return isinstance(value, kind) and not isinstance(value, bool) and low <= value <= high  # type: ignore[operator]

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 # Beside what every rank needs.
@@ -32,6 +33,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if not all(path.resolve().is_relative_to(GPU_TESTS) for path in asked):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["OMP_NUM_THREADS"] = "1"
+    hypothesis.settings.register_profile("pipecomp", deadline=None)  # no test fails because a machine is slow
+    hypothesis.settings.load_profile("pipecomp")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in a shell's background: programs would inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     from pipecomp.cluster.local_ranks import may_use_gpu, preload_large_packages

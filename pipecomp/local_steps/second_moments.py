@@ -49,7 +49,10 @@ class SecondMoments:
 
     @torch.no_grad()
     def follow(self, own: Mapping[str, Tensor], means: Mapping[str, Tensor]) -> None:
-        """Scale rows by what the replicas' mean is over their own; a row that had nothing gets the mean.
+        """Scale rows to the replicas' mean; a row that had nothing gets the mean.
+
+        What has been added to a row since `rows` looked at it, on the mean's way, is added to the mean: a row that was
+        tiny then and is large now would become larger by as much as the mean is larger than tiny.
 
         Args:
             own: What `rows` returned.
@@ -60,8 +63,10 @@ class SecondMoments:
             v = states[self._weights[name]].get("exp_avg_sq") if self._weights[name] in states else None
             if v is None:
                 continue
-            there = own[name] > _LEAST
-            factor = torch.where(there, mean / own[name].clamp_min(_LEAST), 1.0)
+            now = v.detach().float().reshape(len(mean), -1).mean(1)
+            wanted = mean + (now - own[name]).clamp_min(0.0)
+            there = (own[name] > _LEAST) & (now > _LEAST)
+            factor = torch.where(there, wanted / now.clamp_min(_LEAST), 1.0)
             more = torch.where(there, 0.0, mean)
             shape = (-1, *(1,) * (v.dim() - 1)) if v.dim() else ()
             v.mul_(factor.view(shape)).add_(more.view(shape))

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipecomp.config import Config, read_json_object
-from pipecomp.config_checks import require_objects
-from pipecomp.errors import ConfigError, DataError, require
+from pipecomp.config_checks import batch_sizes, require_objects
+from pipecomp.errors import DataError, require
 
 AUTO_WARMUP = 0.1  # share of all steps: the first of ten epochs, as in the paper's published code
 
@@ -72,33 +72,6 @@ def make_plan(config: dict[str, Any], *, samples: int, replicas: int, epochs: in
         )
     steps = min(steps, max_steps) if max_steps is not None else steps
     return Plan(steps=steps, per_epoch=per_epoch, micro_batch=micro, accumulation=accumulation, replicas=replicas)
-
-
-def batch_sizes(config: dict[str, Any], replicas: int) -> tuple[int, int]:
-    """Return samples of a micro-batch and micro-batches of a step. Raises ConfigError for the configuration's."""
-    micro = _size(config, "train_micro_batch_size_per_gpu")
-    if micro is None:
-        raise ConfigError("train_micro_batch_size_per_gpu", None, "a whole number of at least 1")
-    accumulation, batch = _size(config, "gradient_accumulation_steps"), _size(config, "train_batch_size")
-    if batch is not None and batch != micro * replicas * (accumulation or max(1, batch // (micro * replicas))):
-        allowed = f"a multiple of micro-batch × replicas, {micro} × {replicas}"
-        if accumulation is not None:
-            allowed = f"micro-batch × accumulation × replicas, {micro * accumulation * replicas}"
-        raise ConfigError("train_batch_size", batch, allowed)
-    if accumulation is None:
-        accumulation = 1 if batch is None else batch // (micro * replicas)
-    return micro, accumulation
-
-
-def _size(config: dict[str, Any], key: str) -> int | None:
-    value = config.get(key)
-    require(
-        value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1),
-        key,
-        value,
-        "a whole number of at least 1",
-    )
-    return value
 
 
 def complete(config: dict[str, Any], plan: Plan, seed: int | None) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from rich.console import Console
 
 from pipecomp.cluster.start import all_ranks, start_processes
 from pipecomp.config import read_json_object
+from pipecomp.config_checks import batch_sizes
 from pipecomp.doctor.examination import examine
 from pipecomp.doctor.finding import Finding, print_report
 from pipecomp.errors import PipecompError
@@ -31,7 +32,6 @@ from pipecomp.mesh.routes import RELAYED
 from pipecomp.netlab.throttle import throttle_to
 from pipecomp.plan.command import run_plan
 from pipecomp.plan.options import PlanOptions
-from pipecomp.recipes.steps import batch_sizes
 from pipecomp.tables import replace_unprintable
 from pipecomp.up.files import compare_files
 from pipecomp.up.host import Checks

@@ -22,6 +22,7 @@ from pipecomp.cluster import start
 from pipecomp.cluster.agreement import settings_of
 from pipecomp.cluster.collectives import broadcast, gathered
 from pipecomp.config import Config
+from pipecomp.config_checks import batch_sizes
 from pipecomp.data import TrainLoader, eval_batches
 from pipecomp.errors import DataError, require
 from pipecomp.plain_objects import exchanged
@@ -96,7 +97,7 @@ def main(args: argparse.Namespace) -> None:
     ranks.assert_same_on_all_ranks(
         {**settings_of(config, "pipecomp", settings.shared()), **shown_arguments(args), "seed of the run": seed}
     )
-    micro, accumulation = steps.batch_sizes(config, 1)
+    micro, accumulation = batch_sizes(config, 1)
     data, mine = None, None
     with ranks.collective_errors():
         if dist.get_rank() != SERVER:
@@ -137,7 +138,7 @@ def read_settings(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
         "3: a client's first part, the server, its last part",
     )
     config = steps.read_config(args.deepspeed_config)
-    steps.batch_sizes(config, 1)
+    batch_sizes(config, 1)
     require(
         "scheduler" not in config or args.decay_rounds is None,
         "--decay-rounds",

@@ -141,8 +141,8 @@ MUTANTS = (
     Mutant(
         "one CASQ plan for all tensors",
         _CASQ,
-        "self._plans.get(call.key, (0, torch.empty(0), torch.empty(0), None))",
-        "next(iter(self._plans.values()), (0, torch.empty(0), torch.empty(0), None))",
+        "self._plans.get(call.key, (0, nothing, nothing, None))",
+        "next(iter(self._plans.values()), (0, nothing, nothing, None))",
         EXACT,
         "a tensor is clustered around the values of another",
     ),
@@ -165,8 +165,8 @@ MUTANTS = (
     Mutant(
         "owners' residuals by key alone",
         _RESIDUALS,
-        "*self._ranks)))\n        return self._owned[key, slices]",
-        "*self._ranks)))\n        return next(e for (k, _), e in self._owned.items() if k == key)",
+        "dtype=torch.float32)\n        return self._owned[key, slices]",
+        "dtype=torch.float32)\n        return next(e for (k, _), e in self._owned.items() if k == key)",
         EXACT,
         "what was left out of one parameter is added to another",
     ),

@@ -24,7 +24,7 @@ from pipecomp.mesh.connection import Connection
 from pipecomp.mesh.frames import CONTENT_BYTES, EAGER_BYTES, HEADER_BYTES, LINKS, Header, Kind, pack, unpack
 from pipecomp.mesh.inbox import EARLY_BYTES, Inbox
 from pipecomp.mesh.outbox import KEPT_BYTES, Outbox
-from pipecomp.mesh.store import MOST_BYTES, Table
+from pipecomp.mesh.store import ENTRY_BYTES, MOST_BYTES, Table
 from pipecomp.stages.link.delivery import Delivery
 from pipecomp.stages.link.tls import TlsTransport
 
@@ -134,7 +134,7 @@ def fuzz_keystore(data: bytes) -> None:
             error = here.take(frame)
             assert isinstance(error, (LinkError, EOFError)) or "rank" in str(error) or str(error)
     assert table.get(["pipecomp/alive/0"]) == [b"rank 0's"], "another rank wrote rank 0's key"
-    assert table._bytes == sum(len(key) + len(value) for key, value in table._values.items())
+    assert table._bytes == sum(len(key) + ENTRY_BYTES + len(value) for key, value in table._values.items())
 
 
 def repaired_frames(data: bytes) -> bytes:

@@ -152,7 +152,8 @@ def test_outer_steps_share_what_was_sent_and_keep_what_came_since(shared):
         v = other.v("matrix").clone()
         if shared:
             v[own == 0] += mean[own == 0, None]
-            v[own > 0] *= (mean / own)[own > 0, None]
+            now = v.mean(1)
+            v[own > 0] *= ((mean + (now - own).clamp(min=0.0)) / now)[own > 0, None]
         torch.testing.assert_close(replica.v("matrix"), v)
 
 
@@ -184,3 +185,20 @@ def test_going_on_is_as_if_it_had_not_stopped(stop):
         for name in SIZES:
             assert torch.equal(replica.weights[name], straight.weights[name])
             assert torch.equal(replica.v(name), straight.v(name))
+
+
+def test_a_row_that_grew_while_its_mean_was_on_its_way_is_not_multiplied_by_what_it_was_short_of():
+    """As of a token that one replica met before what is sent, and the other after it: its steps would end."""
+    replica = Replica(0)
+    replica.step(0)
+    v = replica.v("matrix")
+    with torch.no_grad():
+        v[1] = 1e-14
+    own = replica.moments.rows(["matrix"])
+    with torch.no_grad():
+        v[1] = 1e-9
+        v[2] *= 0.5
+    kept = float(own["matrix"][2])
+    replica.moments.follow(own, {"matrix": torch.tensor([float(own["matrix"][0]), 5e-10, kept])})
+    torch.testing.assert_close(v[1], torch.full_like(v[1], 1.5e-9), rtol=1e-3, atol=0.0)
+    torch.testing.assert_close(v[2].mean(), torch.tensor(kept))

@@ -99,9 +99,8 @@ class CasqAverage:
 
     def _plan(self, sum_d: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """Centers (float32 [K], ascending) and each cluster's number of buckets (int64 [K]), the same on all ranks."""
-        uses, centers, counts, slices = self._plans.get(
-            call.key, (0, torch.empty(0, dtype=torch.float32), torch.empty(0, dtype=torch.float32), None)
-        )
+        nothing = torch.empty(0, dtype=torch.float32)
+        uses, centers, counts, slices = self._plans.get(call.key, (0, nothing, nothing, None))
         if uses % self._interval == 0 or slices != call.slices:
             data = torch.empty(12 * self._clusters, dtype=torch.uint8)
             if call.group.rank == 0:
