@@ -11,7 +11,6 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -96,8 +95,10 @@ def keep_last_good(save_dir: str | os.PathLike[str]) -> None:
     """Delete all checkpoints but the last good one, to make room; none if none is good."""
     found = list(steps(save_dir).values())
     good = next((path for path in reversed(found) if problem(path) is None), None)
-    with suppress(OSError):  # of a disk that takes no writes at all
-        _delete(path for path in found if good is not None and path != good)
+    for path in found:
+        if good is not None and path != good:
+            with suppress(OSError):  # of a disk that takes no writes at all
+                _delete(path)
 
 
 def remove_old(save_dir: str | os.PathLike[str], keep: int, *, written: int) -> None:
@@ -112,16 +113,18 @@ def remove_old(save_dir: str | os.PathLike[str], keep: int, *, written: int) -> 
     others = [step for step, path in found.items() if step != written and finished(path)]
     stay = {written, *others[len(others) - min(keep - 1, len(others)) :]}
     for step, path in found.items():
-        with suppress(OSError):  # of a folder that somebody has protected: it stays
-            _delete([path] if step not in stay else [])
+        if step not in stay:
+            with suppress(OSError):  # of a folder that somebody has protected: it stays
+                _delete(path)
 
 
 def remove_after(save_dir: str | os.PathLike[str], step: int) -> None:
     """Delete the checkpoints of later steps than `step`: they are of what a run has been taken back from."""
-    _delete(path for number, path in steps(save_dir).items() if number > step)
+    for number, path in steps(save_dir).items():
+        if number > step:
+            _delete(path)
 
 
-def _delete(folders: Iterable[Path]) -> None:
-    for path in folders:
-        remove(path)  # what is deleted halfway must not look good
-        shutil.rmtree(path, ignore_errors=True)
+def _delete(folder: Path) -> None:
+    remove(folder)  # what is deleted halfway must not look good
+    shutil.rmtree(folder, ignore_errors=True)

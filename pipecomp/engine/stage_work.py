@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -202,6 +201,6 @@ def start_copying(x: Tensor, device: torch.device) -> Tensor:
     system gives no more than that, of which `CudaStaging` warns.
     """
     if device.type == "cuda" and x.device.type == "cpu":
-        with contextlib.suppress(RuntimeError):
+        with suppress(RuntimeError):
             x = x.pin_memory()
     return x.to(device, non_blocking=True)

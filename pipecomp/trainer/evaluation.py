@@ -175,15 +175,16 @@ class Evaluation:
         """Rank 0's bytes, on every rank."""
         size, first = torch.tensor([len(data)]), dist.get_rank() == 0
         dist.broadcast(size, 0, group=self._group)
-        found = bytearray(data if first else b"")
+        found = bytearray()  # memory is taken for what has come, not for what was announced
         for start in range(0, int(size), _PIECE):
-            piece = torch.empty(min(_PIECE, int(size) - start), dtype=torch.uint8)
             if first:
                 piece = torch.frombuffer(bytearray(data[start : start + _PIECE]), dtype=torch.uint8)
-            dist.broadcast(piece, 0, group=self._group)
-            if not first:  # memory is taken for what has come, not for what was announced
+                dist.broadcast(piece, 0, group=self._group)
+            else:
+                piece = torch.empty(min(_PIECE, int(size) - start), dtype=torch.uint8)
+                dist.broadcast(piece, 0, group=self._group)
                 found += piece.numpy().data
-        return bytes(found)
+        return data if first else bytes(found)
 
     def _send(self, data: bytes) -> None:
         dist.send(torch.tensor([len(data)]), 0, group=self._group)

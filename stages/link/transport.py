@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 
 MAX_PACKET_BYTES = 1 << 34  # before both ends have agreed on less
+_AT_ONCE_S = 1e-3  # waiting for a packet that is there already takes less
 
 
 class Pacer(Protocol):
@@ -22,9 +23,6 @@ class Pacer(Protocol):
 
 
 PacerTo = Callable[[int], Pacer | None]  # from a rank to what slows down the link to it
-
-
-_AT_ONCE_S = 1e-3  # what was there already takes less
 
 
 def unpaced(rank: int) -> None:
