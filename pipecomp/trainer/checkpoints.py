@@ -143,9 +143,13 @@ def _last(output_dir: str) -> Path:
 
 def _complete(output_dir: str) -> list[Path]:
     """List the complete checkpoints by their step."""
-    complete = [path for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if (path / STATE_FILE).is_file()]
-    numbered = [(int(number), path) for path in complete if (number := path.name.rpartition("-")[2]).isdecimal()]
-    return [path for _, path in sorted(numbered)]
+    return [path for _, path in numbered(output_dir) if (path / STATE_FILE).is_file()]
+
+
+def numbered(output_dir: str) -> list[tuple[int, Path]]:
+    """List all checkpoints' folders with their steps, by these; Trainer's own too."""
+    there = Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+    return sorted((int(number), path) for path in there if (number := path.name.rpartition("-")[2]).isdecimal())
 
 
 def _read(folder: Path, resume: object) -> tuple[dict[str, Any], dict[str, Any]]:

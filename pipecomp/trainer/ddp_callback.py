@@ -33,6 +33,7 @@ from pipecomp.allreduce.call import Counters
 from pipecomp.allreduce.saving import load, number_parameters, save
 from pipecomp.errors import ConfigError, require
 from pipecomp.gradient_config import Gradients
+from pipecomp.trainer.checkpoints import numbered
 from pipecomp.trainer.local_steps import LocalStepsOfTrainer
 
 RESIDUALS = "pipecomp_gradients"  # in a checkpoint folder: RESIDUALS_RANK.safetensors
@@ -191,19 +192,19 @@ class CompressionCallback(TrainerCallback):
             self._local.save(folder, kwargs["optimizer"])
         save(self._state, residuals_file(folder, self._state.group.rank))
         if args.save_total_limit is not None:
-            self._remove_old(Path(args.output_dir))
+            self._remove_old(args.output_dir)
 
-    def _remove_old(self, output_dir: Path) -> None:
+    def _remove_old(self, output_dir: str) -> None:
         """Delete this process's files of checkpoints that Trainer has deleted where the first process runs.
 
         On another machine, without a common disk, they would fill that. Every process must call this.
         """
         assert self._state is not None
         group = self._state.group
-        steps = [float(step) for step in _steps(output_dir)] if group.rank == 0 else []
+        steps = [float(step) for step, _ in numbered(output_dir)] if group.rank == 0 else []
         count = int(group.gather_numbers([float(len(steps))])[0][0])
         kept = {int(step) for step in group.gather_numbers((steps or [0.0] * count) or [0.0])[0]}
-        for step, folder in _steps(output_dir).items():
+        for step, folder in numbered(output_dir):
             if group.rank and step not in kept:
                 for file in (*folder.glob(f"pipecomp_*_{group.rank}.*"), folder / f"rng_state_{group.rank}.pth"):
                     file.unlink(missing_ok=True)
@@ -214,12 +215,6 @@ class CompressionCallback(TrainerCallback):
         """End the thread that averages; it starts again if the model goes on training outside Trainer."""
         if self._state is not None:
             self._state.close()
-
-
-def _steps(output_dir: Path) -> dict[int, Path]:
-    """List the checkpoints' folders by step."""
-    folders = {path.name.rpartition("-")[2]: path for path in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*")}
-    return {int(number): path for number, path in folders.items() if number.isdecimal()}
 
 
 def residuals_file(folder: Path, rank: int) -> Path:
