@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 from benchmarks import page
 from benchmarks.page import Row, prose
-from benchmarks.paired import BY_NAME, MODEL, REFERENCES, STAGES
+from benchmarks.paired import BY_NAME, MODEL, STAGES, compute_seconds
 from benchmarks.runner import Runs, arguments, chosen, digest
 from pipecomp.bench.configurations import EIGHT, rate_for
-from pipecomp.bench.pipeline import reference_compute, start_engine
+from pipecomp.bench.pipeline import start_engine
 from pipecomp.keys.authority import new
 
 GLOO, TLS, WIREGUARD = "gloo", "tls", "gloo through WireGuard"
@@ -215,7 +215,5 @@ def main(argv: Sequence[str]) -> None:
     setup = digest([asdict(MODEL), asdict(LINE), CASES, WARM_UP, VALUES, LINK_BYTES, LINK_PACKETS])
     runs = Runs(given, "closed", setup, ("name",))
     cases = [(name,) for name in chosen(BY_CASE, given.only)]
-    compute_s = runs.rows[0]["compute_s"] if runs.rows else 0.0
-    if not compute_s and runs.missing(cases):
-        compute_s = reference_compute(MODEL, STAGES, REFERENCES)
+    compute_s = compute_seconds(runs, cases)
     runs.complete(run, cases, compute_s, given.pairs, line=_line, page=results)

@@ -30,13 +30,12 @@ def train(seed: int) -> Row:
     from benchmarks.inprocess import InProcessPipeline
     from pipecomp.data import eval_batches
     from pipecomp.demo.results import epoch_means
-    from pipecomp.demo.task import Sequences, documentation_task, gpt2
+    from pipecomp.demo.task import Sequences, documentation_task, gpt2, untie
 
     s = Settings(seed=seed)
     task = documentation_task(vocabulary=s.vocabulary, length=s.length, training=s.training)
     model = gpt2(task.vocabulary, s.length, layers=s.layers, width=s.width, heads=4, seed=seed)
-    model.config.tie_word_embeddings = False  # as the demo's configuration says
-    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    untie(model)  # as the demo's configuration says
     config = ds_config(s, "none", Path(), steps=s.pretraining_steps, lr=s.pretraining_lr)
     pipeline = InProcessPipeline(model, s.stages, config, Sequences(task.pretraining))
     began = time.process_time()

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 from benchmarks import page
 from benchmarks.page import Row, prose
-from benchmarks.paired import MODEL, REFERENCES, STAGES
+from benchmarks.paired import MODEL, STAGES, compute_seconds
 from benchmarks.runner import Runs, arguments, chosen, digest
 from pipecomp.bench.configurations import LINES, STOCK, TWICE, UNTHROTTLED, local_lines, rate_for
-from pipecomp.bench.pipeline import measure, reference_compute
+from pipecomp.bench.pipeline import measure
 
 LOCAL_STEPS, STEPS = 16, 2
 SLOWER = 10  # times, of what joins sites
@@ -110,7 +110,5 @@ def main(argv: Sequence[str]) -> None:
     setup = digest([asdict(MODEL), SITES, SLOWER, STEPS])
     runs = Runs(given, "local_speed", setup, ("name",), current=_current)
     cases = [(name,) for name in chosen(names, given.only)]
-    compute_s = runs.rows[0]["compute_s"] if runs.rows else 0.0
-    if not compute_s and runs.missing(cases):
-        compute_s = reference_compute(MODEL, STAGES, REFERENCES)
+    compute_s = compute_seconds(runs, cases)
     runs.complete(run, cases, compute_s, line=lambda row: f"{min(row['steps']):.3f} s a step", page=results)

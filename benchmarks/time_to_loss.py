@@ -88,17 +88,15 @@ def one_rank(
 
 
 def _engine(name: str, epochs: int, data: Path, cache: Path, store: str) -> Any:
-    import torch
 
     import pipecomp
     from benchmarks.wikitext import pretrained_model, wikitext_task
     from pipecomp.bench.stock_deepspeed import stock_engine
-    from pipecomp.demo.task import Sequences
+    from pipecomp.demo.task import Sequences, untie
 
     task = wikitext_task(data, cache, length=LENGTH, training=TRAINING)
     model, _ = pretrained_model(task, cache, 0, width=WIDTH)
-    model.config.tie_word_embeddings = False  # stock DeepSpeed splits it without the tie
-    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    untie(model)  # stock DeepSpeed splits it without the tie
     steps, activations = epochs * (TRAINING // BATCH), METHODS[name]
     section: dict[str, Any] = {"tie": False, **({"activations": activations} if activations else {})}
     if activations and activations["method"] == "aqsgd":

@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 
-from pipecomp.demo.task import pretrain, sequences, train_tokenizer
+from pipecomp.demo.task import sequences, train_tokenizer
 from pipecomp.errors import DataError
 from pipecomp.files import replacing
+from pipecomp.recipes.pretraining import pretrain
 
 VOCABULARY, LENGTH = 2048, 32
 TRAINING, HELD_OUT = 512, 128

@@ -38,12 +38,7 @@ def batch_sizes(config: dict[str, Any], replicas: int) -> tuple[int, int]:
 
 def _size(config: dict[str, Any], key: str) -> int | None:
     value = config.get(key)
-    require(
-        value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1),
-        key,
-        value,
-        "a whole number of at least 1",
-    )
+    require(value is None or is_number(value, 1), key, value, "a whole number of at least 1")
     return value
 
 

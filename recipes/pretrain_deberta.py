@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from pipecomp.config import MOST_SEED
-from pipecomp.demo.task import pretrain
 from pipecomp.errors import DataError, require
 from pipecomp.recipes import run
 from pipecomp.recipes.encoder import MIN_VOCABULARY, small_deberta, train_tokenizer
+from pipecomp.recipes.pretraining import pretrain
 from pipecomp.recipes.resume import make_folder
 from pipecomp.recipes.text import blocks, read_text
 

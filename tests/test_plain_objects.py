@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from torch.distributed import distributed_c10d
 
-from pipecomp.cluster.plain_collectives import exchange_objects_as_json
+from pipecomp.cluster.collectives import exchange_objects_as_json
 from pipecomp.doctor.measure import Measured
 from pipecomp.engine.trace import Event
 from pipecomp.errors import WireError

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from pipecomp.allreduce.call import Call
-from pipecomp.allreduce.group import Group
 
 _SAFE = (1e-12, 1e15)  # between these the squares of float32 values neither vanish nor overflow
 LARGEST = float(torch.finfo(torch.float32).max)
@@ -48,23 +47,18 @@ def combine(norms: list[float], p: float) -> float:
     return float(largest * sum((n / largest) ** p for n in norms) ** (1 / p))
 
 
-def global_norm(local: float, p: float, group: Group) -> float:
-    """‖x‖_{q,p} of the workers' q-norms, the same number on every rank.
-
-    Not finite if any rank's is not, or if float32 cannot hold it.
-    """
-    norm = combine([row[0] for row in group.gather_numbers([local])], p)
-    return norm if norm <= LARGEST else math.nan
-
-
 def shared_norm(x_d: Tensor, exponents: tuple[float, float], call: Call) -> float:
-    """‖x‖_{q,p} over all workers, unless the call has it; NaN or Inf if any worker's x holds any."""
+    """‖x‖_{q,p} over all workers, unless the call has it: the same number on every rank.
+
+    Not finite if any worker's x holds such a value, or if float32 cannot hold the norm.
+    """
     if call.norm is not None:
         return call.norm
     with call.counters.part("quantize"):
         local = local_norm(x_d, exponents[0])
     with call.counters.part("wait"):
-        return global_norm(local, exponents[1], call.group)
+        norm = combine([row[0] for row in call.group.gather_numbers([local])], exponents[1])
+    return norm if norm <= LARGEST else math.nan
 
 
 def finish_without_codes(norm: float, out_d: Tensor) -> bool:

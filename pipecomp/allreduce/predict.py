@@ -18,7 +18,7 @@ from pipecomp.allreduce.call import PARTS
 from pipecomp.allreduce.exchanges import FLOAT, Exchange, Piece, Plan, Shapes
 from pipecomp.allreduce.options import Gradients
 from pipecomp.allreduce.registry import METHODS
-from pipecomp.errors import ConfigError
+from pipecomp.errors import ConfigError, require
 from pipecomp.stats import ring_bytes
 
 KERNELS = ("quantize", "reduce", "decode")
@@ -109,9 +109,9 @@ def predict(
         >>> predict("qsgd_mn", 1 << 20, 4, bandwidth_bit_per_s=1e9, bits=4).speedup
     """
     for name, count in (("d", d), ("n", n)):
-        _check(isinstance(count, int) and count >= 1, name, count, "a whole number of at least 1")
-    _check(bandwidth_bit_per_s > 0, "bandwidth_bit_per_s", bandwidth_bit_per_s, "a number above 0")
-    _check(latency_s >= 0, "latency_s", latency_s, "0 or more")
+        require(isinstance(count, int) and count >= 1, name, count, "a whole number of at least 1")
+    require(bandwidth_bit_per_s > 0, "bandwidth_bit_per_s", bandwidth_bit_per_s, "a number above 0")
+    require(latency_s >= 0, "latency_s", latency_s, "0 or more")
     kernels = _kernels(kernel_seconds or {})
     rate = bandwidth_bit_per_s / 8
     plan = plan_of(Gradients(method=method, **options), d, n, shapes)
@@ -153,21 +153,16 @@ def compression_pays(beta: float, gamma: float, omega: float, rho: float) -> boo
         ConfigError: for other numbers than positive ones, and for rho of at most 1.
     """
     for name, value in (("beta", beta), ("gamma", gamma), ("omega", omega)):
-        _check(value > 0, name, value, "a number above 0")
-    _check(rho > 1, "rho", rho, "a number above 1")
+        require(value > 0, name, value, "a number above 0")
+    require(rho > 1, "rho", rho, "a number above 1")
     return beta * (1 - omega * rho) < 2 * omega * (rho - 1) * gamma
 
 
 def _kernels(given: Mapping[str, float]) -> dict[str, float]:
     for name, seconds in given.items():
-        _check(name in PARTS, f"kernel_seconds.{name}", seconds, f"only {', '.join(KERNELS)}")
-        _check(seconds >= 0, f"kernel_seconds.{name}", seconds, "0 or more")
+        require(name in PARTS, f"kernel_seconds.{name}", seconds, f"only {', '.join(KERNELS)}")
+        require(seconds >= 0, f"kernel_seconds.{name}", seconds, "0 or more")
     return {part: given.get(part, 0.0) for part in KERNELS}
-
-
-def _check(right: bool, key: str, got: object, allowed: str) -> None:
-    if not right:
-        raise ConfigError(key, got, allowed)
 
 
 def plan_of(options: Gradients, d: int, n: int, shapes: Shapes | None = None) -> Plan:

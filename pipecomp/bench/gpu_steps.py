@@ -11,14 +11,13 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from pipecomp.bench.configurations import STOCK_BF16, Line, Model, aqsgd, rate_for
 from pipecomp.bench.gpu_timeline import device_activity
-from pipecomp.bench.pipeline import Row, start_engine, through_float32
+from pipecomp.bench.pipeline import Row, start_engine, through_float32, untied_gpt2
 from pipecomp.bench.synchronizing import sync_debug_mode, synchronizing_calls
 from pipecomp.netlab import probe
 from pipecomp.netlab.lab import Lab
@@ -53,9 +52,16 @@ def measure_steps(
                 sent = sum(node.sent for node in lab.bytes())
             times = [1e3 * max(rank["seconds"][i] for rank in ranks.values()) for i in range(steps)]
             yield {
-                **{"line": line.name, "against": line.against, "r": r, "bits_per_s": rate},
-                **{"ms": statistics.median(times), "least": min(times), "most": max(times)},
-                **{"loss": ranks[0]["loss"], "sent": sent, "links": links_are()},
+                "line": line.name,
+                "against": line.against,
+                "r": r,
+                "bits_per_s": rate,
+                "ms": statistics.median(times),
+                "least": min(times),
+                "most": max(times),
+                "loss": ranks[0]["loss"],
+                "sent": sent,
+                "links": links_are(),
             }
 
 
@@ -64,17 +70,14 @@ def links_are() -> str:
     return "kernel" if probe.missing() is None else SOFTWARE
 
 
-@contextmanager
-def shared_lab(rate: int | None) -> Iterator[Lab]:
+def shared_lab(rate: int | None) -> Lab:
     """Join the two ranks by a link of this rate, in bit/s."""
     bandwidth = None if rate is None else f"{rate}bit"
-    with Lab(nodes=STAGES, bandwidth=bandwidth, software=links_are() == SOFTWARE) as lab:
-        yield lab
+    return Lab(nodes=STAGES, bandwidth=bandwidth, software=links_are() == SOFTWARE)
 
 
 def stage_seconds(model: Model, device: str, repeats: int = 10) -> float:
     """Measure how long a stage computes on one micro-batch with the device to itself: the mean of both stages."""
-    from pipecomp.bench.pipeline import untied_gpt2
     from pipecomp.stages import default_loss, split
 
     draw = torch.Generator().manual_seed(0)

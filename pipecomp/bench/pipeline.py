@@ -128,13 +128,10 @@ def start_engine(line: Line, model: Model, stages: int, folder: str) -> Any:
 
 def untied_gpt2(model: Model) -> Any:
     """Make the GPT-2 with random weights; stock DeepSpeed cannot tie weights across stages as pipecomp does."""
-    import torch
-
-    from pipecomp.demo.task import gpt2
+    from pipecomp.demo.task import gpt2, untie
 
     whole = gpt2(model.vocabulary, model.tokens, layers=model.blocks, width=model.width, heads=model.heads, seed=0)
-    whole.config.tie_word_embeddings = False
-    whole.lm_head.weight = torch.nn.Parameter(whole.lm_head.weight.detach().clone())
+    untie(whole)
     return whole
 
 

@@ -15,6 +15,7 @@ _Days = Annotated[int, typer.Option(help="Until certificates expire.")]
 
 
 @keys.command("new")
+@plain_errors()
 def keys_new(
     folder: str,
     run: Annotated[str, typer.Option(help="A name for the run.")] = "run",
@@ -23,15 +24,15 @@ def keys_new(
     days: _Days = 90,
 ) -> None:
     """Make a run's keys in FOLDER, on the machine that invites the others."""
-    with plain_errors():
-        from pipecomp.keys.authority import new
+    from pipecomp.keys.authority import new
 
-        made = new(folder, run=run, machine=machine, ranks=ranks, days=days).identity()
-        console.print(f"Run {made.run}: keys in {folder}. Invite others with", highlight=False)
-        console.print(f"  pipecomp keys invite {folder} NAME --listen ADDRESS-OF-THIS-MACHINE:29401", highlight=False)
+    made = new(folder, run=run, machine=machine, ranks=ranks, days=days).identity()
+    console.print(f"Run {made.run}: keys in {folder}. Invite others with", highlight=False)
+    console.print(f"  pipecomp keys invite {folder} NAME --listen ADDRESS-OF-THIS-MACHINE:29401", highlight=False)
 
 
 @keys.command("invite")
+@plain_errors()
 def keys_invite(
     folder: str,
     machine: Annotated[str, typer.Argument(help="A name for the machine.")],
@@ -41,23 +42,23 @@ def keys_invite(
     days: _Days = 90,
 ) -> None:
     """Wait for another machine, and give it a certificate; prints the line to paste there."""
-    with plain_errors():
-        from pipecomp.keys.invitation import Invitation
+    from pipecomp.keys.invitation import Invitation
 
-        check_minutes(minutes)
-        with Invitation(folder, machine, ranks=ranks, listen=listen, days=days) as invitation:
-            at = invitation.address
-            host = "ADDRESS-OF-THIS-MACHINE" if at.everywhere else str(at).rpartition(":")[0]
-            say(f"Run this on {machine} within {minutes:g} minutes:")
-            line = f"pipecomp keys join FOLDER --at {host}:{at.port} --fingerprint {invitation.fingerprint}"
-            typer.echo(f"{line} --code {invitation.code}")
-            if not invitation.wait(minutes):
-                say_error(f"{machine} did not join within {minutes:g} minutes; the code is void")
-                raise typer.Exit(1)
-        say(f"{machine} has joined.")
+    check_minutes(minutes)
+    with Invitation(folder, machine, ranks=ranks, listen=listen, days=days) as invitation:
+        at = invitation.address
+        host = "ADDRESS-OF-THIS-MACHINE" if at.everywhere else str(at).rpartition(":")[0]
+        say(f"Run this on {machine} within {minutes:g} minutes:")
+        line = f"pipecomp keys join FOLDER --at {host}:{at.port} --fingerprint {invitation.fingerprint}"
+        typer.echo(f"{line} --code {invitation.code}")
+        if not invitation.wait(minutes):
+            say_error(f"{machine} did not join within {minutes:g} minutes; the code is void")
+            raise typer.Exit(1)
+    say(f"{machine} has joined.")
 
 
 @keys.command("join")
+@plain_errors()
 def keys_join(
     folder: str,
     at: Annotated[str, typer.Option(help="Where the inviting machine waits, HOST:PORT.")],
@@ -65,36 +66,35 @@ def keys_join(
     code: Annotated[str, typer.Option(help="As `pipecomp keys invite` printed it.")],
 ) -> None:
     """Get this machine's certificate from the one that invites it; its private key is made here, and stays."""
-    with plain_errors():
-        from pipecomp.keys.certificates import ranks_text
-        from pipecomp.keys.invitation import join
+    from pipecomp.keys.certificates import ranks_text
+    from pipecomp.keys.invitation import join
 
-        got = join(folder, at, fingerprint, code)
-        text = f"machine {got.machine} of run {got.run}, rank {ranks_text(got.ranks)}, until {got.expires:%Y-%m-%d}"
-        console.print(f"{folder}: {text}", highlight=False)
+    got = join(folder, at, fingerprint, code)
+    text = f"machine {got.machine} of run {got.run}, rank {ranks_text(got.ranks)}, until {got.expires:%Y-%m-%d}"
+    console.print(f"{folder}: {text}", highlight=False)
 
 
 @keys.command("revoke")
+@plain_errors()
 def keys_revoke(folder: str, machine: str) -> None:
     """Take a machine's certificate back; the others learn of it when they next meet this machine."""
-    with plain_errors():
-        from pipecomp.keys.authority import revoke
+    from pipecomp.keys.authority import revoke
 
-        revoke(folder, machine)
-        console.print(f"{machine} is revoked", highlight=False)
+    revoke(folder, machine)
+    console.print(f"{machine} is revoked", highlight=False)
 
 
 @keys.command("list")
+@plain_errors()
 def keys_list(folder: str, json_file: JsonOption = None) -> None:
     """Show the machines that belong to a run; on other machines than the inviting one, this one alone."""
-    with plain_errors():
-        from pipecomp.keys.authority import listed
+    from pipecomp.keys.authority import listed
 
-        lines = listed(folder)
-        write_json(json_file, lines)
-        headings = ("machine", "ranks", "expires", "revoked", "serial")
-        rows = (
-            (line["machine"], line["ranks"], line["expires"], "yes" if line["revoked"] else "no", line["serial"][:16])
-            for line in lines
-        )
-        console.print(table(headings, rows, left=headings))
+    lines = listed(folder)
+    write_json(json_file, lines)
+    headings = ("machine", "ranks", "expires", "revoked", "serial")
+    rows = (
+        (line["machine"], line["ranks"], line["expires"], "yes" if line["revoked"] else "no", line["serial"][:16])
+        for line in lines
+    )
+    console.print(table(headings, rows, left=headings))

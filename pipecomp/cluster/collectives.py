@@ -1,19 +1,19 @@
 """Plain objects that all ranks exchange through torch's collectives, as JSON (see pipecomp/plain_objects.py).
 
-torch's own functions for objects take memory for whatever size another rank announces, and fill what a short object
-leaves of it with what happened to be there, which others then get. Here sizes are limited, and the rest is zeros.
+torch's own functions for objects pickle them, so that what is received can run code. They take memory for whatever size
+another rank announces, and fill what a short object leaves of it with what happened to be there, which others then get.
+Here sizes are limited, and the rest is zeros.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from pipecomp.cluster.plain_collectives import exchange_objects_as_json
 from pipecomp.errors import WireError
 from pipecomp.plain_objects import decode, encode
 
@@ -49,6 +49,31 @@ def broadcast(value: Any, src: int = 0, group: Any = None) -> Any:
     content = _tensor(data).to(device) if mine else torch.empty(int(size), dtype=torch.uint8, device=device)
     dist.broadcast(content, src, group=group)
     return _value(content)
+
+
+def exchange_objects_as_json() -> None:
+    """Let torch's own object collectives send JSON from now on, whoever calls them; all ranks must.
+
+    They turn objects into bytes through two names of torch's module, on every backend.
+    """
+    distributed_c10d._pickler = _Writer  # type: ignore[assignment]
+    distributed_c10d._unpickler = _Reader  # type: ignore[assignment]
+
+
+class _Writer:
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+
+    def dump(self, value: Any) -> None:
+        self._file.write(encode(value))
+
+
+class _Reader:
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+
+    def load(self) -> Any:
+        return decode(self._file.read())
 
 
 def _prepared(value: Any, group: Any) -> tuple[bytes, torch.device]:

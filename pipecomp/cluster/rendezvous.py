@@ -19,12 +19,12 @@ from torch.distributed.rendezvous import rendezvous
 
 from pipecomp.cluster.agreement import COMING_S, AllRanks, check_byte_order, versions
 from pipecomp.cluster.closed import join_mesh, meeting, wanted_keys
+from pipecomp.cluster.collectives import exchange_objects_as_json
 from pipecomp.cluster.heartbeat import process_heartbeat
 from pipecomp.cluster.launch import read_launch
 from pipecomp.cluster.launcher import watch_launcher
 from pipecomp.cluster.meeting_point import check_meeting_point, said_if_long
 from pipecomp.cluster.network_interfaces import GLOO_VARIABLE, free_port, gloo_address, is_loopback, machine
-from pipecomp.cluster.plain_collectives import exchange_objects_as_json
 from pipecomp.cluster.sharing import own_gpu, some_share
 from pipecomp.errors import LinkError, LinkTimeoutError, require
 from pipecomp.mesh.process_group import BACKEND, current_mesh
@@ -87,7 +87,7 @@ def join_processes(config: Any = None) -> None:
     try:
         _initialize(store, backend, rank, world)
     except (RuntimeError, ValueError) as error:
-        why = f"rank {rank} cannot connect to the other ranks: {_first_line(error)}"
+        why = f"rank {rank} cannot connect to the other ranks: {first_line(error).rstrip('.')}"
         raise LinkError(f"{why}. {_remedy(backend)}") from error
 
 
@@ -146,7 +146,7 @@ def find_store(rank: int, world: int, *, wait_s: float) -> Any:
             ) from error
         what = f"rank {rank} did not find rank 0" if rank else f"rank 0 waited in vain for {world - 1} others"
         raise LinkTimeoutError(
-            f"{what} at {where}: {_first_line(error)}. Give all ranks the same MASTER_ADDR "
+            f"{what} at {where}: {first_line(error).rstrip('.')}. Give all ranks the same MASTER_ADDR "
             "and MASTER_PORT; rank 0's machine must let that port in"
         ) from error
 
@@ -268,6 +268,7 @@ def _initialize(store: Any, backend: str, rank: int, world: int) -> None:
     _set_timeout(default_pg_timeout, dist.group.WORLD)
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What an error of torch's says, in a line, without gloo's source files."""
     text = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return re.sub(r"\[/\S+:\d+\] ", "", text)[:300].rstrip(".")  # without gloo's source files
+    return re.sub(r"\[/\S+:\d+\] ", "", text)[:300]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,36 +123,7 @@ def gpt2(vocabulary: int, length: int, *, layers: int, width: int, heads: int, s
         return GPT2LMHeadModel(config)
 
 
-def pretrain(
-    model: Any,
-    rows: list[list[int]],
-    *,
-    epochs: int,
-    batch: int,
-    lr: float,
-    seed: int,
-    on_step: Callable[[int, int, float], None] | None = None,
-) -> float:
-    """Train plainly in this process; returns the mean loss of the last tenth of the steps."""
-    data = torch.tensor(rows)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01)
-    steps = epochs * (len(data) // batch)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=lr, total_steps=steps, pct_start=0.1)
-    draw = torch.Generator().manual_seed(seed)
-    losses: list[float] = []
-    model.train()
-    for _ in range(epochs):
-        order = torch.randperm(len(data), generator=draw)
-        for start in range(0, len(data) - batch + 1, batch):
-            chosen = data[order[start : start + batch]]
-            loss = model(input_ids=chosen, labels=chosen).loss
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-            losses.append(loss.item())
-            if on_step is not None:
-                on_step(len(losses), steps, losses[-1])
-    tail = losses[-max(1, len(losses) // 10) :]
-    return sum(tail) / len(tail)
+def untie(model: Any) -> None:
+    """Give a GPT-2's head weights of its own, equal to those of the embedding."""
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -23,12 +22,12 @@ from pipecomp.cluster import closed
 from pipecomp.cluster.closed import join_mesh, wanted_keys
 from pipecomp.cluster.launch import Launch
 from pipecomp.cluster.network_interfaces import address_towards, gloo_address, machine
-from pipecomp.cluster.rendezvous import find_store
+from pipecomp.cluster.rendezvous import find_store, first_line
 from pipecomp.cluster.sharing import own_gpu
 from pipecomp.doctor.compute import check_shared_gpus
 from pipecomp.doctor.finding import OK, PROBLEM, Finding, has_problem
 from pipecomp.doctor.measure import GlooPeer, Measured, follow, lead
-from pipecomp.doctor.path import Path, check_path, follow_path, lead_path
+from pipecomp.doctor.path import PacketPath, check_path, follow_path, lead_path
 from pipecomp.doctor.peers import Identity, check_clocks, check_joined, check_pair, check_same_versions, pairs
 from pipecomp.errors import LinkTimeoutError, PipecompError
 from pipecomp.mesh.mesh import Mesh
@@ -67,7 +66,7 @@ class Meeting:
             self._say("identity", mine)
             self.identities = [Identity(*self._read(rank, f"identity/{rank}", limit_s)) for rank in range(self.world)]
         except (RuntimeError, ValueError) as error:
-            text = str(error) if isinstance(error, PipecompError) else _first_line(error)
+            text = str(error) if isinstance(error, PipecompError) else first_line(error)
             raise MeetingError(text) from error
 
     def _meet(self, limit_s: float) -> tuple[Mesh | None, Any]:
@@ -97,7 +96,7 @@ class Meeting:
                 place: dict[str, Any] = {"rank": self.rank, "world_size": self.world}
                 dist.init_process_group(backend, store=self._store, timeout=limit, **place)
         except (RuntimeError, ValueError) as caught:
-            error = _first_line(caught)
+            error = first_line(caught)
         self._say("joined", error)
         if self.rank == 0:
             return self._direct()
@@ -147,7 +146,7 @@ class Meeting:
         measured = Measured(*found) if isinstance(found, list) else found
         findings = [check_pair(a, b, measured, self._over)]
         if a.machine != b.machine and isinstance(result, list):
-            findings += check_path((a.rank, b.rank), None if path is None else Path(*path))
+            findings += check_path((a.rank, b.rank), None if path is None else PacketPath(*path))
             if isinstance(measured, Measured):
                 findings.append(check_clocks(a, b, measured))
         return findings
@@ -164,7 +163,7 @@ class Meeting:
                 path = lead_path(peer, self._address()) if apart else None
                 measured: object = lead(peer)
             except RuntimeError as error:
-                measured = _first_line(error)
+                measured = first_line(error)
             self._put(f"pair/{number}", [measured, path])
         else:
             with contextlib.suppress(RuntimeError):  # the leading rank reports it
@@ -266,8 +265,3 @@ def check_met(launch: Launch, error: Exception, limit_s: float) -> Finding:
         return Finding("meeting", PROBLEM, found, "Mend that first, then start all ranks again.")
     found = f"the {launch.world} ranks did not meet in {limit_s:.0f} s: {error}"
     return Finding("meeting", PROBLEM, found, f"Start all ranks within {limit_s:.0f} s of each other.")
-
-
-def _first_line(error: Exception) -> str:
-    text = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return re.sub(r"\[/\S+:\d+\] ", "", text)[:300]  # gloo's source files

@@ -23,7 +23,6 @@ import torch
 from pipecomp.cluster.network_interfaces import list_interfaces
 from pipecomp.doctor.finding import OK, WARNING, Finding, judge
 from pipecomp.doctor.measure import Peer
-from pipecomp.plain_objects import exchanged
 from pipecomp.rates import bits_per_second, milliseconds
 
 _PROBES, _EVERY_S, _PROBE_BYTES = 100, 0.01, 128  # 100 kbit/s for a second
@@ -38,8 +37,7 @@ _DISCOVER = {4: (socket.IPPROTO_IP, 10), 6: (socket.IPPROTO_IPV6, 23)}
 _MAY_BE_CUT, _NEVER_CUT = 0, 3
 
 
-@exchanged
-class Path(NamedTuple):
+class PacketPath(NamedTuple):
     """A way there and back between two ranks of different machines.
 
     sent, came: small packets. round_trip_s: the median of theirs. jitter_s: how much their times differ from one to the
@@ -56,7 +54,7 @@ class Path(NamedTuple):
     cut: bool | None
 
 
-def lead_path(peer: Peer, address: str) -> Path | None:
+def lead_path(peer: Peer, address: str) -> PacketPath | None:
     """Measure the way to a rank of another machine, which must call `follow_path`; takes some three seconds.
 
     address: this machine's on the way to the other. None where no UDP socket can be had there.
@@ -121,7 +119,7 @@ def _let_be_cut(udp: socket.socket, allowed: bool) -> None:
     udp.setsockopt(level, option, _MAY_BE_CUT if allowed else _NEVER_CUT)
 
 
-def _measured(udp: socket.socket) -> Path:
+def _measured(udp: socket.socket) -> PacketPath:
     trips = _trips(udp)
     steps = [abs(b - a) for a, b in itertools.pairwise(trips)]
     own = udp.getsockname()[0].split("%")[0]
@@ -132,7 +130,7 @@ def _measured(udp: socket.socket) -> Path:
         mtu = _largest(udp, limit, late_s)
         cut = _comes(udp, limit, late_s, cut=True) if mtu < limit else None
     trip_s = statistics.median(trips) if trips else 0.0
-    return Path(_PROBES, len(trips), trip_s, statistics.mean(steps) if steps else 0.0, mtu, limit, cut)
+    return PacketPath(_PROBES, len(trips), trip_s, statistics.mean(steps) if steps else 0.0, mtu, limit, cut)
 
 
 def _late(round_trip_s: float) -> float:
@@ -196,7 +194,7 @@ def _comes(udp: socket.socket, size: int, late_s: float, *, cut: bool) -> bool:
 # -- what it means
 
 
-def check_path(ranks: tuple[int, int], path: Path | None) -> list[Finding]:
+def check_path(ranks: tuple[int, int], path: PacketPath | None) -> list[Finding]:
     """Check loss, jitter and size of packets between two ranks; path: None if it could not be measured."""
     between = f"packets {ranks[0]}–{ranks[1]}"
     if path is None or not path.came:
@@ -205,7 +203,7 @@ def check_path(ranks: tuple[int, int], path: Path | None) -> list[Finding]:
     return [_check_loss(between, path), *_check_mtu(f"MTU {ranks[0]}–{ranks[1]}", path)]
 
 
-def _check_loss(check: str, path: Path) -> Finding:
+def _check_loss(check: str, path: PacketPath) -> Finding:
     lost = 1 - path.came / path.sent
     limit = tcp_limit_bit_s(path.mtu or 1500, path.round_trip_s, lost)
     many = (
@@ -226,7 +224,7 @@ def _check_loss(check: str, path: Path) -> Finding:
     )
 
 
-def _check_mtu(check: str, path: Path) -> list[Finding]:
+def _check_mtu(check: str, path: PacketPath) -> list[Finding]:
     if not path.interface_mtu or sys.platform != "linux":
         return []
     pieces = -(-path.interface_mtu // max(path.mtu, 1))

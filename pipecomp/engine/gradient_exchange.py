@@ -147,16 +147,6 @@ class GradientExchange:
         for name, state in self._tied.items():
             yield f"{self._prefix}tied {name}", state
 
-    def stats(self) -> dict[str, dict[str, Any]]:
-        """By group: see `State.stats`; `wait_seconds` is the waiting among its seconds."""
-        found = {name: state.stats() for name, state in self.states()}
-        return {name: {**stats, "wait_seconds": stats["seconds"]["wait"]} for name, stats in found.items()}
-
-    def close(self, *, failed: bool = False) -> None:
-        """End the threads, see `State.close`; safe to call twice."""
-        for _, state in self.states():
-            state.close(failed=failed)
-
 
 class ReplicaAdam(QuantizedAdam):
     """QuantizedAdam of one stage. norm: of gradients over all stages, by parameters and their gradients.

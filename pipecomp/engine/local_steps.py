@@ -102,19 +102,6 @@ class LocalTraining:
         """Where the run is between outer steps, and for how long they gave way, as JSON values."""
         return {**self.outer.stats(), "gave_way_seconds": self._precedence.waited_s}
 
-    def traffic(self) -> dict[str, dict[str, Any]]:
-        """Traffic by group of ranks."""
-        found: dict[str, dict[str, Any]] = {}
-        for exchange in self.exchanges:
-            found |= {} if exchange is None else exchange.stats()
-        return found
-
-    def close(self, *, failed: bool = False) -> None:
-        """End the threads, see `State.close`; safe to call twice."""
-        for exchange in self.exchanges:
-            if exchange is not None:
-                exchange.close(failed=failed)
-
     # -- checkpoints
 
     def save(self, folder: Path) -> None:

@@ -195,13 +195,11 @@ class GradientReduction:
 
     def stats(self) -> dict[str, Any]:
         """Traffic of gradients by group of ranks."""
+        exchanged = {name: state.stats() for name, state in self.states()}
+        if isinstance(self._engine.optimizer, ReplicaAdam):
+            exchanged["momentum"] = self._engine.optimizer.stats()
         groups = {name: asdict(stats) for name, stats in self._counters.items()}
-        optimizer = self._engine.optimizer
-        if isinstance(optimizer, ReplicaAdam):
-            stats = optimizer.stats()
-            groups["momentum"] = {**stats, "wait_seconds": stats["seconds"]["wait"]}
-        groups |= {} if self._over_replicas is None else self._over_replicas.stats()
-        return groups if self._local is None else groups | self._local.traffic()
+        return groups | {name: {**s, "wait_seconds": s["seconds"]["wait"]} for name, s in exchanged.items()}
 
     def use_staging(self, staging: Staging) -> None:
         """Copy between device and host with this one."""
@@ -214,7 +212,5 @@ class GradientReduction:
         """End the threads that exchange, see `State.close`; safe to call twice."""
         if isinstance(self._engine.optimizer, ReplicaAdam):
             self._engine.optimizer.close(failed=failed)
-        if self._over_replicas is not None:
-            self._over_replicas.close(failed=failed)
-        if self._local is not None:
-            self._local.close(failed=failed)
+        for _, state in self.states():
+            state.close(failed=failed)

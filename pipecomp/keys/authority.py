@@ -7,7 +7,6 @@ import secrets
 from typing import Any
 
 from cryptography import x509
-from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from pipecomp.errors import ConfigError, KeysError
@@ -136,12 +135,6 @@ def public_key_of(request: bytes) -> ec.EllipticCurvePublicKey:
     if key.curve.name != "secp256r1":
         raise KeysError(f"the request for a certificate has a key on {key.curve.name}, not on secp256r1")
     return key
-
-
-def same_key(certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> bool:
-    """Whether a certificate is for that key."""
-    form = serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
-    return certificate.public_key().public_bytes(*form) == key.public_key().public_bytes(*form)
 
 
 def check_days(days: int) -> None:

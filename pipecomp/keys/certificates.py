@@ -7,6 +7,7 @@ A certificate names its machine and the ranks that may run there, as URIs (`pipe
 from __future__ import annotations
 
 import datetime
+import hashlib
 import re
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -93,9 +94,7 @@ def pem(signed: x509.Certificate | x509.CertificateSigningRequest | x509.Certifi
 
 def fingerprint(certificate: bytes) -> str:
     """SHA-256 of a certificate in DER, as hexadecimal digits."""
-    digest = hashes.Hash(hashes.SHA256())
-    digest.update(certificate)
-    return digest.finalize().hex()
+    return hashlib.sha256(certificate).hexdigest()
 
 
 def make_authority(key: ec.EllipticCurvePrivateKey, run: str, days: int) -> x509.Certificate:

@@ -27,7 +27,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 
 from pipecomp.errors import ConfigError, KeysError, PipecompError
 from pipecomp.keys import certificates as made
-from pipecomp.keys.authority import DAYS, check_days, check_free, issue, next_rank, public_key_of, revoke, same_key
+from pipecomp.keys.authority import DAYS, check_days, check_free, issue, next_rank, public_key_of, revoke
 from pipecomp.keys.folder import AUTHORITY, AUTHORITY_KEY, MACHINE, MACHINE_KEY, REVOKED, KeyFolder
 from pipecomp.keys.listener import Address, Listener
 from pipecomp.keys.stream import SecureStream, close, context, explain
@@ -162,7 +162,7 @@ def join(path: str | os.PathLike[str], at: str, fingerprint: str, code: str) -> 
     def keep(authority: x509.Certificate, answer: dict[str, Any]) -> None:
         certificate = x509.load_pem_x509_certificate(str(answer.get("certificate")).encode())
         made.check_signed(certificate, authority)
-        if not same_key(certificate, key):
+        if certificate.public_key() != key.public_key():
             raise KeysError(f"{address} sent a certificate for another key")
         kept.append(made.identify(certificate))
         revoked = str(answer.get("revoked")).encode()

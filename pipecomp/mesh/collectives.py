@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import queue
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -87,25 +87,25 @@ class Collectives:
             moving += [self._send(buffer(mine), p, passing) for p in self._others()]
         _finish(moving)
 
-    def all_reduce_each_(self, tensors: Sequence[Tensor], operation: str) -> None:
-        """The same for several tensors."""
-        for tensor in tensors:
-            self.all_reduce_(tensor, operation)
-
     def reduce_scatter(self, out: Tensor, blocks: Sequence[Tensor], operation: str) -> None:
         """Put the sum of everyone's blocks for this place into `out`."""
         own = blocks[self.place]
         received = [own if place == self.place else torch.empty_like(own) for place in range(self.size)]
-        self._exchange(blocks, received)
+        self.all_to_all(received, blocks)
         out.copy_(_reduced(received, operation).view(out.shape))
 
     def all_gather(self, out: Sequence[Tensor], tensor: Tensor) -> None:
         """Put everyone's tensor into `out`."""
-        self._exchange([tensor] * self.size, out)
+        self.all_to_all(out, [tensor] * self.size)
 
     def all_to_all(self, out: Sequence[Tensor], blocks: Sequence[Tensor]) -> None:
         """Send block p to place p, and put what place p sends into out[p]."""
-        self._exchange(blocks, out)
+        tag = next(self._tags)
+        arriving = [self._receive(buffer(out[place]), place, tag) for place in self._others()]
+        leaving = [self._send(buffer(blocks[place]), place, tag) for place in self._others()]
+        if out[self.place].data_ptr() != blocks[self.place].data_ptr():
+            out[self.place].copy_(blocks[self.place])
+        _finish(arriving + leaving)
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """Put the root's tensor into everyone's: in slices that all pass on, where it is long."""
@@ -165,22 +165,6 @@ class Collectives:
 
     def _receive(self, view: memoryview, source: int, tag: int) -> Transfer:
         return self._mesh.connections[self.ranks[source]].receive(self._stream, tag, view)
-
-    def _swap_later(self, out: Sequence[Tensor], blocks: Sequence[Tensor]) -> Callable[[], None]:
-        """Be ready for out[p] from each place p; the returned function sends the blocks and waits for all."""
-        tag = next(self._tags)
-        arriving = [self._receive(buffer(out[place]), place, tag) for place in self._others()]
-
-        def send_and_wait() -> None:
-            leaving = [self._send(buffer(blocks[place]), place, tag) for place in self._others()]
-            if out[self.place].data_ptr() != blocks[self.place].data_ptr():
-                out[self.place].copy_(blocks[self.place])
-            _finish(arriving + leaving)
-
-        return send_and_wait
-
-    def _exchange(self, blocks: Sequence[Tensor], out: Sequence[Tensor]) -> None:
-        self._swap_later(out, blocks)()
 
 
 def _finish(transfers: Sequence[Transfer]) -> None:

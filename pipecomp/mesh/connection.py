@@ -133,7 +133,7 @@ class Connection:
     def finish(self) -> None:
         """The second half of `close`."""
         self._receiver.join(_CLOSE_S)
-        self._end(PeerLostError(f"the connection to rank {self.peer} is closed", self.peer))
+        self.give_up(PeerLostError(f"the connection to rank {self.peer} is closed", self.peer))
         for thread in (self._sender, self._receiver):
             thread.join(_CLOSE_S)
 
@@ -161,10 +161,7 @@ class Connection:
         return self._outbox.empty(wait_s)
 
     def give_up(self, error: Exception) -> None:
-        """End it for a reason that is known from elsewhere."""
-        self._end(error)
-
-    def _end(self, error: Exception) -> None:
+        """End it, with what is still on its way."""
         with self._lock:
             if self.failure is not None:
                 return
@@ -211,7 +208,7 @@ class Connection:
                 explained = self._explain(error)
                 with contextlib.suppress(Exception):  # that the other side hears why is not sure
                     stream.send(*_reason(explained))
-                self._end(explained)
+                self.give_up(explained)
 
     def _say_why(self, reason: object) -> None:
         """Tell the other side that this one gives up, which must not wait for a new connection."""
@@ -244,7 +241,7 @@ class Connection:
                 self._outbox.handed_over(_SAY_S)  # so that the other side hears that this one ends in order
             elif self.failure is None and not isinstance(explained, (PeerLostError, LinkTimeoutError)):
                 self._say_why(explained)
-            self._end(explained)
+            self.give_up(explained)
 
     def _receive_from(self, stream: SecureStream, beginning: memoryview) -> None:
         """Take frames until the connection ends."""

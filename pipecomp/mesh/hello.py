@@ -33,7 +33,6 @@ class Guest(NamedTuple):
     """Who connected, and what for. to: of RELAY, the rank that it wants to talk to. received: frames that it has."""
 
     rank: int
-    machine: str
     purpose: str
     to: int
     received: int
@@ -121,7 +120,7 @@ def receive(sock: socket.socket, trust: Trust, mine: Place, purposes: tuple[str,
             raise LinkError(f"rank {mine.rank} does not do {purpose!r}")
         if purpose != JOIN and asked.get("session") != mine.session:
             raise LinkError(f"rank {rank} is of another start of this run")
-        return Guest(rank, who.machine, str(purpose), to, received, stream)
+        return Guest(rank, str(purpose), to, received, stream)
     except PipecompError as error:
         refuse(stream, str(error))
         raise

@@ -147,7 +147,12 @@ class MeshProcessGroup(_ProcessGroup):
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> _Work:
         name = _operation(opts)
-        return self._run(tensors, lambda ts: self._together.all_reduce_each_(ts, name))
+
+        def work(ts: list[Tensor]) -> None:
+            for t in ts:
+                self._together.all_reduce_(t, name)
+
+        return self._run(tensors, work)
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> _Work:
         name = _operation(opts)

@@ -54,8 +54,10 @@ class Report:
         after: int = 0,
         kept: Sequence[dict[str, Any]] = (),
     ) -> None:
-        self._silent, self._unit, self._period = silent, unit, period
-        self._console = Console(highlight=False, soft_wrap=True)
+        if silent:
+            metrics = tensorboard = None
+        self._unit, self._period = unit, period
+        self._console = Console(highlight=False, soft_wrap=True, quiet=silent, force_terminal=False if silent else None)
         self._progress: Progress | None = None
         self._epoch = 0
         self._epoch_losses: list[float] = []
@@ -63,8 +65,6 @@ class Report:
         self._board: Curves | None = None
         self._before = Traffic({}, {})
         self._bits = BitsMeter()
-        if silent:
-            return
         if metrics is not None:
             self._metrics = Lines(metrics, after)
             kept = self._metrics.kept or kept
@@ -93,8 +93,6 @@ class Report:
         self._steps, self._began = plan.steps, time.perf_counter()
         self._epoch_began = self._last_line = self._began
         self._meter = LinkMeter()
-        if self._silent:
-            return
         batch = plan.micro_batch * plan.accumulation * plan.replicas
         parts = f"{counted(stages, 'stage')}, {counted(plan.replicas, 'replica')} of the pipeline"
         self._say(f"model     {args.model}: {parts}")
@@ -140,8 +138,6 @@ class Report:
             stats: `engine.gather_comm_stats()`, for what the links do: the step's line has "forward_bits" and
                 "backward_bits", on average over its quantized values, where there are any.
         """
-        if self._silent:
-            return
         traffic = self._before.plus(traffic)
         self._count(epoch, loss)
         record = {"step": step, self._period: epoch, "loss": loss, "lr": lr, f"{self._unit}_per_s": round(per_s, 1)}
@@ -175,8 +171,6 @@ class Report:
             measures: What evaluation found, None without held-out data.
             traffic: Since the start of the run.
         """
-        if self._silent:
-            return
         traffic = self._before.plus(traffic)
         seconds, self._epoch_began = time.perf_counter() - self._epoch_began, time.perf_counter()
         losses, self._epoch_losses = self._epoch_losses, []
@@ -201,8 +195,6 @@ class Report:
             saved: The folder of the model, None if it was not saved.
             page: What became of the run's report, None if none was wanted.
         """
-        if self._silent:
-            return
         self._stop_progress()
         traffic = self._before.plus(traffic)
         for name, counts in traffic.links.items():
@@ -229,11 +221,10 @@ class Report:
             saved: Whether a checkpoint has this step.
             resumes: Whether the command resumes by itself, or only with another argument.
         """
-        if not self._silent:
-            self._stop_progress()
-            where = "there" if saved else "the checkpoint before, if any, as this step could not be saved"
-            how = "" if resumes else " with --resume auto"
-            self._say(f"stopped   after step {step}: {reason}; the same command{how} goes on from {where}")
+        self._stop_progress()
+        where = "there" if saved else "the checkpoint before, if any, as this step could not be saved"
+        how = "" if resumes else " with --resume auto"
+        self._say(f"stopped   after step {step}: {reason}; the same command{how} goes on from {where}")
 
     def __enter__(self) -> Report:
         return self
@@ -262,7 +253,7 @@ class Report:
 
     def resumed(self, words: str) -> None:
         """Say what this run goes on from, if anything."""
-        if words and not self._silent:
+        if words:
             self._say(f"resume    {words}")
 
     def _say(self, line: str) -> None:

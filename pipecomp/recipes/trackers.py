@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ class Trackers:
     def begin(self, facts: Mapping[str, Any]) -> None:
         """Begin the run. facts: what is run, which trackers with a place for settings keep."""
         for callback in self._callbacks:
-            callback.on_train_begin(self._args, self._state, self._control, model=_Described(facts))
+            callback.on_train_begin(self._args, self._state, self._control, model=SimpleNamespace(config=_Facts(facts)))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Give them values at a step; names that begin with "eval_" go to the curves of evaluations."""
@@ -82,15 +83,8 @@ def _unchanged_process() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-class _Described:
-    """What integrations look at in a model: its configuration."""
-
-    def __init__(self, facts: Mapping[str, Any]) -> None:
-        self.config = _Facts(facts)
-
-
 class _Facts:
-    """A configuration, as integrations read it."""
+    """A model's configuration, which is all of it that integrations look at."""
 
     def __init__(self, facts: Mapping[str, Any]) -> None:
         self._facts = {f"pipecomp_{key}": value for key, value in facts.items()}

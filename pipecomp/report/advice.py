@@ -20,9 +20,10 @@ from pipecomp.plan.prediction import best_in_flight
 from pipecomp.plan.search import ALMOST, PAYS, choose_bits
 from pipecomp.plan.simulation import play
 from pipecomp.report.read import Run
-from pipecomp.report.simulated import Simulated, with_costs
+from pipecomp.report.simulated import Simulated
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_OF_A_MICRO_BATCH = ("forward_s", "backward_s", "encode_s", "decode_s")
 _LEAST = (2, 4)  # forward and backward bits, the fewest of AQ-SGD's paper
 
 
@@ -56,6 +57,7 @@ class Change:
 
 def changes(run: Run, now: Simulated) -> list[Change]:
     """Try changes in the simulation, those that pay first, by what they gain."""
+    packets = _Packets.of(run, now)
     found = [
         Change(
             what=what,
@@ -65,7 +67,7 @@ def changes(run: Run, now: Simulated) -> list[Change]:
             costs_nothing=kind == _FREE,
             assumes=kind == _ASSUMES,
         )
-        for what, seconds, why, kind in [*_bits(run, now), *_others(run, now)]
+        for what, seconds, why, kind in [*_bits(packets, now), *_others(run, packets, now)]
     ]
     if now.limited:
         seconds, why = play(now.step, _faster(now.network)).seconds, "what a faster line is worth"
@@ -79,9 +81,8 @@ _FASTER, _FREE, _ASSUMES = range(3)
 _Tried = tuple[str, float, str, int]
 
 
-def _bits(run: Run, now: Simulated) -> Iterator[_Tried]:
+def _bits(packets: _Packets | None, now: Simulated) -> Iterator[_Tried]:
     """Other methods and bits of activations."""
-    packets = _Packets.of(run, now)
     if packets is None:
         return
     config, a = packets.config, packets.config.activations
@@ -99,12 +100,10 @@ def _bits(run: Run, now: Simulated) -> Iterator[_Tried]:
     if len(fewer) == 2 and all(old > least for (_, old, _, _), least in zip(fewer, _LEAST, strict=True)):
         why = "the paper's fewest; the loss may end higher"
         yield _in_words(_LEAST), packets.seconds(with_bits(config, *_LEAST)), why, _FASTER
-    if any(isinstance(bits, ConstantError) for k in range(len(now.mean_bits)) for bits in a.bits(k)):
-        yield "method none", packets.seconds(Config()), "exact, and without a message store", _FREE
-        return
-    pair = _chosen(packets, config)
-    if pair != (f, b) and _sum(pair) > _sum((f, b)):
-        yield _in_words(pair), packets.seconds(with_bits(config, *pair)), "the most bits that cost no time", _FREE
+    if not any(isinstance(bits, ConstantError) for k in range(len(now.mean_bits)) for bits in a.bits(k)):
+        pair = _chosen(packets, config)
+        if pair != (f, b) and _sum(pair) > _sum((f, b)):
+            yield _in_words(pair), packets.seconds(with_bits(config, *pair)), "the most bits that cost no time", _FREE
     yield "method none", packets.seconds(Config()), "exact, and without a message store", _FREE
 
 
@@ -115,16 +114,20 @@ def _compressed(packets: _Packets) -> Iterator[_Tried]:
     yield f"method aqsgd, {_in_words(pair)}", packets.seconds(with_bits(config, *pair)), why, _FASTER
 
 
-def _others(run: Run, now: Simulated) -> Iterator[_Tried]:
+def _others(run: Run, packets: _Packets | None, now: Simulated) -> Iterator[_Tried]:
     step, K = now.step, len(now.step.stages)
-    packets = _Packets.of(run, now)
-    if packets is not None and packets.config.activations.method == "aqsgd":
-        yield from _first_visits(packets, now)
+    new_share = max(now.new_share, default=0.0)
+    if packets is not None and new_share > 0.02 and packets.config.store.clusters is None:
+        a = packets.config.activations
+        if a.method == "aqsgd" and a.first_visit == "full":
+            made = replace(packets.config, activations=replace(a, first_visit=FIRST_VISIT))
+            why = f"{new_share:.0%} of the samples were new to a link"
+            yield f"first_visit {FIRST_VISIT}", packets.seconds(made), why, _FASTER
     samples = run.facts.get("micro_batch")
     if isinstance(samples, int) and samples % 2 == 0:
-        halves = with_costs(step, forward_s=0.5, backward_s=0.5, encode_s=0.5, decode_s=0.5)
         smaller = replace(
-            halves,
+            step,
+            stages=[replace(c, **{key: getattr(c, key) / 2 for key in _OF_A_MICRO_BATCH}) for c in step.stages],
             micro_batches=2 * step.micro_batches,
             forward_bytes=[size / 2 for size in step.forward_bytes],
             backward_bytes=[size / 2 for size in step.backward_bytes],
@@ -148,19 +151,6 @@ def _others(run: Run, now: Simulated) -> Iterator[_Tried]:
             f"stage {slowest} computes {max(spent) * K / sum(spent):.2g} times as long as the mean; see `pipecomp plan`"
         )
         yield "other cuts", play(replace(step, stages=even), now.network).seconds, why, _FASTER
-
-
-def _first_visits(packets: _Packets, now: Simulated) -> Iterator[_Tried]:
-    a = packets.config.activations
-    if a.first_visit == "full" and packets.config.store.clusters is None and max(now.new_share) > 0.02:
-        made = replace(packets.config, activations=replace(a, first_visit=FIRST_VISIT))
-        seconds = packets.seconds(made)
-        yield (
-            f"first_visit {FIRST_VISIT}",
-            seconds,
-            f"{max(now.new_share):.0%} of the samples were new to a link",
-            _FASTER,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

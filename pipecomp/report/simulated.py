@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import mean
 from typing import Any
 
@@ -168,9 +168,3 @@ def _fit(step: Step, measured_s: float) -> Network:
             break
         low, high = (middle, high) if seconds > measured_s else (low, middle)
     return uniform(K, math.exp(middle))
-
-
-def with_costs(step: Step, **factors: float) -> Step:
-    """The step with each named cost of all stages multiplied."""
-    stages = [replace(c, **{key: getattr(c, key) * factor for key, factor in factors.items()}) for c in step.stages]
-    return replace(step, stages=stages)

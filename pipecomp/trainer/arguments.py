@@ -16,6 +16,7 @@ from torch import nn
 from transformers import Trainer
 from transformers.trainer_pt_utils import AcceleratorConfig
 
+from pipecomp.config_checks import require_choice
 from pipecomp.errors import require
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
@@ -80,8 +81,8 @@ def check(args: Any) -> None:
     for name, allowed in _REFUSED.items():
         value = getattr(args, name, None)
         require(not value, name, value, allowed)
-    _require_in("optim", str(getattr(args.optim, "value", args.optim)), OPTIMIZERS)
-    _require_in("train_sampling_strategy", args.train_sampling_strategy, SAMPLING)
+    require_choice("optim", str(getattr(args.optim, "value", args.optim)), OPTIMIZERS)
+    require_choice("train_sampling_strategy", args.train_sampling_strategy, SAMPLING)
     require(
         args.label_names in (None, ["labels"]),
         "label_names",
@@ -170,10 +171,6 @@ def check_unchanged(args: Any, taken: Mapping[str, Any]) -> None:
     for name, value in taken.items():
         now = getattr(args, name, None)
         require(now == value, name, now, f"{value!r}, with which this trainer was made: make a new one for another")
-
-
-def _require_in(name: str, got: str, allowed: tuple[str, ...]) -> None:
-    require(got in allowed, name, got, ", ".join(map(repr, allowed)))
 
 
 # -- the optimizer

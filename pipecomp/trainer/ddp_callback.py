@@ -30,6 +30,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 
 from pipecomp.allreduce import State, ddp_hook
 from pipecomp.allreduce.call import Counters
+from pipecomp.allreduce.method import whole
 from pipecomp.allreduce.saving import load, number_parameters, save
 from pipecomp.errors import ConfigError, require
 from pipecomp.gradient_config import Gradients
@@ -84,12 +85,7 @@ class CompressionCallback(TrainerCallback):
         if method in REFUSED and not (method == "none" and options.get("local_steps")):
             raise ConfigError("method", method, REFUSED[method])
         checked = Gradients(method=method, **options)  # now, not when training begins
-        require(
-            isinstance(seed, int) and not isinstance(seed, bool) and seed >= 0,
-            "seed",
-            seed,
-            "a whole number of at least 0",
-        )
+        whole(0)("seed", seed)
         self.method, self.seed, self.options = method, seed, options
         self._gradients = checked
         self._local: LocalStepsOfTrainer | None = None

@@ -33,11 +33,6 @@ class Output(ModelOutput):
     logits: Tensor | None = None
 
 
-def kind_of_loss(config: Any) -> Callable[..., LossFn]:
-    """Return what makes the loss of the model that `config.architectures` names, `causal_lm` for one."""
-    return architecture_of(config).heads[config.architectures[0]].loss
-
-
 def labels_in(labels: Tensor, *, causal: bool, own: bool = False) -> int:
     """How many labels the loss has terms for: those that are not ignored, without the first token of a causal model.
 
@@ -83,7 +78,7 @@ class StepLoss:
     """
 
     def __init__(self, config: Any, label_smoothing: float = 0.0, own: Callable[..., Tensor] | None = None) -> None:
-        kind = kind_of_loss(config)
+        kind = architecture_of(config).heads[config.architectures[0]].loss
         self.causal = kind is causal_lm
         self.share: tuple[int, int] = (1, 1)  # a fraction: equal micro-batches then weigh exactly 1
         self._counts: deque[int] = deque()  # labels of the step's micro-batches to come
@@ -146,27 +141,28 @@ class StepLoss:
             config.problem_type = guess_problem(config.num_labels, labels)
 
     def labels_of(self, stage: Any, batches: Iterable[MicroBatch]) -> list[Tensor]:
-        """List the labels of micro-batches as the engine gives them to the loss. Arguments, errors: see `_labels`."""
-        return [self._labels(stage, batch, batch.labels) for batch in batches if batch.labels is not None]
+        """List the labels of micro-batches as the engine gives them to the loss.
 
-    def _labels(self, stage: Any, batch: MicroBatch, labels: Tensor) -> Tensor:
-        """Leave out what a causal model would have to predict from padding, and let nothing else be predicted from it.
-
-        What a loss of the user's own ignores is not known here.
+        What a causal model would have to predict from padding is left out, and nothing else may be predicted from it,
+        except by a loss of the user's own: what that ignores is not known here.
 
         Args:
             stage: The last one, which leaves out the first token of a sample that is padded left.
-            batch: A complete one, with the inputs of the first stage.
-            labels: Of the batch.
+            batches: Complete ones, with the inputs of the first stage; without labels they are passed over.
 
         Raises:
             DataError: Naming the sample and the place.
         """
-        layout = stage.layout(batch.ids, batch.inputs)
-        labels = stage.trained_labels(layout, labels)
-        if self._own is None:
-            stage.check_labels(layout, labels)
-        return labels
+        found = []
+        for batch in batches:
+            if batch.labels is None:
+                continue
+            layout = stage.layout(batch.ids, batch.inputs)
+            labels = stage.trained_labels(layout, batch.labels)
+            if self._own is None:
+                stage.check_labels(layout, labels)
+            found.append(labels)
+        return found
 
     def _count(self, labels: Tensor) -> int:
         return labels_in(labels, causal=self.causal, own=self._own is not None)

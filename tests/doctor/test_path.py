@@ -13,7 +13,7 @@ from pipecomp.cluster.launch import Launch
 from pipecomp.cluster.network_interfaces import Choice, Interface
 from pipecomp.doctor import network, path
 from pipecomp.doctor.finding import OK, WARNING
-from pipecomp.doctor.path import Path, check_path, follow_path, lead_path, tcp_limit_bit_s
+from pipecomp.doctor.path import PacketPath, check_path, follow_path, lead_path, tcp_limit_bit_s
 from tests.doctor.test_doctor import expect
 from tests.limits import HANG_S
 
@@ -31,7 +31,7 @@ class Queues:
         return self.into.get(timeout=HANG_S)
 
 
-def measured() -> Path | None:
+def measured() -> PacketPath | None:
     """What the leading rank finds, with a follower in a thread."""
     a, b = queue.Queue(), queue.Queue()
     follower = threading.Thread(target=follow_path, args=(Queues(a, b), "127.0.0.1"))
@@ -42,7 +42,7 @@ def measured() -> Path | None:
     return found
 
 
-def over(monkeypatch, takes, mtu: int = 1500) -> Path:
+def over(monkeypatch, takes, mtu: int = 1500) -> PacketPath:
     """Measure a way where `takes(packet, number)` says whether a packet is sent back; it may wait."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     lo = Interface("lo", ("127.0.0.1",), True, mtu, 0)
@@ -118,7 +118,7 @@ def test_without_a_socket_nothing_is_known(monkeypatch):
 
 
 def test_what_it_costs():
-    fine = Path(100, 100, 0.02, 0.001, 1500, 1500, None)
+    fine = PacketPath(100, 100, 0.02, 0.001, 1500, 1500, None)
     assert [f.verdict for f in check_path((0, 1), fine)] == [OK, OK]
     (loss, _) = check_path((0, 1), fine._replace(came=96))
     expect(loss, WARNING, "4 of 100 lost", "about 3.56 Mbit/s", "bbr")

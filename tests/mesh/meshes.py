@@ -70,7 +70,7 @@ def kill(mesh: Mesh) -> None:
         if part is not None:
             part.close()
     for connection in mesh.connections.values():
-        connection._end(PeerLostError("killed", mesh.rank))
+        connection.give_up(PeerLostError("killed", mesh.rank))
 
 
 def close_all(meshes: Sequence[Mesh]) -> None:

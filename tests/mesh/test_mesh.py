@@ -658,7 +658,7 @@ class TestStart:
     def test_who_lost_a_connection_that_is_not_taken_yet_may_come_again(self, folders):
         made = Mesh(Meeting(1, 3, free_address()), Trust(folders[1]))
         said: list[object] = []
-        guest = hello.Guest(2, "machine-2", hello.AGAIN, 1, 0, SimpleNamespace(send_json=said.append))
+        guest = hello.Guest(2, hello.AGAIN, 1, 0, SimpleNamespace(send_json=said.append))
         with pytest.raises(EOFError):
             made._take_again(guest)
         assert said == [], "it would give up"
