@@ -182,9 +182,8 @@ class _Packets:
     def seconds(self, made: Config) -> float:
         """Of a step with these settings."""
         links = range(len(self.now.network.forward))
-        own = self.now.mean_bits
-        forward = [self._forward(made, k, own[k][0]) / self._forward(self.config, k, own[k][0]) for k in links]
-        backward = [self._back(made, k, own[k][1]) / self._back(self.config, k, own[k][1]) for k in links]
+        forward = [self._forward(made, k) / self._forward(self.config, k) for k in links]
+        backward = [self._back(made, k) / self._back(self.config, k) for k in links]
         step = self.now.step
         scaled = replace(
             step,
@@ -193,15 +192,18 @@ class _Packets:
         )
         return play(scaled, self.now.network).seconds
 
-    def _forward(self, config: Config, link: int, mean_bits: float | None) -> float:
-        """Bytes of a packet, with the run's share of samples that are new. mean_bits: the run's own."""
+    def _forward(self, config: Config, link: int) -> float:
+        """Bytes of a packet, with the run's share of samples that are new, and its bits where they follow an error."""
         size = (self.counts[link], self.hidden, self.dtype)
-        both = (self.config.activations.method, config.activations.method)
-        new = self.now.new_share[link] if both == ("aqsgd", "aqsgd") else 0.0
-        first = activation_bytes(config, link, *size, first_visit=True)
+        own, mean_bits = self.config.activations, self.now.mean_bits[link][0]
+        new = self.now.new_share[link] if own.method == "aqsgd" else 0.0
+        first = activation_bytes(config, link, *size, first_visit=True, mean_bits=mean_bits)
+        if mean_bits is not None and isinstance(own.first_visit, int) and new < 1:  # the mean is over these, too
+            mean_bits = max(1.0, (mean_bits - new * own.first_visit) / (1 - new))
         return new * first + (1 - new) * activation_bytes(config, link, *size, mean_bits=mean_bits)
 
-    def _back(self, config: Config, link: int, mean_bits: float | None) -> float:
+    def _back(self, config: Config, link: int) -> float:
+        mean_bits = self.now.mean_bits[link][1]
         return gradient_bytes(config, link, self.counts[link], self.hidden, self.dtype, mean_bits=mean_bits)
 
 

@@ -65,8 +65,12 @@ def test_bits_that_never_change_have_no_chart(tmp_path: Path) -> None:
     assert figures.bits([told(run)]) is None
 
 
-def test_advice_counts_the_bits_that_packets_had(tmp_path: Path) -> None:
-    """The run's packets had 3 and 6 bits: what "method none" takes does not depend on whether an error made them so."""
+@pytest.mark.parametrize("new", [0.0, 0.5, 1.0])
+def test_advice_counts_the_bits_that_packets_had(tmp_path: Path, new: float) -> None:
+    """Changes had 3 bits, gradients 6: what "method none" takes does not depend on whether an error made them so.
+
+    First visits have their 8 bits, which are in the mean of all.
+    """
     seconds = {}
     for name, settings in (("numbers", AQSGD), ("errors", {**AQSGD, "forward_bits": ERROR, "backward_bits": ERROR})):
         folder = tmp_path / name
@@ -77,13 +81,16 @@ def test_advice_counts_the_bits_that_packets_had(tmp_path: Path) -> None:
         ranks = json.loads((folder / RANKS).read_text())
         for rank in (*ranks["halfway"], *ranks["end"]):
             for link in rank["links"].values():
-                link["forward"]["code_bits"] = 3 * link["forward"]["values_quantized"]
+                samples = link["delta_samples"]
+                link |= {"full_samples": new * samples, "delta_samples": (1 - new) * samples}
+                link["forward"]["code_bits"] = (3 + new * (8 - 3)) * link["forward"]["values_quantized"]
                 link["backward"]["code_bits"] = 6 * link["backward"]["values_quantized"]
         (folder / RANKS).write_text(json.dumps(ranks))
         (run,) = read_runs([folder])
         now = simulate(run)
         assert isinstance(now, Simulated)
-        assert now.mean_bits == [(3.0, 6.0)]
+        assert now.mean_bits == [(3.0 + 5.0 * new, 6.0)]
+        assert now.new_share == [new]
         seconds[name] = {change.what: change.step_s for change in changes(run, now)}
     assert seconds["errors"]["method none"] == pytest.approx(seconds["numbers"]["method none"])
 
