@@ -63,7 +63,7 @@ class TrafficMeter:
         out |= self._bits.since_last(ranks)
         if change["full"] or change["delta"]:
             out["store_hit_rate"] = change["delta"] / (change["full"] + change["delta"])
-        if change["group_sent"] != change["group_raw"]:
+        if change["group_sent"] and change["group_sent"] != change["group_raw"]:
             out["grad_compression"] = change["group_raw"] / change["group_sent"]
         return out
 

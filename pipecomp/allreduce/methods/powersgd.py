@@ -81,11 +81,11 @@ class PowerSgdHook:
         values = buffer.numel()
         if state.iter >= COMPRESSES_FROM:
             values = sum(sent_values([g.shape for g in bucket.gradients()], self._rank))
-        counters.bytes_sent += ring_bytes(values * buffer.element_size(), dist.get_world_size(self._group))
         # Its callbacks wait, in gloo's few threads, for more of gloo's work: two at a time can block each other.
         if self._last is not None:
             self._last.wait()
         future = self._last = averaged(state, bucket, counters)
+        counters.bytes_sent += ring_bytes(values * buffer.element_size(), dist.get_world_size(self._group))
         return future
 
     def state_dict(self) -> dict[Any, Any]:

@@ -83,8 +83,10 @@ class HalfHook:
 
     def run(self, bucket: Any, key: str, counters: Counters, layers: Sequence[Name]) -> torch.futures.Future[Tensor]:
         """See HookAverage."""
-        counters.bytes_sent += ring_bytes(2 * bucket.buffer().numel(), dist.get_world_size(self._group))
-        return timed(lambda: default_hooks.fp16_compress_hook(self._group, bucket), counters)
+        values = bucket.buffer().numel()
+        future = timed(lambda: default_hooks.fp16_compress_hook(self._group, bucket), counters)
+        counters.bytes_sent += ring_bytes(2 * values, dist.get_world_size(self._group))
+        return future
 
 
 def timed(start: Callable[[], Any], counters: Counters) -> torch.futures.Future[Tensor]:
