@@ -92,15 +92,17 @@ def advice(
     if p.job.plan.num_stages > 1:
         gain = plain.step_s / p.step_s
         bits = f"AQ-SGD with {bits_text(choice.forward_bits)} bits forward and {bits_text(choice.backward_bits)} back"
+        differs = abs(p.first_epoch_s - p.step_s) > 0.03 * p.step_s
+        first = f" ({p.first_epoch_s:.3g} s in the first epoch)" if differs else ""
         if not choice.pays:
             said.append(
                 f"Compressing activations does not pay on these links: a step takes {plain.step_s:.3g} s uncompressed, "
-                f"{p.step_s:.3g} s with {bits}."
+                f"{p.step_s:.3g} s{first} with {bits}."
             )
         else:
             limit = "compute" if choice.fits else "the slowest link"
             said.append(
-                f"Take {bits}: {p.step_s:.3g} s per step instead of {plain.step_s:.3g} s ({gain:.2f}×), "
+                f"Take {bits}: {p.step_s:.3g} s per step{first} instead of {plain.step_s:.3g} s ({gain:.2f}×), "
                 f"{p.samples_per_s:.3g} samples/s; the limit is {limit}."
             )
             said.append(

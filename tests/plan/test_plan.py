@@ -520,6 +520,19 @@ class TestChoices:
         assert said.endswith("It is too many for a fine-tuning of fewer than 48 steps.")
         assert "local_steps" not in " ".join(advice(found, [("none", 0.001 * step_s)]))
 
+    @pytest.mark.parametrize("plain_s", [1.0, 5.0])
+    def test_the_reason_says_what_steps_take_while_samples_are_new(self, plain_s):
+        """Of a training of one epoch these are all steps."""
+        found = choose(job(K=2, M=8), AQSGD, uniform(2, 21e6))
+        plain = replace(found.plain, step_s=plain_s)
+        for factor, told in ((1.02, False), (2.0, True)):
+            p = replace(found.prediction, step_s=1.25, first_epoch_s=1.25 * factor)
+            made = replace(found, prediction=p, plain=plain)
+            said = " ".join(advice(made, []))
+            assert made.pays == (plain_s == 5.0)
+            assert "1.25 s" in said
+            assert ("(2.5 s in the first epoch)" in said) == told
+
     def test_tied_weights_that_take_long_have_methods_proposed(self):
         slow, made = uniform(2, 1e6), job(tied=True)
         found = choose(made, AQSGD, slow)
