@@ -8,10 +8,9 @@ from html import escape
 from typing import Any
 
 from pipecomp.report import measures
-from pipecomp.report.read import number
 from pipecomp.report.simulated import Simulated
 from pipecomp.report.text import duration, percent, size, times
-from pipecomp.report.words import Told, planned
+from pipecomp.report.words import Told, planned_seconds
 
 COLORS = ("#3b82d6", "#e07b2e", "#2aa37c", "#c4569f", "#8a6ee0", "#b8961f", "#d1495b", "#71839a")
 PART_COLORS = dict(zip(measures.PARTS, ("#3b82d6", "#e07b2e", "#a9b4c2", "#8a6ee0", "#b8961f", "#d5cfc4"), strict=True))
@@ -242,12 +241,11 @@ def predicted(all_told: Sequence[Told]) -> Chart | None:
     columns: dict[str, list[tuple[str, float]]] = {"measured": [], "simulated": [], "planned": []}
     for name, one in zip(_names(all_told, _SHORT), all_told, strict=True):
         measured = measures.step_seconds(one.run)
-        plan = planned(one.run)
         if measured is not None:
             columns["measured"].append((name, measured))
         if isinstance(one.simulated, Simulated) and one.simulated.known:
             columns["simulated"].append((name, one.simulated.seconds))
-        seconds = None if plan is None else number(plan.get("step_s"))
+        seconds = planned_seconds(one)
         if seconds is not None:
             columns["planned"].append((name, seconds))
     if not columns["simulated"] and not columns["planned"]:
@@ -262,7 +260,7 @@ def predicted(all_told: Sequence[Told]) -> Chart | None:
         key="predicted",
         title="Predicted and measured step",
         note="Measured: mean of the run’s second half. Simulated: the run’s own compute times and bytes over the lab’s "
-        "links. Planned: plan.json, made before.",
+        "links. Planned: plan.json, made before; the first epoch’s step where nearly all samples were new.",
         figure={
             "data": traces,
             "layout": {

@@ -114,6 +114,8 @@ def _read(place: Path) -> Run:
         raise DataError(f"{metrics}: no step in it: the run was ended before its first one, or this is no such file")
     if run.steps[0]["step"] > 1:
         run.notes.append(f"nothing before step {run.steps[0]['step']}: seconds and bytes are counted from there")
+    if any(number(line.get("seconds")) is None for line in run.steps):
+        run.notes.append("steps without seconds: no loss over seconds, and no time to a loss that is compared")
     status = run.facts.get("status", "finished")
     if status != "finished":
         run.notes.append(

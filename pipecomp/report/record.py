@@ -82,7 +82,7 @@ class Recorder:
             write_whole(self.folder / METRICS, "".join(map(json_line, self.kept)))
             self._metrics = open(self.folder / METRICS, "a", encoding="utf-8")  # noqa: SIM115 (closed in _close)
             for record in self.kept:
-                self._last |= record  # a line of an evaluation has no counters
+                self._last |= record  # an evaluation's line may have no counters
         except OSError as error:
             if required:
                 raise ConfigError("--run", str(folder), f"a folder that can be written ({error.strerror})") from error
@@ -93,13 +93,15 @@ class Recorder:
 
         Of a run that is started again after its last step, all stays as it is.
         """
-        if 0 < steps <= self._after and self._ended():
+        earlier = self._earlier()
+        if 0 < steps <= self._after and earlier.get("status") == "finished":
             self._close()
         self._remove(RANKS, TRACE, PAGE)  # of an earlier run, or part
         self._steps = steps
         self._began = time.perf_counter()
         now = datetime.now().astimezone().isoformat(timespec="seconds")
-        self._facts = {"format": FORMAT, "status": "running", "started": now, "steps": steps, **facts}
+        started = earlier.get("started", now)
+        self._facts = {"format": FORMAT, "status": "running", "started": started, "steps": steps, **facts}
         self._save(RUN, self._facts)
 
     def step(self, step: int, stats: Sequence[Mapping[str, Any]] | None = None, **record: Any) -> None:
@@ -119,9 +121,12 @@ class Recorder:
             self._keep(stats, halfway=2 * (step - self._after) >= self._steps - self._after > 0)
         self._write(line)
 
-    def evaluated(self, step: int, measures: Mapping[str, float]) -> None:
-        """Write what an evaluation after this step found, "loss" among it."""
-        self._write({"step": step, "seconds": self.seconds(), "eval": dict(measures)})
+    def evaluated(
+        self, step: int, measures: Mapping[str, float], stats: Sequence[Mapping[str, Any]] | None = None
+    ) -> None:
+        """Write what an evaluation after this step found, "loss" among it. stats: with its traffic, as of `step`."""
+        counters = {} if stats is None else self._counters(stats)
+        self._write({"step": step, "seconds": self.seconds(), "eval": dict(measures), **counters})
 
     def end(self, stats: Sequence[Mapping[str, Any]], last_step: Sequence[Mapping[str, Any]] = ()) -> None:
         """Write the end of a run that reached it.
@@ -182,9 +187,9 @@ class Recorder:
         with self._giving_up():
             write_whole(self.folder / name, json_line(value))
 
-    def _ended(self) -> bool:
-        """Whether an earlier part of the run has reached its end."""
-        return self.folder is not None and read_object(self.folder / RUN, []).get("status") == "finished"
+    def _earlier(self) -> dict[str, Any]:
+        """What was written of an earlier part of the run, empty without one."""
+        return read_object(self.folder / RUN, []) if self.folder is not None and self._after else {}
 
     def _remove(self, *names: str) -> None:
         if self._metrics is None or self.folder is None:

@@ -7,7 +7,6 @@ from html import escape
 from typing import Any
 
 from pipecomp.report import measures, words
-from pipecomp.report.read import number
 from pipecomp.report.simulated import Simulated
 from pipecomp.report.text import duration, percent, size, times
 
@@ -86,8 +85,7 @@ def _steps(all_told: Sequence[words.Told]) -> str:
     """Measured, simulated and planned seconds of a step."""
     rows = []
     for one in all_told:
-        plan = words.planned(one.run)
-        planned = None if plan is None else number(plan.get("step_s"))
+        planned = words.planned_seconds(one)
         simulated = "the link’s rate is not known"
         if isinstance(one.simulated, str):
             simulated = one.simulated

@@ -121,7 +121,7 @@ def comparison(all_told: Sequence[Told]) -> str:
     loss = measures.common_loss([one.curve for one in all_told])
     if loss is None:
         return ""
-    times_to = [(one.run.name, measures.seconds_to(one.curve, loss)) for one in all_told]
+    times_to = [(one.run.name, measures.seconds_to(one.curve, loss)) for one in all_told if one.curve.seconds]
     reached = sorted((s, name) for name, s in times_to if s is not None)
     said = [f"{name} in {duration(s)}" for s, name in reached]
     missed = [name for name, s in times_to if s is None]
@@ -144,6 +144,13 @@ def network(simulated: Simulated) -> str:
     if slowest == float("inf"):
         return "Links that cost no time: they do not limit this run"
     return f"Links {rate}: the rate with which the simulated step takes the measured time"
+
+
+def planned_seconds(one: Told) -> float | None:
+    """Of a step, by the plan; of one that sends first visits where nearly all samples of the run's later half did."""
+    plan = planned(one.run) or {}
+    new = isinstance(one.simulated, Simulated) and min(one.simulated.new_share) > 0.9
+    return number(plan.get("first_epoch_s" if new and "first_epoch_s" in plan else "step_s"))
 
 
 def planned(run: Run) -> dict | None:

@@ -15,10 +15,13 @@ from pipecomp.plan.network import Line, Network, uniform
 from pipecomp.plan.prediction import best_in_flight
 from pipecomp.plan.simulation import StageCosts, play
 from pipecomp.report.advice import changes
+from pipecomp.report.figures import predicted
 from pipecomp.report.read import read_runs
 from pipecomp.report.record import METRICS, RANKS, RUN
 from pipecomp.report.simulated import Simulated, simulate
-from pipecomp.report.words import planned, summary, told
+from pipecomp.report.tables import tables
+from pipecomp.report.text import duration
+from pipecomp.report.words import planned, planned_seconds, summary, told
 from tests.report.runs import (
     AQSGD,
     COSTS,
@@ -249,3 +252,21 @@ def test_a_plan_is_compared_where_it_is_of_the_runs_settings(tmp_path):
     (tmp_path / "plan.json").write_text(json.dumps({"methods": rows}))
     (run,) = read_runs([tmp_path])
     assert planned(run)["step_s"] == 0.3
+
+
+@pytest.mark.parametrize(("new", "first", "seconds"), [(1.0, True, 0.8), (0.5, True, 0.3), (1.0, False, 0.3)])
+def test_a_run_of_first_visits_is_compared_with_the_plans_first_epoch(tmp_path, new, first, seconds):
+    """Of a run of one epoch every sample is new to the links; a plan of before may not say what that takes."""
+    make_run(tmp_path, network=slow())
+    row = {"stages": 2, "method": "aqsgd", "forward_bits": 3, "backward_bits": 6, "step_s": 0.3}
+    (tmp_path / "plan.json").write_text(json.dumps({"chosen": row | ({"first_epoch_s": 0.8} if first else {})}))
+    (run,) = read_runs([tmp_path])
+    for rank in (*run.ranks["halfway"], *run.ranks["end"]):
+        for link in rank["links"].values():
+            samples = link["delta_samples"]
+            link |= {"full_samples": new * samples, "delta_samples": (1 - new) * samples}
+    one = told(run)
+    assert planned_seconds(one) == seconds
+    traces = {trace["name"]: trace["x"] for trace in predicted([one]).figure["data"]}
+    assert traces["planned"] == [seconds]
+    assert f"data-label='planned'>{duration(seconds)}<" in "".join(tables([one]))

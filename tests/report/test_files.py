@@ -71,6 +71,8 @@ def test_a_resumed_run_goes_on_after_the_lines_of_the_first_part(folder):
     group = {"data parallel": {"bytes_raw": 8, "bytes_sent": 2}}
     before |= {"seconds": 500.0, "groups": group}
     with_line(folder, before)
+    begun = json.loads((folder / RUN).read_text()) | {"started": "2026-01-02T03:04:05+00:00"}
+    (folder / RUN).write_text(json.dumps(begun))
     (folder / PAGE).write_text("of the first part")
     recorder = Recorder(folder, after=10)
     recorder.start(14)
@@ -93,6 +95,26 @@ def test_a_resumed_run_goes_on_after_the_lines_of_the_first_part(folder):
     assert run.steps[-1]["links"]["0->1"]["forward_bytes_sent"] == before["links"]["0->1"]["forward_bytes_sent"] + link
     assert run.steps[-1]["waits"]["0->1"] == pytest.approx(before["waits"]["0->1"] + 0.5)
     assert run.steps[-1]["seconds"] >= 500.0
+    assert run.facts["started"] == begun["started"]
+    Recorder(folder).start(14)
+    assert json.loads((folder / RUN).read_text())["started"] != begun["started"], "it has begun anew"
+
+
+def test_an_evaluations_bytes_stay_in_a_run_that_goes_on_after_it(folder):
+    """The checkpoint at an epoch's end is of after its evaluation, and the step's line of before."""
+    stats = counters(made_step(Config.from_dict({"activations": AQSGD})), 1, 0.5)
+    recorder = Recorder(folder)
+    recorder.start(4)
+    recorder.step(1, stats, loss=1.0)
+    for rank in stats:
+        rank["links"]["0->1"]["evaluation"]["bytes_sent"] += 70
+    recorder.evaluated(1, {"loss": 1.0}, stats)
+    recorder = Recorder(folder, after=1)
+    recorder.start(4)
+    recorder.step(2, stats, loss=1.0)
+    (run,) = read_runs([folder])
+    sent = [line["links"]["0->1"]["evaluation_bytes_sent"] for line in (*run.steps, *run.evaluations)]
+    assert sent == [0, 140, 70]
 
 
 def test_a_run_that_is_started_again_after_its_last_step_stays_as_it_is(folder):
@@ -477,6 +499,21 @@ def test_seconds_to_the_lowest_loss_that_two_runs_reach(tmp_path):
     assert all(seconds_to(curve, loss) is not None for curve in curves)
     assert seconds_to(curves[0], loss - 1) is None
     assert common_loss(curves[:1]) is None
+
+
+def test_of_a_run_without_seconds_it_is_not_said_that_it_missed_a_loss(tmp_path):
+    """Lines of --metrics have none. Its loss is as low as that of the others."""
+    for name in ("a", "b"):
+        make_run(tmp_path / name, network=slow())
+    lines = [json.loads(line) for line in (tmp_path / "a" / METRICS).read_text().splitlines()]
+    with open(tmp_path / "c.jsonl", "w") as file:
+        file.writelines(json.dumps({k: v for k, v in line.items() if k != "seconds"}) + "\n" for line in lines)
+    runs = read_runs([tmp_path / "a", tmp_path / "b", tmp_path / "c.jsonl"])
+    said = comparison([told(run) for run in runs])
+    assert " was reached by a in " in said or " was reached by b in " in said
+    assert "did not reach" not in said
+    assert [run.notes for run in runs[:2]] == [[], []]
+    assert runs[2].notes == ["steps without seconds: no loss over seconds, and no time to a loss that is compared"]
 
 
 def test_a_loss_is_reached_by_whole_means_only(tmp_path):
