@@ -46,11 +46,6 @@ class Codebook:
         self._rows = 0  # of all packets
         self._changed_C = torch.zeros(clusters, dtype=torch.bool, device=device)
 
-    @property
-    def open(self) -> int:
-        """How many centers there are, the zero vector not counted."""
-        return int((self._counts_C > 0).sum())
-
     def nearest(self, x_TH: Tensor, most: int) -> Tensor:
         """Find the numbers of the centers nearest to each row, int64 [T, ≤ most]; not the same on every device."""
         x_TH = x_TH.to(torch.float32)

@@ -94,7 +94,7 @@ class Endpoint:
         self.drifted = False  # whether that found a difference
         # Samples whose fate a micro-batch's gradient packet tells: at the sender the first visits that the other end
         # may not keep, at the receiver those that it has not kept.
-        self._unsettled: dict[Position, set[int]] = {}
+        self._undecided: dict[Position, set[int]] = {}
         # Whether either end may refuse to keep a first visit.
         self.goes_on = store is not None and config.store.on_write_error == "continue"
         self._config, self._replica = config, replica
@@ -213,17 +213,9 @@ class Endpoint:
         return packet
 
     def _encode(
-        self,
-        kind: Kind,
-        codec: Codec,
-        x_TH: Tensor,
-        samples: list[Sample],
-        layout: Layout,
-        at: Position,
-        *,
-        settled: bool = False,
+        self, kind: Kind, codec: Codec, x_TH: Tensor, samples: list[Sample], layout: Layout, at: Position
     ) -> Packet:
-        """Encode all rows by one codec. settled: NonFiniteError comes from here, not from the thread that sends."""
+        """Encode all rows by one codec."""
 
         def header(codec: Codec) -> Header:
             return self.header(kind, codec, x_TH, samples, layout, at, x_TH.dtype)
@@ -237,12 +229,8 @@ class Endpoint:
                 fitted, verdict = fitting.encode_fewest([visit], payload)
                 return header(fitted), fitted.payload_bytes(*x_TH.shape), [verdict]
 
-            packet = self.pack_fitted(len(samples), most, fit, at)
-        else:
-            packet = self.pack(header(codec), most, lambda payload, _: codec.encode(x_TH, payload, seed), at)
-        if settled:
-            packet.settle()
-        return packet
+            return self.pack_fitted(len(samples), most, fit, at)
+        return self.pack(header(codec), most, lambda payload, _: codec.encode(x_TH, payload, seed), at)
 
     def _send(self, packet: Packet) -> None:
         self.transport.send(packet.buffer if self.staging.immediate else packet)

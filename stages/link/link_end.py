@@ -6,7 +6,7 @@ from typing import Any
 
 from pipecomp.messages.wire import Kind
 from pipecomp.stages.link.clusters import Clusters
-from pipecomp.stages.link.endpoint import Endpoint
+from pipecomp.stages.link.endpoint import Endpoint, Position
 from pipecomp.stages.link.visits import Visits
 
 
@@ -17,6 +17,8 @@ class LinkEnd(Endpoint):
         super().__init__(*args, **options)
         self._activations = Visits(self, Kind.ACTIVATION)
         self._gradients = None if self.codecs.gradients is None else Visits(self, Kind.GRADIENT)
+        # Of micro-batches whose gradients the receiver is to send, where these are kept.
+        self._versions: dict[Position, list[int]] = {}
         # In the place of samples' cached activations.
         self._clusters = None if self.codecs.clustered is None else Clusters(self)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from pipecomp.errors import NonFiniteError
@@ -16,12 +14,6 @@ from pipecomp.stages.link.link_end import LinkEnd
 
 class LinkReceiver(LinkEnd):
     """Stage k + 1's end of the link from stage k."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._versions: dict[
-            Position, list[int]
-        ] = {}  # of micro-batches whose gradients are to come, where these count
 
     def recv_activation(self, at: Position, *, training: bool = True) -> tuple[Tensor, Layout]:
         """Receive the activations [B, S, H] at `at` in the training dtype, zeros at padding, and their layout.
@@ -36,7 +28,7 @@ class LinkReceiver(LinkEnd):
         elif training and self.store is not None:
             x_TH, not_kept = self._activations.decode(header, payload, layout, at)
             if not_kept:
-                self._unsettled[at] = not_kept
+                self._undecided[at] = not_kept
             if self._gradients is not None:
                 self._versions[at] = [s.version for s in header.samples]
         else:
@@ -52,15 +44,16 @@ class LinkReceiver(LinkEnd):
         """
         g_TH = gather(g_BSH.detach(), layout).contiguous()
         codec = self.codecs.gradient(g_TH.dtype)
-        not_kept = self._unsettled.pop(at, set())
+        not_kept = self._undecided.pop(at, set())
         samples = [s._replace(form=Form.NOT_KEPT) if s.id in not_kept else s for s in layout.samples(Form.PLAIN)]
-        settled = self._pass_nonfinite
         try:
             if self._gradients is not None:
                 u_TH, versions = g_TH.float() * unit, self._versions.pop(at)
-                packet, _ = self._gradients.encode(u_TH, layout, versions, at, g_TH.dtype, settled=settled)
+                packet, _ = self._gradients.encode(u_TH, layout, versions, at, g_TH.dtype, settled=self._pass_nonfinite)
             else:
-                packet = self._encode(Kind.GRADIENT, codec, g_TH, samples, layout, at, settled=settled)
+                packet = self._encode(Kind.GRADIENT, codec, g_TH, samples, layout, at)
+                if self._pass_nonfinite:  # here, not on the thread that sends
+                    packet.settle()
         except NonFiniteError:
             if not self._pass_nonfinite:
                 raise

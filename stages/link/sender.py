@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +19,7 @@ from pipecomp.stages.link.packet import Packet
 class LinkSender(LinkEnd):
     """Stage k's end of the link to stage k + 1."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.next_version = 1  # of a cached activation; above the highest that either end still holds
+    next_version = 1  # of a cached activation; above the highest that either end still holds
 
     def send_activation(self, x_BSH: Tensor, layout: Layout, at: Position, *, training: bool = True) -> None:
         """Send the real tokens of x [B, S, H]; returns once the packet is queued, and in evaluation others may be.
@@ -52,10 +49,10 @@ class LinkSender(LinkEnd):
         versions = range(self.next_version, self.next_version + len(layout.ids))
         self.next_version = versions.stop
         # The other end may not keep a first visit that is under way.
-        unsettled = set[int]().union(*self._unsettled.values())
-        packet, seen = self._activations.encode(x_TH, layout, versions, at, x_TH.dtype, unsettled=unsettled)
+        undecided = set[int]().union(*self._undecided.values())
+        packet, seen = self._activations.encode(x_TH, layout, versions, at, x_TH.dtype, undecided=undecided)
         if self.goes_on:
-            self._unsettled[at] = {s.id for s in packet.header.samples if s.form is Form.FULL}
+            self._undecided[at] = {s.id for s in packet.header.samples if s.form is Form.FULL}
         return packet, seen
 
     def _sample_errors(self, x: Sequence[Tensor], seen: Sequence[Tensor]) -> None:
@@ -78,7 +75,7 @@ class LinkSender(LinkEnd):
         header, payload = self._recv(Kind.GRADIENT, at)
         if Layout.of_header(header, self.canvas) != layout:
             raise LinkError(self.where(at, f"gradient for samples {[s.id for s in header.samples]}, not {layout.ids}"))
-        first_visits = self._unsettled.pop(at, set())
+        first_visits = self._undecided.pop(at, set())
         if self.store is not None and self._clusters is None:
             not_kept = {s.id for s in header.samples if s.form is Form.NOT_KEPT}
             self.stats.unstored_samples += len(not_kept & first_visits)

@@ -59,16 +59,16 @@ class Visits:
         at: Position,
         dtype: torch.dtype,
         *,
-        unsettled: Iterable[int] = (),
+        undecided: Iterable[int] = (),
         settled: bool = False,
     ) -> tuple[Packet, list[Tensor]]:
         """Encode a micro-batch and keep what it makes: the packet, and of each sample what the other end computes with.
 
-        versions: that its samples will have. dtype: the stages' own. unsettled: samples of which the other end may not
+        versions: that its samples will have. dtype: the stages' own. undecided: samples of which the other end may not
         keep what is under way. settled: NonFiniteError comes from here, not from the thread that sends.
         """
         changes, hidden = self._changes(layout), x_TH.shape[1]
-        samples = self._plan(changes, layout, hidden, versions, set(unsettled))
+        samples = self._plan(changes, layout, hidden, versions, set(undecided))
         rows = layout.rows()
         x = [self._codecs.before(x_TH[cut], s.form is Form.DELTA) for cut, s in zip(rows, samples, strict=True)]
         fits = self._fits(samples)
@@ -161,9 +161,9 @@ class Visits:
         return Changes(self._end.store, layout.ids, gradients=self._kind is Kind.GRADIENT)
 
     def _plan(
-        self, changes: Changes, layout: Layout, hidden: int, versions: Sequence[int], unsettled: set[int]
+        self, changes: Changes, layout: Layout, hidden: int, versions: Sequence[int], undecided: set[int]
     ) -> list[Sample]:
-        """What each sample's rows will be, from versions and shapes alone; `unsettled` gets those that begin here."""
+        """What each sample's rows will be, from versions and shapes alone; `undecided` gets those that begin here."""
         samples: list[Sample] = []
         bases: dict[int, tuple[int, tuple[int, ...]] | None] = {}
         rows = zip(layout.ids, layout.starts, layout.counts, versions, strict=True)
@@ -174,12 +174,12 @@ class Visits:
                 bases[sample] = cached and (cached.version, cached.m_nH.shape)
             held = bases[sample]
             # Of another length than before it is a first visit again.
-            base = held if held is not None and held[1] == shape and sample not in unsettled else None
+            base = held if held is not None and held[1] == shape and sample not in undecided else None
             form = Form.FULL if base is None else Form.DELTA
             if held is None and not changes.may_keep(sample):
                 form = Form.NOT_KEPT
             if form is Form.FULL and self._end.goes_on:  # where it comes again in this packet
-                unsettled.add(sample)
+                undecided.add(sample)
             samples.append(Sample(sample, form, start, count, base[0] if base else 0, version))
             bases[sample] = None if form is Form.NOT_KEPT else (version, shape)
         return samples
