@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipecomp.errors import SplitError
 from pipecomp.files import replacing
@@ -199,16 +199,6 @@ def saved_names(model: Any, adapter: Adapter) -> dict[str, str]:
             model, state_dict={name: name for name in names}, adapter_name=adapter.name, save_embedding_layers=False
         )
     return {own: PREFIX + saved for saved, own in chosen.items()}
-
-
-def is_layer(module: nn.Module) -> bool:
-    """Whether a module is a layer with LoRA weights, which initializes them itself."""
-    return hasattr(module, "reset_lora_parameters")
-
-
-def initialize(module: Any, adapter: Adapter) -> None:
-    """Give the LoRA weights of a layer the values with which peft starts."""
-    module.reset_lora_parameters(adapter.name, adapter.config.init_lora_weights)
 
 
 def read_weights(adapter: Adapter, names: Mapping[str, str]) -> dict[str, Tensor]:

@@ -119,8 +119,8 @@ def match_names(
     source: str,
     base: str,
     optional: Iterable[str],
-    ignored: Iterable[str] = (),
-    renamed: Mapping[str, str] | None = None,
+    ignored: Iterable[str],
+    renamed: Mapping[str, str],
 ) -> tuple[dict[str, str], tuple[str, ...]]:
     """Match the tensors of a checkpoint with the model's.
 
@@ -149,14 +149,14 @@ def match_names(
         name = raw
         for old, new in OLD_NAMES:
             name = name.replace(old, new)
-        for old, new in (renamed or {}).items():
+        for old, new in renamed.items():
             name = new + name[len(old) :] if name.startswith(f"{old}.") else name
         match = next((n for n in (name, f"{base}.{name}") if n in known), None)
         full = f"{base}.{name}" if is_bare else name
         if match is not None:
             found[match] = raw
         elif not any(re.search(pattern, full) for pattern in patterns):
-            if full.startswith(base + ".") and not full.startswith(inner or ("\0",)):
+            if full.startswith(base + ".") and not full.startswith(inner):
                 raise SplitError(f"{raw} in {Path(source) / files[raw]}: the model has no such tensor")
             others.append(raw)
     return found, tuple(others)

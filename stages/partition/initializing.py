@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from pipecomp.errors import SplitError
-from pipecomp.stages.partition import adapters
 from pipecomp.stages.partition.cutting import shallow
 from pipecomp.stages.partition.planning import aliases
 from pipecomp.stages.partition.splitting import Stage
@@ -74,10 +73,10 @@ def initialize(stage: Stage, whole: Any, groups: list[list[str]], new: set[str],
     stage.check_what_it_receives()
 
 
-def _seeded(stage: Stage, name: str, module: nn.Module, seed: int) -> None:
+def _seeded(stage: Stage, name: str, module: Any, seed: int) -> None:
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     torch.manual_seed(int.from_bytes(digest, "little") >> 1)
-    if stage.adapter is not None and adapters.is_layer(module):
-        adapters.initialize(module, stage.adapter)
+    if stage.adapter is not None and hasattr(module, "reset_lora_parameters"):  # a layer with LoRA weights
+        module.reset_lora_parameters(stage.adapter.name, stage.adapter.config.init_lora_weights)
     else:
         stage._model._init_weights(module)
