@@ -53,8 +53,8 @@ Settled = Callable[[], None]  # waits until it is known whether what is put may 
 class MessageStore(Protocol):
     """Keeps the cached activations of one endpoint, by sample id.
 
-    `put` is visible to `get` at once and durable after `commit`. What a store forgets for `max_bytes` it chooses at
-    `commit`, from ids, sizes and capacity alone: two endpoints whose steps put the same samples forget the same
+    What is put is visible to `get` at once and durable after `commit`. What a store forgets for `max_bytes` it chooses
+    at `commit`, from ids, sizes and capacity alone: two endpoints whose steps put the same samples forget the same
     samples, in whatever order the puts of a step came. Any method may be called from any thread.
 
     Raises:

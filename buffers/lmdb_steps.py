@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 
 from pipecomp.buffers.entry import Entry
 from pipecomp.buffers.lmdb_errors import of_the_disk
 from pipecomp.buffers.lmdb_file import Table, ValueFile
-from pipecomp.buffers.lmdb_folder import Folder
 from pipecomp.buffers.value import ValueFormat
 from pipecomp.errors import ConfigError, StoreError
 
@@ -21,23 +21,19 @@ Steps = Mapping[Table, Step]
 class StepWriter:
     """Writes steps, each in one transaction; only the writing thread calls it.
 
-    on_write_error: "stop" raises what the disk raised. With "continue" a refused step stays in memory, in `refused`:
-    first without its new samples, whose pages are the ones that lack, then all of it. Both ends of a link go on alike,
-    as reads find it there, and every later step tries again; the file keeps what it last committed. Meanwhile the
-    stores' `keeps_new` says that no new sample may come.
+    path: for warnings. on_write_error: "stop" raises what the disk raised. With "continue" a refused step stays in
+    memory, in `refused`: first without its new samples, whose pages are the ones that lack, then all of it. Both ends
+    of a link go on alike, as reads find it there, and every later step tries again; the file keeps what it last
+    committed. Meanwhile the stores' `keeps_new` says that no new sample may come.
     """
 
-    def __init__(self, folder: Folder, fmt: ValueFormat, on_write_error: str) -> None:
-        self.refused: Steps = {}
-        self._folder, self._format = folder, fmt
-        self._goes_on = on_write_error == "continue"
-        self._warned = False
-
-    @staticmethod
-    def check(on_write_error: str) -> None:
-        """Raise ConfigError for a word that is none."""
+    def __init__(self, path: Path, fmt: ValueFormat, on_write_error: str) -> None:
         if on_write_error not in ("stop", "continue"):
             raise ConfigError("store.on_write_error", on_write_error, "'stop' or 'continue'")
+        self.refused: Steps = {}
+        self._path, self._format = path, fmt
+        self._goes_on = on_write_error == "continue"
+        self._warned = False
 
     def write(self, file: ValueFile, steps: Steps) -> None:
         """Write these steps and what the disk refused of earlier ones."""
@@ -61,7 +57,7 @@ class StepWriter:
         count = sum(map(len, self.refused.values()))
         if count:
             warnings.warn(
-                f"{self._folder.path}: to the end, the disk refused the latest activations of {count} samples. If the "
+                f"{self._path}: to the end, the disk refused the latest activations of {count} samples. If the "
                 "run goes on, they are sent as first visits once more",
                 stacklevel=3,
             )

@@ -118,9 +118,9 @@ class LmdbEnvironment:
         on_write_error: str = "stop",
         **options: Any,
     ) -> None:
-        StepWriter.check(on_write_error)
         self.path = Path(path).absolute()  # wherever the program goes
         self._format = ValueFormat(bits, group_size)
+        self.steps = StepWriter(self.path, self._format, on_write_error)
         self._options = options
         MemoryStore(**options).close()  # a wrong option is an error before any file is made
         self._lock = threading.RLock()
@@ -128,7 +128,6 @@ class LmdbEnvironment:
         self._pid = os.getpid()
         self._closed = False
         self._folder = Folder(self.path)
-        self.steps = StepWriter(self._folder, self._format, on_write_error)
         with ExitStack() as undo:
             undo.callback(self._folder.release)
             self._prove_sound()
