@@ -5,8 +5,8 @@
 #   supervised.sh --deepspeed_config ds_config.json --model tiny --tokenizer train:2048 --train-file text.txt --epochs 5
 #
 # On several machines run it on each, with NODES (how many), NODE (0, 1, …), and MASTER=HOST:PORT of node 0. The folder
-# `checkpoints` must be one that all machines share. "in_checkpoints": true in the configuration's "store" makes a
-# restarted run's losses those of one that was never interrupted.
+# `checkpoints` should be one that all machines share; with one replica each may have its own. "in_checkpoints": true in
+# the configuration's "store" makes a restarted run's losses those of one that was never interrupted.
 #
 # The rendezvous is torchrun's static one: with --standalone and with c10d, whoever reaches its port can run programs
 # here (docs/security.md).

@@ -269,6 +269,20 @@ def eval_batches(data: Any, micro_batch: int, collate: Callable[[list], Any] | N
 # -- what ranks compare of a dataset, which each of them makes for itself
 
 
+def check_labels(make: Callable[[], MicroBatch], name: str) -> None:
+    """DataError where labels follow from draws that are not seeded: the last stage's would not be of the first's inputs.
+
+    make: makes the same micro-batch, seeded, every time. name: the dataset's.
+    """
+    if _digest(make().labels) != _digest(make().labels):
+        raise DataError(
+            f"{name}: the same samples get other labels when they are made again, and the first stage, which has the "
+            "inputs, makes them apart from the last one, which has the labels. Let dataset and collator draw from the "
+            "generators of random, numpy.random and torch themselves, which are seeded alike on all stages: of "
+            "transformers' collators that is one without seed"
+        )
+
+
 def dataset_facts(data: Any, name: str) -> dict[str, Any]:
     """Return what is compared of a dataset: its length and a digest of some samples.
 

@@ -25,7 +25,7 @@ from pipecomp.cluster.agreement import AllRanks
 from pipecomp.cluster.heartbeat import process_heartbeat
 from pipecomp.cluster.rendezvous import collective_backend, join_processes
 from pipecomp.cluster.sharing import own_gpu, ranks_on_gpu
-from pipecomp.data import ShardedSampler, TrainLoader, count_samples, dataset_facts, id_of_place
+from pipecomp.data import ShardedSampler, TrainLoader, check_labels, count_samples, dataset_facts, id_of_place
 from pipecomp.engine.agreed import Agreed, agree
 from pipecomp.engine.assemble import (
     check_given,
@@ -122,7 +122,10 @@ def initialize(
             if training_data is not None:
                 sampler = _sampler(engine, count_samples(training_data, "training_data"), agreed.settings.seed, shuffle)
                 seed = ops.mix_seed(agreed.settings.seed, engine.grid.data_parallel_id)
-                engine.set_loader(TrainLoader(training_data, sampler, collate_fn, seed=seed))
+                make_loader = partial(TrainLoader, training_data, sampler, collate_fn, seed=seed)
+                if engine.num_stages > 1:
+                    check_labels(lambda: next(iter(make_loader())), "training_data")
+                engine.set_loader(make_loader())
                 of_data = dataset_facts(training_data, "training_data")
                 facts |= of_data
                 if id_of_place(training_data) is int:

@@ -60,7 +60,8 @@ class Fit:
         self.settings = Config.from_dict(self.config.get("pipecomp", {}))
         self._compared = settings_of(self.config, "pipecomp", self.settings.shared())
         self._trained, self._unit, self._period = trained, unit, period
-        self._checkpoints = Checkpoints(args, self.config, self._compared, trained)
+        step = plan.micro_batch * plan.accumulation * plan.replicas  # else steps that are made stand for other passes
+        self._checkpoints = Checkpoints(args, self.config, self._compared, {**trained, "samples of a step": step})
         for argument, folder in (("--checkpoint", args.checkpoint), ("--run", args.run)):
             if folder is not None and dist.get_rank() == 0:
                 hold_folder(argument, folder)

@@ -6,6 +6,7 @@ masks tokens masks the same ones on both stages, in whatever process it runs, an
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers.trainer_utils import RemoveColumnsCollator, has_length
 
-from pipecomp.data import MicroBatch, ShardedSampler, TrainLoader, as_micro_batch, id_of_place, seeded
+from pipecomp.data import MicroBatch, ShardedSampler, TrainLoader, as_micro_batch, check_labels, id_of_place, seeded
 from pipecomp.errors import DataError
 from pipecomp.plan.auto import LOOKED_AT
 
@@ -77,6 +78,22 @@ def longest_sample(samples: Samples, seed: int) -> int:
     places = range(min(LOOKED_AT, len(samples.data)))
     batch = _Batches(samples, seed, TRAINING)[0, list(places)]
     return int(batch.inputs["input_ids"].shape[1])
+
+
+def check_draws(samples: Samples, micro_batch: int, seed: int, name: str) -> None:
+    """Check that both ends of a pipeline would make the same micro-batch of the first samples.
+
+    Args:
+        samples: The dataset.
+        micro_batch: Samples of a micro-batch.
+        seed: Of what a collator draws.
+        name: The dataset's, for errors.
+
+    Raises:
+        DataError: If its labels follow from draws that are not seeded.
+    """
+    batches, places = _Batches(samples, seed, TRAINING), list(range(min(micro_batch, len(samples.data))))
+    check_labels(lambda: batches[0, places], name)
 
 
 def data_seed(args: Any) -> int:
@@ -161,19 +178,29 @@ class StepLoader(TrainLoader):
     def __len__(self) -> int:
         return self.sampler.per_epoch
 
-    def seek(self, number: int) -> None:
-        """Go on with micro-batch `number`, counted from the start of training."""
-        if number != self.taken or self._source is None:
+    def begin_epoch(self, epoch: int, number: int) -> None:
+        """Go on in `epoch` with micro-batch `number`, counted from the start of training.
+
+        A dataset with `set_epoch` is told, as by Trainer; worker processes get it anew, unless they are to stay.
+        """
+        if number != self.taken:
             self.taken = number
             self._ahead.clear()
             self._source = None
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
 
     def begin_step(self, micro_batches: int) -> list[MicroBatch]:
         """Make a step's micro-batches, which are then handed out."""
-        if self._source is None:
-            self._source = iter(_loader(self._batches, self._places(self.taken), self._options))
         while len(self._ahead) < micro_batches:
-            self._ahead.append(next(self._source))
+            if self._source is None:
+                places = self._places(self.taken + len(self._ahead))
+                self._source = iter(_loader(self._batches, places, self._options))
+            made = next(self._source, None)
+            if made is None:  # the epoch's last one is among those made ahead
+                self._source = None
+            else:
+                self._ahead.append(made)
         return list(self._ahead)
 
     def upcoming(self, ahead: int) -> list[int]:
@@ -181,7 +208,9 @@ class StepLoader(TrainLoader):
         return self._batches.ids(self.sampler.batch(self.taken + ahead))
 
     def _places(self, number: int) -> Iterator[tuple[int, list[int]]]:
-        while True:
+        """Those from `number` to the end of its epoch, with which worker processes end too; all, where they stay."""
+        end = math.inf if self._options.get("persistent_workers") else (number // len(self) + 1) * len(self)
+        while number < end:
             yield number, self.sampler.batch(number)
             number += 1
 

@@ -40,6 +40,10 @@ class Length:
         """Count the micro-batches of optimizer step `update` of an epoch: the last one takes what is left."""
         return min(self.accumulation, self.per_epoch - update * self.accumulation)
 
+    def differs(self, step: int, epoch: float) -> bool:
+        """Say whether a training in which `step` ended at `epoch` had more or fewer steps in an epoch."""
+        return abs(epoch - step / self.updates) > 1 / self.updates
+
 
 def make_scheduler(args: Any, optimizer: Any, make: Callable[[Any], Any] | None, max_steps: int) -> Any:
     """Make the schedule of an optimizer: the user's, or the one that `args` names. make: of the optimizer."""

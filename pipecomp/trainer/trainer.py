@@ -26,7 +26,7 @@ from pipecomp.errors import require, writable
 from pipecomp.trainer import alike, arguments, callbacks, checkpoints, model_io, overrides, setup
 from pipecomp.trainer.callbacks import fire
 from pipecomp.trainer.evaluation import Evaluation, check_ignored, dataset_named
-from pipecomp.trainer.feeding import EvalLoaders, Samples, data_seed, longest_sample
+from pipecomp.trainer.feeding import EvalLoaders, Samples, check_draws, data_seed, longest_sample
 from pipecomp.trainer.losses import StepLoss
 from pipecomp.trainer.training import Training
 
@@ -241,7 +241,7 @@ class PipelineTrainer:
             require(trial is None, "trial", trial, "None: hyperparameters are not searched here")
             check_ignored("ignore_keys_for_eval", ignore_keys_for_eval)
             samples = self._samples(self.train_dataset, "train_dataset")
-            facts = dataset_facts(samples.data, "train_dataset")
+            facts = self._facts(samples, self.args.per_device_train_batch_size, "train_dataset")
         resumes = bool(resume_from_checkpoint) if resume_from_checkpoint in (None, True, False) else "from a folder"
         alike.check_arguments(ranks, self.args, **facts, resumes=resumes, save_on_signal=self._save_on_signal)
         layout = checkpoints.layout(self.plan, self.replicas)
@@ -324,7 +324,7 @@ class PipelineTrainer:
         ranks = all_ranks()
         with ranks.collective_errors():
             samples = self._samples(data, name)
-            facts = dataset_facts(samples.data, name)
+            facts = self._facts(samples, self.args.per_device_eval_batch_size, name)
         alike.check_arguments(ranks, self.args, **facts)
         engine = self.engine
         engine.allow_evaluation(self.args.per_device_eval_batch_size)
@@ -342,6 +342,12 @@ class PipelineTrainer:
             on_step=partial(fire, self, "on_prediction_step"),
         )
         return evaluation.run(loader, prefix, loss_only=loss_only, arrays=arrays)
+
+    def _facts(self, samples: Samples, micro_batch: int, name: str) -> dict[str, Any]:
+        """Return what ranks compare of a dataset. DataError where stages would not make the same of it."""
+        if self.plan.num_stages > 1:
+            check_draws(samples, micro_batch, data_seed(self.args), name)
+        return dataset_facts(samples.data, name)
 
     def _sample_tokens(self) -> int | None:
         """Count a training sample's tokens, None without data."""

@@ -14,6 +14,7 @@ from transformers.utils import logging as transformers_logging
 
 from pipecomp.cluster.collectives import broadcast, gathered
 from pipecomp.cluster.interruption import Interruption
+from pipecomp.kernels import ops
 from pipecomp.trainer import callbacks, checkpoints, saving, schedule
 from pipecomp.trainer.callbacks import fire
 from pipecomp.trainer.feeding import Samples, StepLoader, data_seed, loader_options
@@ -71,7 +72,8 @@ class Training:
         )
         self._length = length = Length.of(args, sampler.per_epoch)
         pad = getattr(trainer.processing_class, "pad_token_id", None)
-        self._loader = StepLoader(samples, sampler, data_seed(args), loader_options(args), pad)
+        seed = ops.mix_seed(data_seed(args), engine.grid.data_parallel_id)  # replicas mask differently
+        self._loader = StepLoader(samples, sampler, seed, loader_options(args), pad)
         handler = trainer.callback_handler
         handler.lr_scheduler = schedule.make_scheduler(args, engine.basic_optimizer, make_scheduler, length.max_steps)
         self._start_state(found)
@@ -96,6 +98,12 @@ class Training:
             state.compute_steps(args, self._length.max_steps)
         else:
             state = trainer.state = found.state
+            if self._length.differs(state.global_step, state.epoch or 0.0):
+                _log.warning(
+                    f"step {state.global_step} ended at epoch {state.epoch or 0:.2f} of the training that saved it, "
+                    f"and would here at {state.global_step / self._length.updates:.2f}, as where a step had other "
+                    f"samples: it goes on by steps, as with Trainer, to step {self._length.max_steps}"
+                )
             best = state.best_model_checkpoint
             if not broadcast(best is None or Path(best).is_dir(), group=trainer.group):
                 _log.warning(
@@ -136,7 +144,7 @@ class Training:
         """Make the optimizer steps of an epoch from number `first` on."""
         trainer, length = self._trainer, self._length
         fire(trainer, "on_epoch_begin")
-        self._loader.seek(epoch * length.per_epoch + first * length.accumulation)
+        self._loader.begin_epoch(epoch, epoch * length.per_epoch + first * length.accumulation)
         logs: dict[str, float] = {}
         for update in range(first, length.updates):
             fire(trainer, "on_step_begin")

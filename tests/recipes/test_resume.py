@@ -15,6 +15,7 @@ import torch
 from pipecomp.checkpoint import manifest
 from pipecomp.errors import CheckpointError, ConfigError
 from pipecomp.recipes import run, steps
+from pipecomp.recipes.fit import Fit
 from pipecomp.recipes.report import Report
 from pipecomp.recipes.resume import Checkpoints, hold_folder
 from pipecomp.stats import Traffic
@@ -294,6 +295,25 @@ class TestWhoseTheyAre:
             Checkpoints(args, {}, {"lr": 1}, {}).find()
         told = "a folder without checkpoints: this one has step 900, 1000; --resume auto goes on from the last good one"
         assert str(caught.value) == f"--checkpoint: got '{tmp_path}', allowed: {told}"
+
+    def test_nor_goes_one_on_with_other_samples_of_a_step(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As with another number of replicas: steps that are made would stand for other passes over the data."""
+        monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)  # rank 0 would hold the folder
+        path = str(tmp_path / "checkpoints")
+        args = given("--checkpoint", path, "--resume", "auto")
+
+        def fit(replicas: int) -> Fit:
+            config = {"train_micro_batch_size_per_gpu": 4}
+            plan = steps.make_plan(config, samples=100, replicas=replicas, epochs=3, max_steps=None)
+            return Fit(args, config, plan, {}, stages=1)
+
+        one = fit(1)._checkpoints
+        checkpoint(Path(path), 3, recipe=one._settings, recipe_trained=one._trained)
+        assert one.find() == "goes on after step 3"
+        with pytest.raises(ConfigError, match="samples of a step is 8 in this run, 4 in the checkpoint"):
+            fit(2)._checkpoints.find()
 
     def test_nor_where_another_machine_has_some(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("pipecomp.recipes.resume.gathered", lambda mine: [mine, [], [900], []])

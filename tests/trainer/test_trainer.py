@@ -41,7 +41,7 @@ from pipecomp.stages import split
 from pipecomp.trainer import PipelineTrainer, arguments, callbacks, checkpoints, message_stores, model_io
 from pipecomp.trainer.deepspeed_config import engine_config
 from pipecomp.trainer.evaluation import _joined
-from pipecomp.trainer.feeding import EvalLoader, Samples, StepLoader, loader_options
+from pipecomp.trainer.feeding import EvalLoader, Samples, StepLoader, check_draws, loader_options
 from pipecomp.trainer.losses import StepLoss, labels_in
 from pipecomp.trainer.packing import pack, unpack
 from pipecomp.trainer.reports import TrafficMeter
@@ -418,7 +418,7 @@ def noisy(start: int = 0, *, seed: int = 4, options: dict[str, Any] = NO_WORKERS
     loader = StepLoader(
         Samples(list(range(7)), Noise()), ShardedSampler(7, 2, seed=seed, drop_last=False), seed, options
     )
-    loader.seek(start)
+    loader.begin_epoch(0, start)
     return loader
 
 
@@ -446,6 +446,53 @@ def test_worker_processes_make_the_same_micro_batches() -> None:
     assert content(list(islice(noisy(options=options), 5))) == content(list(islice(noisy(), 5)))
 
 
+class ByEpoch:
+    """Samples that are others in every epoch, as of a dataset that draws anew when it is told the epoch."""
+
+    epoch = -1
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        return {"input_ids": torch.tensor([self.epoch, i])}
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_dataset_is_told_the_epoch_also_in_worker_processes(workers: int) -> None:
+    options = {"num_workers": workers, "multiprocessing_context": "fork" if workers else None}
+    samples = Samples.of(
+        ByEpoch(), lambda chosen: {"input_ids": torch.stack([s["input_ids"] for s in chosen])}, None, ""
+    )
+    loader = StepLoader(samples, ShardedSampler(4, 2), 0, options)
+    handed = iter(loader)
+    for epoch in range(3):
+        loader.begin_epoch(epoch, epoch * len(loader))
+        batches = list(islice(handed, len(loader)))
+        assert {int(epoch) for batch in batches for epoch in batch.inputs["input_ids"][:, 0]} == {epoch}
+    assert loader.taken == 6
+
+
+class OwnMasks:
+    """A collator with a generator of its own: two stages that use it would mask differently."""
+
+    def __init__(self) -> None:
+        self._draw = torch.Generator().manual_seed(1)
+
+    def __call__(self, chosen: list[int]) -> dict[str, torch.Tensor]:
+        ids = torch.randint(9, (len(chosen), 20), generator=self._draw)
+        return {"input_ids": ids, "labels": ids}
+
+
+def test_labels_that_follow_from_draws_of_an_own_generator_are_refused() -> None:
+    check_draws(Samples(list(range(7)), Noise()), 2, 0, "train_dataset")
+    with pytest.raises(DataError, match="train_dataset: the same samples get other labels"):
+        check_draws(Samples(list(range(7)), OwnMasks()), 2, 0, "train_dataset")
+
+
 def test_micro_batches_are_pinned_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.utils.data._utils.pin_memory import pin_memory
 
@@ -471,7 +518,7 @@ def test_a_steps_micro_batches_are_made_ahead_and_handed_out_once() -> None:
     assert loader.real_tokens == sum(int(batch.inputs["attention_mask"].sum()) for batch in ahead) < loader.tokens
     assert len(loader.dataset) == 7
     loader.begin_step(2)
-    loader.seek(8)
+    loader.begin_epoch(2, 8)
     assert content([next(handed)]) == content(list(islice(noisy(8), 1)))
 
 

@@ -301,6 +301,14 @@ def test_how_long_a_training_is(epochs: float, max_steps: int, expected: tuple[i
     assert [length.micro_batches(update) for update in range(length.updates)] == [3, 3, 1]
 
 
+def test_a_checkpoint_with_other_steps_in_an_epoch_is_noticed() -> None:
+    length = Length(per_epoch=10, accumulation=4, updates=3, epochs=3, max_steps=9)
+    ends = [epoch + min(1.0, (update + 1) * 4 / 10) for epoch in range(3) for update in range(3)]
+    assert not any(length.differs(step, ends[step - 1]) for step in range(1, 10))
+    assert length.differs(3, 0.5), "from half as many replicas"
+    assert length.differs(3, 2.0)
+
+
 def test_a_schedule_has_what_the_arguments_say_of_it(tmp_path: Path) -> None:
     kind, options = "cosine_with_restarts", {"num_cycles": 3}
     args = TrainingArguments(
