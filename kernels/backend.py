@@ -101,7 +101,6 @@ class Backend(Protocol):
         index_d: Tensor | None,
         bits: int,
         workers: int,
-        divisor: int,
         out_d: Tensor,
         add: bool,
     ) -> Tensor:

@@ -54,9 +54,9 @@ def linear_reduce(parts: list[Tensor], d: int, bits: int, sum_bits: int) -> Tens
     return bitpack.pack_bits(total_d, sum_bits)
 
 
-def linear_factors(norm: float, levels: tuple[int, ...], divisor: int) -> list[float]:
-    """norm / (s * divisor) of each s, rounded to float32."""
-    return torch.tensor([norm / (s * divisor) for s in levels], dtype=torch.float64).to(torch.float32).tolist()
+def linear_factors(norm: float, levels: tuple[int, ...], workers: int) -> list[float]:
+    """norm / (s * workers) of each s, rounded to float32."""
+    return torch.tensor([norm / (s * workers) for s in levels], dtype=torch.float64).to(torch.float32).tolist()
 
 
 def linear_decode(
@@ -66,16 +66,15 @@ def linear_decode(
     index_d: Tensor | None,
     bits: int,
     workers: int,
-    divisor: int,
     out_d: Tensor,
     add: bool,
 ) -> Tensor:
-    """norm / (s * divisor) * sum of l of `workers` workers, into out (float32 [d]) or (`add`) added to what it holds.
+    """norm / (s * workers) * sum of l of `workers` workers, into out (float32 [d]) or (`add`) added to what it holds.
 
     One conversion, one multiply and one addition a value, each rounded.
     """
     sum_d = bitpack.unpack_bits(codes, bits, out_d.numel()) - workers * min(levels)
-    values_d = sum_d.to(torch.float32) * per_value(linear_factors(norm, levels, divisor), index_d, codes.device)
+    values_d = sum_d.to(torch.float32) * per_value(linear_factors(norm, levels, workers), index_d, codes.device)
     return out_d.add_(values_d) if add else out_d.copy_(values_d)
 
 

@@ -92,7 +92,6 @@ def linear_decode(
     *,
     bits: int | None = None,
     workers: int = 1,
-    divide: bool = True,
     scale_index: Tensor | None = None,
     out: Tensor | None = None,
     add_to: Tensor | None = None,
@@ -100,7 +99,7 @@ def linear_decode(
 ) -> Tensor:
     """norm / (s * n) * sum of l: values of `linear_encode`'s codes, or the workers' mean from `linear_reduce`'s sums.
 
-    bits: width of a code, by default linear_bits(min(levels), workers). divide: the mean, not the sum.
+    bits: width of a code, by default linear_bits(min(levels), workers).
     Returns float32 [d], new, in `out`, or add_to + values in `add_to`; not finite if the norm is not.
     """
     check_workers(workers)
@@ -109,8 +108,8 @@ def linear_decode(
     check_bytes(codes, d, width)
     picked = None if scale_index is None else scale_index.reshape(-1).contiguous()
     target, add = flat_target(out, add_to, codes, d)
-    chosen, divisor = dispatch.pick(backend, codes, target, picked), workers if divide else 1
-    return chosen.linear_decode(codes, norm, choices, picked, width, workers, divisor, target, add)
+    chosen = dispatch.pick(backend, codes, target, picked)
+    return chosen.linear_decode(codes, norm, choices, picked, width, workers, target, add)
 
 
 @torch.no_grad()

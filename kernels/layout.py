@@ -1,4 +1,4 @@
-"""How a row of values is cut into groups and packed, and what the quantizer's options may be.
+"""How rows of values lie in memory, are cut into groups and packed, and what the quantizer's options may be.
 
 H: values in a row. A row is cut into groups of `group_size` values (None: the whole row is one group; the last group
 may be short). Each group's codes are a dense little-endian bit stream of ceil(group * bits / 8) bytes.
@@ -17,7 +17,6 @@ from pipecomp.errors import ConfigError, ShapeError
 INPUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SCALES = ("max", "rms")
 ROUNDINGS = ("nearest", "stochastic")
-SCALE_DTYPES = (torch.float32, torch.bfloat16)
 MAX_PACK_BITS = 24
 
 SCALE_MIN = 2.0**-100  # a group below counts as zeros
@@ -46,7 +45,6 @@ class Options(NamedTuple):
     scale: str = "max"
     rounding: str = "nearest"
     seed: int = 0
-    scale_dtype: torch.dtype = torch.float32
 
 
 def check_bits(bits: int, *, low: int = 1, high: int = 8, key: str = "bits") -> None:
@@ -63,14 +61,7 @@ def check_group_size(group_size: int | None) -> None:
         raise ConfigError("group_size", group_size, "None or an integer of at least 1")
 
 
-def check_options(
-    bits: int,
-    group_size: int | None,
-    scale: str,
-    rounding: str,
-    seed: int = 0,
-    scale_dtype: torch.dtype = torch.float32,
-) -> Options:
+def check_options(bits: int, group_size: int | None, scale: str, rounding: str, seed: int = 0) -> Options:
     """Check a quantizer's options together. ConfigError names the one that is wrong."""
     check_bits(bits)
     check_group_size(group_size)
@@ -82,9 +73,7 @@ def check_options(
         raise ConfigError("scale", scale, "max when rounding is stochastic (clipping is a bias)")
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise ConfigError("seed", seed, "an integer")
-    if scale_dtype not in SCALE_DTYPES:
-        raise ConfigError("scale_dtype", scale_dtype, "torch.float32 or torch.bfloat16")
-    return Options(bits, group_size, scale, rounding, seed, scale_dtype)
+    return Options(bits, group_size, scale, rounding, seed)
 
 
 def check_input(x: Tensor, name: str) -> None:
@@ -114,9 +103,33 @@ def check_target(
     return target, add_to is not None
 
 
+def row_stride(x: Tensor) -> int | None:
+    """Values from one row of [..., H] to the next, if rows are dense and evenly spaced without overlap; else None."""
+    H = x.shape[-1]
+    if x.is_contiguous():
+        return H
+    try:
+        rows_RH = x.view(-1, H)
+    except RuntimeError:
+        return None  # not evenly spaced
+    stride, inner = rows_RH.stride()
+    return stride if stride >= H and (inner == 1 or H == 1) else None
+
+
+def with_stride(x: Tensor) -> tuple[Tensor, int]:
+    """x itself where its rows can be walked, else a contiguous copy; and its row stride."""
+    stride = row_stride(x)
+    return (x.contiguous(), x.shape[-1]) if stride is None else (x, stride)
+
+
+def group_length(H: int, group_size: int | None) -> int:
+    """Values in each group of a row of H values, but for a short last one."""
+    return H if group_size is None else min(group_size, H)
+
+
 def segments(H: int, bits: int, group_size: int | None) -> list[Segment]:
     """List the one or two runs of equal groups that make up a row of H values at `bits` bits."""
-    group = H if group_size is None else min(group_size, H)
+    group = group_length(H, group_size)
     full, tail = divmod(H, group)
     group_bytes = (group * bits + 7) // 8
     runs = [Segment(0, 0, 0, full, group, group_bytes)]

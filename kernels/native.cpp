@@ -60,7 +60,7 @@ extern "C" {
 #define PC_EXPORT __attribute__((visibility("default")))
 
 // Raised with every change of this interface; native_library.py refuses another one.
-PC_EXPORT int32_t pipecomp_abi() { return 10; }
+PC_EXPORT int32_t pipecomp_abi() { return 11; }
 
 PC_EXPORT int32_t pipecomp_best_isa() {
 #if defined(__x86_64__)

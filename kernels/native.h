@@ -88,7 +88,7 @@ struct QuantizeArgs {
     int64_t x_stride, m_stride;  // values from one row to the next
     int64_t rows, H, group;
     uint64_t seed;
-    int32_t dtype, bits, rms, stochastic, bf16_scale;  // bits 0: codes are the values themselves
+    int32_t dtype, bits, rms, stochastic;  // bits 0: codes are the values themselves
 };
 
 struct DequantizeArgs {
@@ -238,7 +238,7 @@ struct Table {
     uint32_t (*measure)(const QuantizeArgs&, const Layout::Unit&);
     int64_t (*sum_squares)(const QuantizeArgs&, const Layout::Unit&, float inverse);
     void (*quantize)(const QuantizeArgs&, const Layout&, const Layout::Unit&, float scale, const uint8_t* limit);
-    void (*dequantize)(const DequantizeArgs&, const Layout&, const Layout::Unit&, const uint8_t* limit, bool stream);
+    void (*dequantize)(const DequantizeArgs&, const Layout::Unit&, const uint8_t* limit, bool stream);
     void (*widen)(float* out, const void* x, int dtype, int64_t n);
     void (*linear_encode)(const LinearArgs&, int64_t begin, int64_t end);
     void (*linear_reduce)(const LinearReduceArgs&, int64_t begin, int64_t end);

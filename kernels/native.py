@@ -25,26 +25,7 @@ from pipecomp.kernels.rng import MASK64
 from pipecomp.kernels.self_check import self_check
 
 
-def row_stride(x: Tensor) -> int | None:
-    """Values from one row of [..., H] to the next, if rows are dense and evenly spaced without overlap; else None."""
-    H = x.shape[-1]
-    if x.is_contiguous():
-        return H
-    try:
-        rows_RH = x.view(-1, H)
-    except RuntimeError:
-        return None  # not evenly spaced
-    stride, inner = rows_RH.stride()
-    return stride if stride >= H and (inner == 1 or H == 1) else None
-
-
-def with_stride(x: Tensor) -> tuple[Tensor, int]:
-    """x itself where its rows can be walked, else a contiguous copy; and its row stride."""
-    stride = row_stride(x)
-    return (x.contiguous(), x.shape[-1]) if stride is None else (x, stride)
-
-
-class Backend(GradientKernels, FeedbackKernels, SketchKernels, RaggedKernels):
+class NativeBackend(GradientKernels, FeedbackKernels, SketchKernels, RaggedKernels):
     """The native kernels under the names that `dispatch` looks for, on one instruction set; see Library."""
 
     def quantize(self, x: Tensor, options: Options, name: str = "x") -> tuple[Tensor, Tensor]:
@@ -53,7 +34,7 @@ class Backend(GradientKernels, FeedbackKernels, SketchKernels, RaggedKernels):
 
     def delta_quantize_(self, a: Tensor, m: Tensor, options: Options, name: str = "a - m") -> tuple[Tensor, Tensor]:
         """As `reference.delta_quantize_`."""
-        walkable, _ = with_stride(m)
+        walkable, _ = layout.with_stride(m)
         pair = self._quantize(a, walkable, options, name)
         if walkable is not m:
             m.copy_(walkable)
@@ -61,7 +42,7 @@ class Backend(GradientKernels, FeedbackKernels, SketchKernels, RaggedKernels):
 
     def _quantize(self, x: Tensor, m: Tensor | None, options: Options, name: str) -> tuple[Tensor, Tensor]:
         shape, H = tuple(x.shape), x.shape[-1]
-        x, x_stride = with_stride(x)
+        x, x_stride = layout.with_stride(x)
         codes = torch.empty((*shape[:-1], layout.row_bytes(H, options.bits, options.group_size)), dtype=torch.uint8)
         scales = torch.empty(layout.scale_shape(shape, options.group_size), dtype=torch.float32)
         args = QuantizeArgs(
@@ -70,16 +51,15 @@ class Backend(GradientKernels, FeedbackKernels, SketchKernels, RaggedKernels):
             codes=codes.data_ptr(),
             scales=scales.data_ptr(),
             x_stride=x_stride,
-            m_stride=H if m is None else row_stride(m) or H,
+            m_stride=H if m is None else layout.row_stride(m) or H,
             rows=math.prod(shape[:-1]),
             H=H,
-            group=H if options.group_size is None else min(options.group_size, H),
+            group=layout.group_length(H, options.group_size),
             seed=options.seed & MASK64,
             dtype=DTYPES[x.dtype],
             bits=options.bits,
             rms=options.scale == "rms",
             stochastic=options.rounding == "stochastic",
-            bf16_scale=options.scale_dtype == torch.bfloat16,
         )
         if x.numel():
             bad = self.library.pipecomp_quantize(ctypes.byref(args), self.isa_index, self.threads)
@@ -101,7 +81,7 @@ class Backend(GradientKernels, FeedbackKernels, SketchKernels, RaggedKernels):
         """As `reference.dequantize`."""
         codes, scale = codes.contiguous(), scale.contiguous()
         target = torch.empty(shape, dtype=torch.float32) if out is None else out
-        out, stride = with_stride(target)
+        out, stride = layout.with_stride(target)
         args = DequantizeArgs(
             codes=codes.data_ptr(),
             scales=scale.data_ptr(),
@@ -109,7 +89,7 @@ class Backend(GradientKernels, FeedbackKernels, SketchKernels, RaggedKernels):
             out_stride=stride,
             rows=math.prod(shape[:-1]),
             H=shape[-1],
-            group=shape[-1] if group_size is None else min(group_size, shape[-1]),
+            group=layout.group_length(shape[-1], group_size),
             bits=bits,
             stochastic=rounding == "stochastic",
             add=add,
@@ -140,8 +120,8 @@ class Backend(GradientKernels, FeedbackKernels, SketchKernels, RaggedKernels):
     def select(self, x: Tensor, fraction: float, group_size: int | None) -> tuple[Tensor, Tensor]:
         """As `topk.select`."""
         H = x.shape[-1]
-        x, stride = with_stride(x)
-        group = H if group_size is None else min(group_size, H)
+        x, stride = layout.with_stride(x)
+        group = layout.group_length(H, group_size)
         K = topk.top_k_kept(H, fraction, group_size)
         values = torch.empty((*x.shape[:-1], K), dtype=torch.float32)
         index = torch.empty((*x.shape[:-1], K), dtype=torch.int32)
@@ -173,13 +153,13 @@ class Backend(GradientKernels, FeedbackKernels, SketchKernels, RaggedKernels):
 
 
 @cache
-def load() -> Backend | str:
+def load() -> NativeBackend | str:
     """Load the backend on this CPU's best instruction set; a sentence saying why where there is none."""
     path = native_library.library_path()
     if path is None:
         return "native kernels are not built (no C++ compiler at install time?)"
     try:
-        backend = Backend(path)
+        backend = NativeBackend(path)
         self_check(backend, f"native kernels ({backend.isa} code)")
     except KernelError as error:
         return str(error)

@@ -16,12 +16,12 @@
 
 namespace pipecomp {
 
-static const Table& table_of(int isa) {
+static const Table& table_of([[maybe_unused]] int isa) {
 #if defined(__x86_64__)
     if (isa == 2) return avx512::table;
     if (isa == 1) return avx2::table;
 #endif
-    return isa == 0 ? base::table : base::table;
+    return base::table;
 }
 
 static const double RMS_LOADING[9] = {0, 1.596, 1.991, 2.344, 2.682, 3.01, 3.33, 3.64, 3.94};
@@ -32,9 +32,7 @@ struct Scaler {
     const Table& t;
 
     float finish(float scale) const {
-        if (scale < bits_float(SCALE_MIN_BITS)) return 0.0f;
-        if (a.bf16_scale) scale = bits_float((float_bits(scale) + 0xFFFFu) & 0xFFFF0000u);
-        return scale;
+        return scale < bits_float(SCALE_MIN_BITS) ? 0.0f : scale;
     }
     float from_squares(float most, int64_t sum, int64_t n) const {
         double root = std::sqrt(double(sum) / (double(n) * 0x1p30));
@@ -87,6 +85,12 @@ static void scales_of_pieces(const Scaler& s, const Layout& l, int64_t units, st
     barrier.wait();
 }
 
+// What moves m by its codes, or sets `fresh` to them; nothing if neither is there.
+static DequantizeArgs update_of(const QuantizeArgs& a) {
+    return {a.codes, a.scales, a.m ? a.m : a.fresh, a.m ? a.m_stride : a.H, a.rows, a.H, a.group,
+            a.dtype, a.bits,   a.stochastic,        a.m != nullptr};
+}
+
 // Codes first, then m += deq(codes) once every group is known to be finite: m stays untouched otherwise. Visiting m twice
 // costs less than any other way to know beforehand, which would read x twice as well.
 static int64_t quantize_call(const QuantizeArgs& a, int isa, int threads) {
@@ -98,9 +102,7 @@ static int64_t quantize_call(const QuantizeArgs& a, int isa, int threads) {
     std::vector<uint32_t> most(l.pieces > 1 ? size_t(units) : 0);
     std::vector<int64_t> sums(l.pieces > 1 && a.rms ? size_t(units) : 0);
     const uint8_t* const end = a.codes + a.rows * l.row_bytes;
-    float* const to = a.m ? a.m : a.fresh;
-    const DequantizeArgs update{a.codes, a.scales, to, a.m ? a.m_stride : a.H, a.rows, a.H, a.group,
-                                a.dtype, a.bits,   a.stochastic, a.m != nullptr};
+    const DequantizeArgs update = update_of(a);
     run_threads(useful_threads(threads, a.rows * a.H), [&](int thread, int count, Barrier& barrier) {
         Range part(units, 1, thread, count);
         // Codes of this thread end where the next thread's first unit begins.
@@ -116,12 +118,12 @@ static int64_t quantize_call(const QuantizeArgs& a, int isa, int threads) {
             if (scale < 0) lower(bad, unit.row);
             else if (unit.n) t.quantize(a, l, unit, scale, limit);
         }
-        if (!to) return;
+        if (!update.out) return;
         barrier.wait();
         if (bad.load() != INT64_MAX) return;
         for (int64_t u = part.begin; u < part.end; u++) {
             Layout::Unit unit = l.at(u);
-            if (unit.n) t.dequantize(update, l, unit, end, false);
+            if (unit.n) t.dequantize(update, unit, end, false);
         }
     });
     return bad.load() == INT64_MAX ? -1 : bad.load();
@@ -195,7 +197,7 @@ static void dequantize_call(const DequantizeArgs& a, int isa, int threads) {
         Range part(a.rows * l.groups * l.pieces, 1, thread, count);
         for (int64_t u = part.begin; u < part.end; u++) {
             Layout::Unit unit = l.at(u);
-            if (unit.n) t.dequantize(a, l, unit, limit, stream);
+            if (unit.n) t.dequantize(a, unit, limit, stream);
         }
 #if defined(__x86_64__)
         if (stream) _mm_sfence();

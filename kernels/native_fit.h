@@ -51,7 +51,7 @@ struct Fitting {
     int bits() {
         for (int64_t i = 0; i < count; i++) {
             const QuantizeArgs& a = samples[i];
-            if (a.rms || a.stochastic || a.bf16_scale || a.group > FIT_VALUES) return 0;
+            if (a.rms || a.stochastic || a.group > FIT_VALUES) return 0;
             rows += a.rows;
         }
         const int first = std::min(std::max(FIRST_LOOK, low), high);
@@ -100,12 +100,8 @@ struct Fitting {
     void update(int bits) const {
         uint8_t* at = payload;
         for (int64_t i = 0; i < count; i++) {
-            const QuantizeArgs a = placed(samples[i], bits, at);
-            float* const to = a.m ? a.m : a.fresh;
-            const int64_t stride = a.m ? a.m_stride : a.H;
-            if (to)
-                dequantize_call({a.codes, a.scales, to, stride, a.rows, a.H, a.group, a.dtype, bits, false, a.m != nullptr},
-                                isa, threads);
+            const DequantizeArgs moved = update_of(placed(samples[i], bits, at));
+            if (moved.out) dequantize_call(moved, isa, threads);
         }
     }
 

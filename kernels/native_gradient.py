@@ -73,13 +73,12 @@ class GradientKernels(Library):
         index_d: Tensor | None,
         bits: int,
         workers: int,
-        divisor: int,
         out_d: Tensor,
         add: bool,
     ) -> Tensor:
         """As `dithering.linear_decode`."""
         codes = codes.contiguous()
-        factors = (c_float * len(levels))(*dithering.linear_factors(norm, levels, divisor))
+        factors = (c_float * len(levels))(*dithering.linear_factors(norm, levels, workers))
         args = LinearDecodeArgs(
             codes=codes.data_ptr(),
             index=None if index_d is None else index_d.data_ptr(),

@@ -15,7 +15,7 @@ import torch
 
 from pipecomp.errors import KernelError
 
-ABI = 10
+ABI = 11
 ISAS = ("portable", "avx2", "avx512")
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
@@ -33,7 +33,7 @@ class QuantizeArgs(ctypes.Structure):
         *((name, c_void_p) for name in ("x", "m", "fresh", "codes", "scales")),
         *((name, c_int64) for name in ("x_stride", "m_stride", "rows", "H", "group")),
         ("seed", c_uint64),
-        *((name, c_int32) for name in ("dtype", "bits", "rms", "stochastic", "bf16_scale")),
+        *((name, c_int32) for name in ("dtype", "bits", "rms", "stochastic")),
     )
 
 

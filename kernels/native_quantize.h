@@ -267,8 +267,7 @@ static void dequantize_class(const DequantizeArgs& a, const uint8_t* in, const u
     dequantize_values<CLASS, false, false, false>(in, limit, out, n, scale, a.bits);
 }
 
-static void dequantize(const DequantizeArgs& a, const Layout&, const Layout::Unit& u, const uint8_t* limit,
-                       bool stream) {
+static void dequantize(const DequantizeArgs& a, const Layout::Unit& u, const uint8_t* limit, bool stream) {
     const uint8_t* in = a.codes + u.byte;
     float* out = a.out + u.row * a.out_stride + u.column;
     const float scale = get_scale(a.scales, u.id);

@@ -8,7 +8,7 @@ from ctypes import Array, c_int32
 import torch
 from torch import Tensor
 
-from pipecomp.kernels.layout import Options
+from pipecomp.kernels.layout import Options, group_length
 from pipecomp.kernels.native_library import DTYPES, DequantizeArgs, Library, QuantizeArgs, layout_of
 from pipecomp.kernels.ragged import FINE, FINE_FLAG, Arriving, Visit, payload_bytes
 from pipecomp.kernels.rng import MASK64
@@ -69,10 +69,9 @@ def _table(visits: Sequence[Visit], at: int = 0) -> tuple[Array[QuantizeArgs], i
         moved, fresh = 0, 0 if m is None else m.data_ptr()
         if delta:
             moved, fresh = fresh, moved
-        how = (0, DTYPES[x.dtype], 0, 0, 0, 0)
+        how = (0, DTYPES[x.dtype], 0, 0, 0)
         if o is not None:
-            stochastic, bf16_scale = o.rounding == "stochastic", o.scale_dtype == torch.bfloat16
-            how = (o.seed & MASK64, how[1], o.bits, o.scale == "rms", stochastic, bf16_scale)
+            how = (o.seed & MASK64, how[1], o.bits, o.scale == "rms", o.rounding == "stochastic")
         pointers = (x.data_ptr(), moved, fresh, codes, scales)
         _QUANTIZE.pack_into(table, i * _QUANTIZE.size, *pointers, H, H, n, H, group, *how)
         values += n * H
@@ -80,13 +79,9 @@ def _table(visits: Sequence[Visit], at: int = 0) -> tuple[Array[QuantizeArgs], i
     return table, values
 
 
-def _group(o: Options, H: int) -> int:
-    return H if o.group_size is None else min(o.group_size, H)
-
-
 def _places(at: int, n: int, H: int, o: Options | None) -> tuple[int, int, int]:
     """Where a part that begins at `at` has its codes and its scales, and the length of its groups."""
     if o is None:
         return at, 0, 0
-    group = _group(o, H)
+    group = group_length(H, o.group_size)
     return at + 4 * n * -(-H // group), at, group

@@ -104,7 +104,6 @@ def quantize(
     scale: str = "max",
     rounding: str = "nearest",
     seed: int = 0,
-    scale_dtype: torch.dtype = torch.float32,
     backend: str = "auto",
     name: str = "x",
 ) -> tuple[Tensor, Tensor]:
@@ -117,7 +116,6 @@ def quantize(
         scale: "max", or "rms", which clips (nearest rounding only).
         rounding: "nearest", or "stochastic", which is unbiased.
         seed: Of the random numbers, which follow from it and the element's index; see `mix_seed`.
-        scale_dtype: bfloat16 rounds scales up to bfloat16 values, so that they can be sent in two bytes.
         backend: "auto", "torch", "native" or "triton".
         name: What errors call `x`.
 
@@ -133,7 +131,7 @@ def quantize(
         >>> ops.dequantize(codes, scale, 4, (2, 8)).shape
         torch.Size([2, 8])
     """
-    options = layout.check_options(bits, group_size, scale, rounding, seed, scale_dtype)
+    options = layout.check_options(bits, group_size, scale, rounding, seed)
     layout.check_input(x, name)
     return dispatch.pick(backend, x).quantize(x, options, name)
 
@@ -187,7 +185,6 @@ def delta_quantize_(
     scale: str = "max",
     rounding: str = "nearest",
     seed: int = 0,
-    scale_dtype: torch.dtype = torch.float32,
     backend: str = "auto",
     name: str = "a - m",
 ) -> tuple[Tensor, Tensor]:
@@ -201,7 +198,6 @@ def delta_quantize_(
         scale: As for `quantize`.
         rounding: As for `quantize`.
         seed: As for `quantize`.
-        scale_dtype: As for `quantize`.
         backend: As for `quantize`.
         name: What errors call the change.
 
@@ -211,7 +207,7 @@ def delta_quantize_(
     Raises:
         NonFiniteError: As `quantize`; m is as it was before the call.
     """
-    options = layout.check_options(bits, group_size, scale, rounding, seed, scale_dtype)
+    options = layout.check_options(bits, group_size, scale, rounding, seed)
     layout.check_input(a, name)
     layout.check_float32(m, tuple(a.shape), "m")
     return dispatch.pick(backend, a, m).delta_quantize_(a, m, options, name)

@@ -56,10 +56,7 @@ def finish_scales(most: Tensor, squares: Tensor, count: Tensor | int, options: O
         root = (total / (whole * RMS_FIXED_POINT)).sqrt()
         loaded = (most.to(torch.float64) * layout.RMS_LOADING[options.bits] * root).to(torch.float32)
         scale = torch.where(usable, torch.minimum(most, loaded), most)
-    scale = torch.where(scale < layout.SCALE_MIN, 0.0, scale)
-    if options.scale_dtype == torch.bfloat16:
-        scale = torch.where(scale <= layout.SCALE_MAX, round_up_to_bfloat16(scale), scale)
-    return scale
+    return torch.where(scale < layout.SCALE_MIN, 0.0, scale)
 
 
 def group_scales(x_RGn: Tensor, options: Options) -> Tensor:

@@ -76,13 +76,12 @@ def linear_decode(
     index_d: Tensor | None,
     bits: int,
     workers: int,
-    divisor: int,
     out_d: Tensor,
     add: bool,
 ) -> Tensor:
     """As `dithering.linear_decode`."""
     codes, d = codes.contiguous(), out_d.numel()
-    factors = float_table(dithering.linear_factors(norm, levels, divisor), out_d.device)
+    factors = float_table(dithering.linear_factors(norm, levels, workers), out_d.device)
     index = codes if index_d is None else index_d
     gradient.linear_decode_kernel[flat_grid(d, BLOCK)](
         out_d,

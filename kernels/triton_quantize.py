@@ -170,7 +170,6 @@ def quantize_kernel(
     DELTA: tl.constexpr,
     MEASURE: tl.constexpr,
     STOCHASTIC: tl.constexpr,
-    BF16_SCALE: tl.constexpr,
     OCT: tl.constexpr,
 ):
     """Codes of one chunk of one group.
@@ -188,8 +187,6 @@ def quantize_kernel(
         most = tl.max(pattern)
         tl.atomic_min(bad, row, mask=most > 0x71800000)  # 2**100; Inf and NaN are above it
         most = tl.where(most < 0x0D800000, 0, most)  # 2**-100
-        if BF16_SCALE:
-            most = (most + 0xFFFF) & -0x10000
         scale = most.to(tl.float32, bitcast=True)
         tl.store(scales + unit, scale)
     else:

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pipecomp.kernels import ragged, reference, rng
-from pipecomp.kernels.layout import Options
+from pipecomp.kernels.layout import Options, group_length
 from pipecomp.kernels.ragged import FINE, Arriving, Visit
 from pipecomp.kernels.triton_quantize import (
     load_codes,
@@ -66,7 +66,6 @@ def encode_kernel(
     DELTA: tl.constexpr,
     KEEP: tl.constexpr,
     STOCHASTIC: tl.constexpr,
-    BF16_SCALE: tl.constexpr,
     OCT: tl.constexpr,
     ALIGNED: tl.constexpr,
     FIELDS: tl.constexpr,
@@ -85,8 +84,6 @@ def encode_kernel(
     inside = row - tl.load(fields + 4)
     tl.atomic_min(bad, (tl.load(fields + 5) << 32) | inside, mask=most > 0x71800000)  # 2**100
     most = tl.where(most < 0x0D800000, 0, most)  # 2**-100
-    if BF16_SCALE:
-        most = (most + 0xFFFF) & -0x10000
     byte = tl.arange(0, 4)
     scale_at = payload + tl.load(fields + 2) + 4 * (row * GROUPS + group)
     tl.store(scale_at + byte, ((most >> (8 * byte)) & 255).to(tl.uint8))
@@ -158,7 +155,7 @@ def encode_batch(visits: Sequence[Visit], payload: Tensor, packet: Tensor | None
                 v.m.copy_(v.x)
             wrong = torch.where(torch.isfinite(v.x).all(), FINE, i << 32)
             torch.minimum(bad, wrong, out=bad)
-        elif o.scale != "max" or min(v.x.shape[1], o.group_size or v.x.shape[1]) > MOST_VALUES or v.x.numel() >> 32:
+        elif o.scale != "max" or group_length(v.x.shape[1], o.group_size) > MOST_VALUES or v.x.numel() >> 32:
             _encode_alone(i, v, part, bad)
         else:
             key = (o._replace(seed=0), v.delta, v.m is None, v.x.dtype, v.x.shape[1])
@@ -197,16 +194,11 @@ def _launch_encode(batch: list[tuple[int, Visit, Tensor]], payload: Tensor, bad:
         table,
         samples,
         bad,
-        s.H,
-        s.group,
-        s.groups,
-        s.group_bytes,
-        s.row_bytes,
+        *s.sizes,
         BITS=o.bits,
         DELTA=first.delta,
         KEEP=first.m is not None,
         STOCHASTIC=o.rounding == "stochastic",
-        BF16_SCALE=o.scale_dtype == torch.bfloat16,
         OCT=octet,
         ALIGNED=aligned,
         FIELDS=FIELDS,
@@ -234,11 +226,7 @@ def decode_batch(payload: Tensor, samples: Sequence[Arriving]) -> None:
             _values(o.bits, o.rounding, payload.device),
             table,
             of_rows,
-            shape.H,
-            shape.group,
-            shape.groups,
-            shape.group_bytes,
-            shape.row_bytes,
+            *shape.sizes,
             BITS=o.bits,
             DELTA=delta,
             BLOCK=BLOCK,

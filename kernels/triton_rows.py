@@ -12,7 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
-from pipecomp.kernels import feedback, layout, native, reference, rng, topk
+from pipecomp.kernels import feedback, layout, reference, rng, topk
 from pipecomp.kernels import triton_gradient as gradient
 from pipecomp.kernels import triton_quantize as quantizer
 from pipecomp.kernels.layout import Options
@@ -50,11 +50,12 @@ class Shape:
     def __init__(self, shape: tuple[int, ...], bits: int, group_size: int | None) -> None:
         self.H = shape[-1]
         self.rows = math.prod(shape[:-1])
-        self.group = self.H if group_size is None else min(group_size, self.H)
+        self.group = layout.group_length(self.H, group_size)
         self.groups = -(-self.H // self.group)
         self.units = self.rows * self.groups  # groups of all rows
         self.group_bytes = (self.group * bits + 7) // 8
         self.row_bytes = layout.row_bytes(self.H, bits, group_size)
+        self.sizes = (self.H, self.group, self.groups, self.group_bytes, self.row_bytes)
 
     def grid(self, chunk: int) -> tuple[int]:
         """One program per group and chunk of `chunk` values; see `triton_quantize.unit_and_chunk`."""
@@ -70,7 +71,7 @@ def quantize(x: Tensor, options: Options, name: str = "x") -> tuple[Tensor, Tens
 
 def delta_quantize_(a: Tensor, m: Tensor, options: Options, name: str = "a - m") -> tuple[Tensor, Tensor]:
     """As `reference.delta_quantize_`. The kernel that moves m looks at the first one's verdict itself."""
-    walkable, _ = native.with_stride(m)
+    walkable, _ = layout.with_stride(m)
     codes, scales, bad = launch_quantize(a, walkable, options)
     launch_dequantize(codes, scales, options.bits, walkable, options.group_size, options.rounding, True, bad)
     raise_if_bad(bad, name)
@@ -90,10 +91,10 @@ def launch_quantize(x: Tensor, m: Tensor | None, options: Options) -> tuple[Tens
     """Codes, scales and the first bad row (int64 [1], FINE if none)."""
     shape = tuple(x.shape)
     s = Shape(shape, options.bits, options.group_size)
-    x, x_stride = native.with_stride(x)
+    x, x_stride = layout.with_stride(x)
     x = loadable(x)
     base = x if m is None else m
-    m_stride = s.H if m is None else native.row_stride(m) or s.H
+    m_stride = s.H if m is None else layout.row_stride(m) or s.H
     codes = torch.empty((*shape[:-1], s.row_bytes), dtype=torch.uint8, device=x.device)
     scales = torch.empty(layout.scale_shape(shape, options.group_size), dtype=torch.float32, device=x.device)
     bad = torch.full((1,), FINE, dtype=torch.int64, device=x.device)
@@ -101,8 +102,8 @@ def launch_quantize(x: Tensor, m: Tensor | None, options: Options) -> tuple[Tens
         return codes, scales, bad
     keys, _ = key_table(options.seed, 0, x.numel(), x.device)
     fused = options.scale == "max" and s.group <= MOST_VALUES
-    where = (x_stride, m_stride, s.H, s.group, s.groups)
     if not fused:
+        where = (x_stride, m_stride, s.H, s.group, s.groups)
         largest = torch.zeros(s.units, dtype=torch.int32, device=x.device)
         quantizer.measure_kernel[s.grid(BLOCK)](x, base, largest, *where, m is not None, BLOCK, enable_fp_fusion=False)
         most = largest.view(torch.float32)
@@ -128,14 +129,13 @@ def launch_quantize(x: Tensor, m: Tensor | None, options: Options) -> tuple[Tens
         scales,
         bad,
         keys,
-        *where,
-        s.group_bytes,
-        s.row_bytes,
+        x_stride,
+        m_stride,
+        *s.sizes,
         BITS=options.bits,
         DELTA=m is not None,
         MEASURE=fused,
         STOCHASTIC=options.rounding == "stochastic",
-        BF16_SCALE=options.scale_dtype == torch.bfloat16,
         OCT=octets,
         num_warps=warps(8 * octets),
         enable_fp_fusion=False,
@@ -164,12 +164,8 @@ def launch_dequantize(
         w,
         out,
         codes if bad is None else bad,
-        native.row_stride(out) or s.H,
-        s.H,
-        s.group,
-        s.groups,
-        s.group_bytes,
-        s.row_bytes,
+        layout.row_stride(out) or s.H,
+        *s.sizes,
         BITS=bits,
         ADD=add,
         GUARDED=bad is not None,
@@ -190,7 +186,7 @@ def dequantize(
 ) -> Tensor:
     """As `reference.dequantize`."""
     target = torch.empty(shape, dtype=torch.float32, device=codes.device) if out is None else out
-    walkable, _ = native.with_stride(target)
+    walkable, _ = layout.with_stride(target)
     launch_dequantize(codes.contiguous(), scale.contiguous(), bits, walkable, group_size, rounding, add)
     return target if walkable is target else target.copy_(walkable)
 
@@ -224,7 +220,7 @@ def select(x: Tensor, fraction: float, group_size: int | None) -> tuple[Tensor, 
     s = Shape(tuple(x.shape), 8, group_size)
     if s.group > MOST_VALUES:
         return topk.select(x, fraction, group_size)
-    x, stride = native.with_stride(x)
+    x, stride = layout.with_stride(x)
     x = loadable(x)
     K = topk.top_k_kept(s.H, fraction, group_size)
     values = torch.empty((*x.shape[:-1], K), dtype=torch.float32, device=x.device)
@@ -269,16 +265,11 @@ def quantize_sum(sum_d: Tensor, scale_G: Tensor, bits: int, group_size: int) -> 
         keys,
         s.H,
         s.H,
-        s.H,
-        s.group,
-        s.groups,
-        s.group_bytes,
-        s.row_bytes,
+        *s.sizes,
         BITS=bits,
         DELTA=False,
         MEASURE=False,
         STOCHASTIC=False,
-        BF16_SCALE=False,
         OCT=OCT,
         num_warps=warps(8 * OCT),
         enable_fp_fusion=False,

@@ -48,10 +48,10 @@ else:
     path = Path(named) if named else native_library.library_path()
     BACKENDS = {}
     if path is not None and (named or not isinstance(native.load(), str)):
-        best = native.Backend(path)
+        best = native.NativeBackend(path)
         for isa in native_library.ISAS[: best.isa_index + 1]:
             for threads in (1, 2):
-                BACKENDS[f"{isa}-{threads}"] = native.Backend(path, isa, threads)
+                BACKENDS[f"{isa}-{threads}"] = native.NativeBackend(path, isa, threads)
     EXAMPLES, HEIGHT, WIDTHS = 60, 5, [1, 5, 8, 31, 32, 33, 64, 100, 257, 1600]
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -96,8 +96,7 @@ def quantizer_cases(draw: st.DrawFn) -> tuple[Tensor, Tensor, Options]:
     dtype = draw(st.sampled_from(DTYPES))
     seed = draw(seeds)
     group_size = draw(st.sampled_from([None, 7, 8, 24, 64, 1000]))
-    scale_dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]))
-    options = Options(draw(st.integers(1, 8)), group_size, scale, rounding, seed, scale_dtype)
+    options = Options(draw(st.integers(1, 8)), group_size, scale, rounding, seed)
     limit = 6e4 if dtype == torch.float16 else 2.0**99
     x = values(seed, (rows, H)).clamp(-limit, limit).to(dtype)
     m = x.float() + values(seed + 1, (rows, H)) if draw(st.booleans()) else values(seed + 1, (rows, H))
@@ -306,15 +305,15 @@ def test_linear_dithering(backend, case, levels, start, workers, add):
     sums = dithering.linear_reduce(parts, d, bits, sum_bits)
     assert same(backend.linear_reduce(parts, d, bits, sum_bits), sums)
     before = m.reshape(-1).clone()
-    decoded = dithering.linear_decode(sums, norm, (levels,), None, sum_bits, workers, 3, before.clone(), add)
-    assert same(backend.linear_decode(sums, norm, (levels,), None, sum_bits, workers, 3, before.clone(), add), decoded)
+    decoded = dithering.linear_decode(sums, norm, (levels,), None, sum_bits, workers, before.clone(), add)
+    assert same(backend.linear_decode(sums, norm, (levels,), None, sum_bits, workers, before.clone(), add), decoded)
     for several in ((levels, levels + 5, 1000), tuple(range(levels, levels + 12))):
         index = dithering.scale_index(g, norm, several)
         assert same(backend.scale_index(g, norm, several), index)
         codes = dithering.linear_encode(g, norm, several, index, bits, o.seed, start)
         assert same(backend.linear_encode(g, norm, several, index, bits, o.seed, start), codes)
-        decoded = dithering.linear_decode(codes, norm, several, index, bits, 1, 3, before.clone(), add)
-        assert same(backend.linear_decode(codes, norm, several, index, bits, 1, 3, before.clone(), add), decoded)
+        decoded = dithering.linear_decode(codes, norm, several, index, bits, 1, before.clone(), add)
+        assert same(backend.linear_decode(codes, norm, several, index, bits, 1, before.clone(), add), decoded)
 
 
 @anywhere
@@ -507,7 +506,7 @@ else:
         want, m_want = reference.quantize(x, o), m.clone()
         wanted = reference.delta_quantize_(x, m_want, o)
         for isa in {name.rsplit("-", 1)[0] for name in BACKENDS}:
-            backend = native.Backend(path, isa, threads)
+            backend = native.NativeBackend(path, isa, threads)
             assert all(map(same, backend.quantize(x, o), want))
             m_got = m.clone()
             assert all(map(same, (*backend.delta_quantize_(x, m_got, o), m_got), (*wanted, m_want)))

@@ -75,8 +75,6 @@ def test_linear_dithering_follows_the_definition(backend, g, s, seed, start):
     assert (ops.unpack_bits(sums, width, len(g)) - 3 * s).tolist() == total
     mean = ops.linear_decode(sums, len(g), norm, s, workers=3, backend=backend)
     assert mean.tolist() == [float(F(t) * F(norm / (s * 3))) for t in total]
-    undivided = ops.linear_decode(sums, len(g), norm, s, workers=3, divide=False, backend=backend)
-    assert undivided.tolist() == [float(F(t) * F(norm / s)) for t in total]
     added = ops.linear_decode(codes, len(g), norm, s, add_to=x.clone(), backend=backend)
     assert added.tolist() == [float(F(v) + F(level) * F(norm / s)) for v, level in zip(g, want, strict=True)]
 

@@ -79,15 +79,15 @@ def test_impossible_choices_are_errors():
 def test_a_named_instruction_set_must_exist(monkeypatch):
     path = native_library.library_path()
     with pytest.raises(KernelError, match="avx1024"):
-        native.Backend(path, "avx1024")
-    assert native.Backend(path, "portable").isa == "portable"
+        native.NativeBackend(path, "avx1024")
+    assert native.NativeBackend(path, "portable").isa == "portable"
 
 
 def test_what_does_not_load_is_explained(tmp_path, monkeypatch):
     broken = tmp_path / "_native.so"
     broken.write_bytes(b"not a library")
     with pytest.raises(KernelError, match=r"_native\.so does not load"):
-        native.Backend(broken)
+        native.NativeBackend(broken)
     monkeypatch.setattr(native_library, "library_path", lambda: broken)
     assert "does not load" in native.load.__wrapped__()
     monkeypatch.setattr(native_library, "library_path", lambda: None)
@@ -99,7 +99,7 @@ def test_another_version_or_wrong_bytes_are_not_used(monkeypatch):
     monkeypatch.setattr(native_library, "ABI", native_library.ABI + 1)
     assert "another version" in native.load.__wrapped__()
     monkeypatch.undo()
-    backend = native.Backend(native_library.library_path())
+    backend = native.NativeBackend(native_library.library_path())
     native.self_check(backend)
     honest = backend._quantize
 
@@ -155,7 +155,7 @@ def test_triton_is_tried_before_it_is_chosen(fresh_choice, first_call, why):
 
 @needs_native
 def test_threads_follow_torch_and_calls_may_overlap():
-    backend = native.Backend(native_library.library_path())
+    backend = native.NativeBackend(native_library.library_path())
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)

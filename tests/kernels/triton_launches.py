@@ -125,7 +125,7 @@ def _launch_gradients(g_d: torch.Tensor, out_d: torch.Tensor) -> None:
     index = triton_backend.scale_index(g_d, 1.0, (7, 30))
     for start, levels, where in ((0, (7,), None), (2**31, (7, 30), index)):
         codes = triton_backend.linear_encode(g_d, 1.0, levels, where, 4, 5, start)
-        triton_backend.linear_decode(codes, 1.0, levels, where, 4, 1, 3, out_d, start > 0)
+        triton_backend.linear_decode(codes, 1.0, levels, where, 4, 1, out_d, start > 0)
     triton_backend.linear_reduce([codes], g_d.numel(), 4, 8)
     for bits, depth in ((4, 2), (8, 1)):
         codes = triton_backend.exponential_encode(g_d, 1.0, bits, depth, 5, 0)
