@@ -270,7 +270,7 @@ def eval_batches(data: Any, micro_batch: int, collate: Callable[[list], Any] | N
 
 
 def check_labels(make: Callable[[], MicroBatch], name: str) -> None:
-    """DataError where labels follow from draws that are not seeded: the last stage's would not be of the first's inputs.
+    """DataError where labels follow from draws that are not seeded: the last stage's would not fit the first's inputs.
 
     make: makes the same micro-batch, seeded, every time. name: the dataset's.
     """
