@@ -185,8 +185,10 @@ class Fit:
         own, epoch = units(), self.plan.epoch(step)
         stats, wanted, taken = self._exchange(engine, own if engine.is_first_stage() else 0.0)
         per_s = taken / step_s
-        self._recorder.step(step, stats, epoch=epoch, loss=loss, lr=lr, step_s=step_s, per_s=per_s)
-        self._report.step(step, epoch, loss=loss, lr=lr, per_s=per_s, traffic=Traffic.of(stats), stats=stats)
+        of_step = {"loss": loss, "lr": lr, "step_s": step_s, "per_s": per_s}
+        self._recorder.step(step, stats, epoch=epoch, **of_step)
+        self._report.step(step, epoch, **of_step, traffic=Traffic.of(stats), stats=stats)
+        self._meter.spent += step_s
         values = {"loss": loss, "learning_rate": lr, f"{self._unit}_per_second": per_s}
         self._trackers.log(step, {**values, **_curves(self._meter.since_last(stats))})
         return self._interruption.decide(wanted)
@@ -214,10 +216,11 @@ class Fit:
 
     def _epoch(self, engine: Any, step: int, measures: dict[str, float] | None) -> None:
         """Report the end of an epoch or round. measures: of its evaluation, if there is one."""
+        stats = engine.gather_comm_stats()
         if measures is not None:
-            self._recorder.evaluated(step, measures)
+            self._recorder.evaluated(step, measures, stats)
             self._trackers.log(step, {f"eval_{name}": value for name, value in measures.items()})
-        self._report.epoch(step, self.plan.epoch(step), measures, Traffic.of(engine.gather_comm_stats()))
+        self._report.epoch(step, self.plan.epoch(step), measures, Traffic.of(stats))
 
 
 def _curves(figures: Mapping[str, Any]) -> dict[str, float]:

@@ -75,7 +75,7 @@ class Report:
     def _take_up(self, records: Sequence[dict[str, Any]]) -> None:
         """Go on after these lines of an earlier run."""
         for record in records:
-            if "links" in record:  # in a run's folder an evaluation's line has none, and a round is an epoch
+            if "links" in record:  # in a run's folder an evaluation's line may have none, and a round is an epoch
                 self._before = Traffic(record["links"], record["groups"])
             if "eval" not in record:
                 self._count(record[self._period if self._period in record else "epoch"], record["loss"])
@@ -124,6 +124,7 @@ class Report:
         lr: float,
         per_s: float,
         traffic: Traffic,
+        step_s: float = 0.0,
         stats: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         """Report one optimizer step.
@@ -135,9 +136,11 @@ class Report:
             lr: The learning rate that it used.
             per_s: Tokens or images per second.
             traffic: Since the start of the run.
-            stats: `engine.gather_comm_stats()`, for what the links do: the step's line has "forward_bits" and
+            step_s: Seconds of the step, for what the links do in that time.
+            stats: `engine.gather_comm_stats()`, for the same: the step's line has "forward_bits" and
                 "backward_bits", on average over its quantized values, where there are any.
         """
+        self._meter.spent += step_s
         traffic = self._before.plus(traffic)
         self._count(epoch, loss)
         record = {"step": step, self._period: epoch, "loss": loss, "lr": lr, f"{self._unit}_per_s": round(per_s, 1)}

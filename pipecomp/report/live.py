@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipecomp.report.record import waits
@@ -16,12 +15,12 @@ _WAYS = ("forward", "backward")
 class LinkMeter:
     """Figures of all links together, each time since the last one.
 
-    Args:
-        now: A clock, in seconds.
+    Attributes:
+        spent: Seconds of training steps since the last figures, to which whoever makes steps adds those of each.
     """
 
-    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
-        self._now, self._at = now, now()
+    def __init__(self) -> None:
+        self.spent = 0.0
         self._bytes = dict.fromkeys((*_WAYS, "raw"), 0)
         self._waits: dict[str, float] = {}
         self._bits = BitsMeter()
@@ -33,12 +32,12 @@ class LinkMeter:
             stats: `engine.gather_comm_stats()`.
 
         Returns:
-            "forward_mb_per_s", "backward_mb_per_s": megabytes sent a second, evaluations not counted. "compression":
-            bytes in the training dtype by bytes sent. "forward_bits", "backward_bits": of a quantized value, if any.
-            "slowest_link", "slowest_wait": the link whose stage waited longest for packets, and the share of the time.
+            "forward_mb_per_s", "backward_mb_per_s": megabytes sent a second of training steps, evaluations not counted.
+            "compression": bytes in the training dtype by bytes sent. "forward_bits", "backward_bits": of a quantized
+            value, if any. "slowest_link", "slowest_wait": the link whose stage waited longest for packets, and the
+            share of these seconds.
         """
-        now = self._now()
-        spent, self._at = now - self._at, now
+        spent, self.spent = self.spent, 0.0
         links = Traffic.of(stats).links.values()
         counted = {way: sum(link[f"{way}_bytes_sent"] for link in links) for way in _WAYS}
         counted["raw"] = sum(link[f"{way}_bytes_raw"] for link in links for way in _WAYS)

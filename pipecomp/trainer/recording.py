@@ -44,6 +44,7 @@ class Recording:
         """Tell of a step that has ended. step: from 1."""
         self._flush()
         spent = time.perf_counter() - self._began
+        self._meter.spent += spent
         told = {"loss": loss, "lr": lr, "step_s": spent, "per_s": samples / spent}
         self._step = {"step": step, "seconds": self._recorder.seconds(), **told}  # it may be written after the next one
 

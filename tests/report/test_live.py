@@ -10,10 +10,12 @@ from tests.report.runs import AQSGD, MICRO_BATCHES, counters, made_step
 
 
 def test_figures_are_those_since_the_last_time():
-    clock = iter([0.0, 10.0, 14.0, 15.0])
     step = made_step(Config.from_dict({"activations": AQSGD}), stages=3)
-    meter = LinkMeter(lambda: next(clock))
+    meter = LinkMeter()
+    meter.spent += 10.0
     meter.since_last(counters(step, 5, wait_s=0.1))
+    for _ in range(4):
+        meter.spent += 1.0
     found = meter.since_last(counters(step, 9, wait_s=0.25))
     moved = 4 * MICRO_BATCHES * sum(step.forward_bytes)
     assert found["forward_mb_per_s"] == pytest.approx(moved / 4.0 / 1e6)
@@ -21,17 +23,18 @@ def test_figures_are_those_since_the_last_time():
         2 * 2 * 4 * 256 * 64 * 4 / (sum(step.forward_bytes) + sum(step.backward_bytes))
     )
     assert found["slowest_wait"] == pytest.approx((9 * 0.25 - 5 * 0.1) / 4.0)
+    meter.spent += 1.0
     assert meter.since_last(counters(step, 9, wait_s=0.25)) == {}  # nothing was sent
 
 
 def test_the_link_where_a_stage_waited_longest():
-    clock = iter([0.0, 10.0, 20.0])
-    meter = LinkMeter(lambda: next(clock))
+    meter = LinkMeter()
     step = made_step(Config.from_dict({"activations": AQSGD}), stages=3)
     for steps, wait_s, share in ((5, 4.0, 0.4), (9, 100.0, 1.0)):
         stats = counters(step, steps, wait_s=0.1)
         for rank in stats[1:]:
             rank["links"]["1->2"]["wait_seconds"] = wait_s
+        meter.spent += 10.0
         found = meter.since_last(stats)
         assert (found["slowest_link"], found["slowest_wait"]) == ("1->2", pytest.approx(share))
 

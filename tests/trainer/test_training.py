@@ -14,6 +14,7 @@ from transformers import TrainerState, TrainingArguments, get_scheduler
 
 import tests.dist.trainer_work as work
 from pipecomp.checkpoint.writing import Attempts
+from pipecomp.config import Config
 from pipecomp.data import MicroBatch, ShardedSampler
 from pipecomp.errors import ConfigError, DataError
 from pipecomp.report.read import read_runs
@@ -28,6 +29,7 @@ from pipecomp.trainer.sampling import LengthSampler, make_sampler
 from pipecomp.trainer.schedule import Length, follows_metric, make_scheduler, note_best
 from pipecomp.trainer.training import Training
 from tests.dist.small import gpt2
+from tests.report.runs import AQSGD, counters, made_step
 
 
 def test_a_step_of_samples_padded_left_weighs_what_is_trained() -> None:
@@ -99,6 +101,7 @@ def test_a_steps_line_says_when_it_ended(tmp_path: Path, monkeypatch: pytest.Mon
     clock = [0.0]
     for module in ("report.record", "trainer.recording"):
         monkeypatch.setattr(f"pipecomp.{module}.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr("pipecomp.trainer.recording.broadcast", lambda value, group: value)
     args = SimpleNamespace(output_dir=str(tmp_path), gradient_accumulation_steps=1)
     engine = SimpleNamespace(describe=dict)
     state = TrainerState(global_step=0)
@@ -112,6 +115,8 @@ def test_a_steps_line_says_when_it_ended(tmp_path: Path, monkeypatch: pytest.Mon
     recording.interrupted()
     lines = read_runs([tmp_path])[0].steps
     assert [(line["step"], line["seconds"], line["step_s"]) for line in lines] == [(1, 7, 2), (2, 24, 2), (3, 41, 2)]
+    rates = recording.rates(counters(made_step(Config.from_dict({"activations": AQSGD})), 3, 0.5))
+    assert rates["link_slowest_wait"] == 0.25, "what is between steps, as evaluations, is no time to wait"
 
 
 PADDED = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]])
