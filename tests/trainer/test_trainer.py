@@ -806,6 +806,8 @@ def test_logs_tell_what_changed_since_the_last() -> None:
         **bits,
     }
     assert meter.since_last(stats(2800, 500, wait=1.5, full=5, delta=3, groups=gradients)) == {}
+    gradients["data parallel"] = {"bytes_raw": 180, "bytes_sent": 30}  # a thread has not counted what it sent yet
+    assert meter.since_last(stats(2800, 500, wait=1.5, full=5, delta=3, groups=gradients)) == {}
 
 
 # -- checkpoints
