@@ -540,6 +540,21 @@ def test_labs_of_living_processes_are_not_leftovers():
         assert abandoned(other) is None
 
 
+def test_namespaces_that_another_process_deletes_meanwhile_are_no_error():
+    """Two labs that begin may find the same leftovers."""
+    there = {"lab-n0", "lab-n1"}
+
+    def run(text: str) -> str:
+        if text == "ip netns list":
+            return "\n".join(sorted(there))
+        if text.endswith("n1"):
+            there.discard("lab-n1")
+        raise NetlabError(text)
+
+    with pytest.raises(NetlabError, match=r"^ip netns delete lab-n0$"):
+        namespaces_module.delete_namespaces(["lab-n0", "lab-n1"], run)
+
+
 # -- commands and functions on nodes, in software
 
 
@@ -571,14 +586,18 @@ def test_a_command_finds_its_rank(monkeypatch):
     assert sorted(label for label, stream, _ in lines if stream == "stderr") == sorted(done.statuses)
 
 
-def test_the_first_failing_node_decides():
+def test_the_first_failing_node_decides(tmp_path):
+    """The others have the grace to end by themselves, and are ended after it."""
     with Lab(nodes=3, software=True) as lab:
-        script = "[ $RANK = 0 ] && exec sleep 300; [ $RANK = 2 ] && exit 7; sleep 0.6; exit 5"
-        done = lab.run(shell(script), grace_s=2.0, on_line=Lines())
+        first = f"[ $RANK = 2 ] && {{ echo $$ > {tmp_path}/part; mv {tmp_path}/part {tmp_path}/first; exit 7; }}"
+        # A process is there until the lab has taken its status.
+        seen = f"until [ -f {tmp_path}/first ] && ! kill -0 $(cat {tmp_path}/first) 2> /dev/null; do sleep 0.02; done"
+        done = lab.run(shell(f"{first}; {seen}; exit $((RANK * 5))"), grace_s=HANG_S, on_line=Lines())
         assert (done.status, done.failed) == (7, "node2")
-        assert done.statuses == {"node0": 128 + signal.SIGTERM, "node1": 5, "node2": 7}
-        killed = lab.run(shell("[ $RANK = 1 ] && kill -9 $$; sleep 0.2"), timeout_s=HANG_S, on_line=Lines())
+        assert done.statuses == {"node0": 0, "node1": 5, "node2": 7}
+        killed = lab.run(shell("[ $RANK = 1 ] && kill -9 $$; exec sleep 300"), grace_s=0.1, on_line=Lines())
         assert (killed.status, killed.failed) == (128 + 9, "node1")
+        assert killed.statuses["node0"] == killed.statuses["node2"] == 128 + signal.SIGTERM
 
 
 def test_nothing_outlives_a_run():
