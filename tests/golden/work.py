@@ -5,7 +5,7 @@
     python tests/golden/work.py pack                train and save a run, for later code to resume, before `record`
 
 The last bits of a matrix product depend on the processor, so libraries are held to instructions that all x86 machines
-have; `probe` tells whether that was enough.
+have; `probe` tells whether that was enough, `environment` what else may have changed them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
+import re
 import shutil
 import sys
 import tarfile
@@ -88,6 +90,15 @@ def probe() -> str:
         optimizer.step()
         optimizer.zero_grad()
     return digest(*model.parameters())
+
+
+def environment() -> dict[str, str]:
+    """What the probe's last bits may depend on: versions, and the kind of processor."""
+    import transformers
+
+    kind = re.findall(r"^(?:vendor_id|cpu family|model)\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    processor = " ".join([platform.machine(), *kind[:3]])  # of the first one: there is a paragraph for each
+    return {"torch": torch.__version__, "transformers": transformers.__version__, "processor": processor}
 
 
 def messages(engine: Any) -> dict[str, dict[str, Any]]:
@@ -244,6 +255,7 @@ def everything() -> dict[str, Any]:
         return json.loads(
             json.dumps(
                 {
+                    "environment": environment(),
                     "probe": probe(),
                     "3 stages x 2 replicas": run_ranks(6, three_by_two, folder, timeout_s=HANG_S),
                     "2 stages x 2 replicas": run_ranks(4, two_by_two, folder, timeout_s=HANG_S),
