@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
+
+from tests.limits import until
 
 TIMEOUT_S = 30.0
 
@@ -131,22 +136,28 @@ def plain_tcp(rank: int, world: int, note: Any, size: int, address: str) -> tupl
     return size, 0.0
 
 
-def reached(rank: int, world: int, note: Any, addresses: list[str]) -> list[bool]:
-    """Which of the nodes' addresses take a connection of this node."""
-    found, waiting = [False] * world, 0
-    with socket.create_server(("", 5002)):
-        deadline = time.monotonic() + TIMEOUT_S
-        while time.monotonic() < deadline and waiting < 3:
-            for node, address in enumerate(addresses):
-                if not found[node]:
-                    try:
-                        socket.create_connection((address, 5002), timeout=1.0).close()
-                        found[node] = True
-                    except OSError:
-                        continue
-            waiting += 1  # the others may listen later
-            time.sleep(1.0)
-        time.sleep(2.0)  # for the others
+def reached(rank: int, world: int, note: Any, addresses: list[str], folder: str) -> list[bool]:
+    """Which of the nodes' addresses take a connection of this node. All listen before the first tries, and until the
+    last has tried. folder: an empty one that all nodes see.
+    """
+
+    def all_have(what: str) -> None:
+        Path(folder, f"{what}-{rank}").touch()
+        until(lambda: len(list(Path(folder).glob(f"{what}-*"))) == world)
+
+    def takes(address: str) -> bool:
+        deadline = time.monotonic() + 8.0  # WireGuard repeats a handshake that was lost after five seconds
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError):
+                socket.create_connection((address, 5002), timeout=1.0).close()
+                return True
+            time.sleep(0.1)
+        return False
+
+    with socket.create_server(("", 5002)), ThreadPoolExecutor(world) as pool:
+        all_have("listened")
+        found = list(pool.map(takes, addresses))
+        all_have("tried")
     return found
 
 
