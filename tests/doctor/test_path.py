@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import heapq
+import math
 import queue
+import socket
 import threading
-import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -42,28 +45,47 @@ def measured() -> PacketPath | None:
     return found
 
 
+class Way:
+    """A UDP socket, and the modules `select` and `time` for who uses it: to wait takes no time here."""
+
+    family = socket.AF_INET
+
+    def __init__(self, takes: Callable[[bytes, int], float | None]) -> None:
+        self._takes, self._sent, self._now = takes, 0, 0.0
+        self._back: list[tuple[float, int, bytes]] = []
+
+    def send(self, packet: bytes) -> None:
+        takes_s = self._takes(packet, self._sent)
+        if takes_s is not None:
+            heapq.heappush(self._back, (self._now + takes_s, self._sent, packet))
+        self._sent += 1
+
+    def select(self, readers: list, writers: list, others: list, wait_s: float) -> tuple[list, list, list]:
+        due = self._back[0][0] if self._back else math.inf
+        until = self._now + wait_s
+        self._now = max(self._now, min(due, until))
+        return readers if due <= until else [], [], []
+
+    def recv(self, size: int) -> bytes:
+        return heapq.heappop(self._back)[2]
+
+    def perf_counter(self) -> float:
+        return self._now
+
+    def getsockname(self) -> tuple[str, int]:
+        return "127.0.0.1", 1
+
+    def setsockopt(self, *what: int) -> None:
+        """No packet is cut up but as `takes` says."""
+
+
 def over(monkeypatch, takes, mtu: int = 1500) -> PacketPath:
-    """Measure a way where `takes(packet, number)` says whether a packet is sent back; it may wait."""
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    """Measure a way where `takes(packet, number)` seconds pass until a packet is back, None if it is lost."""
     lo = Interface("lo", ("127.0.0.1",), True, mtu, 0)
     monkeypatch.setattr(path, "list_interfaces", lambda: {"lo": lo})
-
-    def echo(udp, done):
-        udp.settimeout(0.05)
-        number = 0
-        while not done.is_set():
-            try:
-                packet, sender = udp.recvfrom(1 << 16)
-            except TimeoutError:
-                continue
-            if takes(packet, number):
-                udp.sendto(packet, sender)
-            number += 1
-
-    monkeypatch.setattr(path, "_echo", echo)
-    found = measured()
-    assert found is not None
-    return found
+    monkeypatch.setattr(path, "select", way := Way(takes))
+    monkeypatch.setattr(path, "time", way)
+    return path._measured(way)
 
 
 def size(packet: bytes) -> int:
@@ -75,35 +97,43 @@ def whole(packet: bytes) -> bool:
 
 
 def test_a_way_without_faults(monkeypatch):
-    found = over(monkeypatch, lambda packet, number: True)
+    """Over real sockets, where nothing is late."""
+    lo = Interface("lo", ("127.0.0.1",), True, 1500, 0)
+    monkeypatch.setattr(path, "list_interfaces", lambda: {"lo": lo})
+    monkeypatch.setattr(path, "_LATE_S", HANG_S)
+    monkeypatch.setattr(path, "_MOST_LATE_S", HANG_S)
+    found = measured()
+    assert found is not None
     assert (found.mtu, found.interface_mtu, found.cut) == (1500, 1500, None)
-    assert 0 < found.came <= found.sent == 100
+    assert (found.came, found.sent) == (100, 100)
 
 
 def test_every_fifth_packet_is_lost(monkeypatch):
-    found = over(monkeypatch, lambda packet, number: number % 5 > 0)
-    assert found.came <= 0.8 * found.sent
+    found = over(monkeypatch, lambda packet, number: 0.01 if number % 5 else None)
+    assert (found.came, found.sent) == (80, 100)
     assert found.mtu == 1500, "a lost packet must not look like one that is too large"
 
 
 def test_packets_that_come_unevenly(monkeypatch):
-    found = over(monkeypatch, lambda packet, number: time.sleep(0.03 * (number % 2)) is None)
-    assert found.jitter_s > 0.005
+    found = over(monkeypatch, lambda packet, number: 0.03 * (number % 2))
+    assert found.jitter_s == pytest.approx(0.03)
 
 
 @pytest.mark.parametrize(("limit", "mtu"), [(1420, 1420), (1430, 1420), (576, 576), (60, 0)])
 def test_larger_packets_vanish(monkeypatch, limit, mtu):
-    found = over(monkeypatch, lambda packet, number: size(packet) <= limit or len(packet) == 128)
+    found = over(monkeypatch, lambda packet, number: 0.01 if size(packet) <= limit or len(packet) == 128 else None)
     assert (found.mtu, found.cut) == (mtu, False)
 
 
 def test_larger_packets_are_cut_up(monkeypatch):
-    found = over(monkeypatch, lambda packet, number: size(packet) <= 1400 or not whole(packet), mtu=9000)
+    found = over(
+        monkeypatch, lambda packet, number: 0.01 if size(packet) <= 1400 or not whole(packet) else None, mtu=9000
+    )
     assert (found.mtu, found.interface_mtu, found.cut) == (1400, 9000, True)
 
 
 def test_nothing_comes_back(monkeypatch):
-    found = over(monkeypatch, lambda packet, number: False)
+    found = over(monkeypatch, lambda packet, number: None)
     assert (found.came, found.mtu) == (0, 0)
     (finding,) = check_path((0, 1), found)
     expect(finding, OK, "UDP does not get through", "firewall")

@@ -178,7 +178,7 @@ def test_a_list_of_revoked_certificates_must_be_the_authoritys_and_newer(first, 
 
 
 def test_two_who_write_the_same_file_at_once(first, monkeypatch):
-    both, sync = threading.Barrier(2, timeout=10), os.fsync
+    both, sync = threading.Barrier(2, timeout=HANG_S), os.fsync
 
     def together(handle):
         sync(handle)

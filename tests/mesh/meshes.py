@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import random
-import socket
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from pipecomp.cluster.network_interfaces import free_port
 from pipecomp.errors import PeerLostError
 from pipecomp.keys import certificates
 from pipecomp.keys.authority import issue, new
@@ -42,9 +42,7 @@ def keys_for(path: Path, world: int) -> list[KeyFolder]:
 
 def free_address() -> Address:
     """Where nothing listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return Address("127.0.0.1", probe.getsockname()[1])
+    return Address("127.0.0.1", free_port())
 
 
 def together(calls: Sequence[Callable[[], Any]]) -> list[Any]:

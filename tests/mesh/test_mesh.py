@@ -476,10 +476,10 @@ class TestFailures:
     def test_a_lost_rank_is_told_to_all_that_wait(self, folders, monkeypatch, gone):
         monkeypatch.setattr("pipecomp.mesh.line.GONE_S", 0.2)
         meshes = meet_all(folders[:2])
-        meshes[0].set_timeout(1.0)  # rank 1 makes connections: rank 0 can only wait for it
         there = meshes[1 - gone].connections[gone]
         transfers = [there.receive(1, 0, memoryview(bytearray(9))), there.send(1, 0, memoryview(data(LONG)))]
         kill(meshes[gone])
+        meshes[0].set_timeout(1.0)  # rank 1 makes connections: rank 0 can only wait for it
         for transfer in transfers:
             with pytest.raises(PeerLostError, match=rf"lost rank {gone}: its connection was closed"):
                 transfer.wait(WAIT_S)
@@ -758,7 +758,7 @@ class TestWhereRank0Listens:
         names["node-1"] = ["127.0.1.1"]
         port = free_address().port
         meetings = [Meeting(0, 2, Address("node-1", port)), Meeting(1, 2, Address("127.0.0.1", port))]
-        calls = [lambda m=m: meet(m, Trust(folders[m.rank]), wait_s=5.0) for m in meetings]
+        calls = [lambda m=m: meet(m, Trust(folders[m.rank]), wait_s=WAIT_S) for m in meetings]
         close_all(together(calls))
 
     @pytest.mark.parametrize(

@@ -180,11 +180,9 @@ class Slow:
 
 def test_packets_that_wait_when_a_link_is_closed_arrive(meshes, monkeypatch):
     monkeypatch.setattr("pipecomp.mesh.connection._CLOSE_S", 0.3)
-    first = TlsTransport(meshes[0], 1, timeout_s=0.6, pacer=Slow(0.2))
+    first = TlsTransport(meshes[0], 1, timeout_s=30.0, pacer=Slow(0.2))
     second = TlsTransport(meshes[1], 0, timeout_s=30.0)
-    for mesh in meshes:
-        mesh.set_timeout(30.0)  # a connection does not count as silent
-    monkeypatch.setattr(type(meshes[0].connections[1]), "timeout_s", 0.6)
+    monkeypatch.setattr(type(meshes[0].connections[1]), "timeout_s", 1.5)  # less than all take, and far more than one
     for i in range(10):
         first.send(packet(1000, i))
     first.close()
