@@ -541,6 +541,21 @@ class TestReport:
         Report(None, None, silent=False).interrupted(7, "SIGINT", saved=False, resumes=True)
         assert "goes on from the checkpoint before, if any, as this step could not be saved" in capsys.readouterr().out
 
+    def test_outside_a_terminal_there_is_a_line_every_ten_seconds(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """And one of the first and of the last step."""
+        clock = [0.0]
+        monkeypatch.setattr("pipecomp.recipes.report.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+        plan = steps.Plan(steps=6, per_epoch=6, micro_batch=1, accumulation=1, replicas=1)
+        with Report(None, None, silent=False) as report:
+            report.start(SimpleNamespace(model="tiny"), plan, Config(), 2, 2, 1)  # type: ignore[arg-type]
+            for step, now in enumerate((1.0, 10.9, 11.0, 20.9, 21.0, 22.0), 1):
+                clock[0] = now
+                report.step(step, 1, loss=2.0, lr=0.1, per_s=9.96, traffic=Traffic({}, {}))
+        said = [line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
+        assert said == ["1/6", "3/6", "5/6", "6/6"]
+
     def test_an_epoch_whose_losses_an_earlier_run_had(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """A run that was stopped on an epoch's last step goes on with its evaluation, and may have no lines of it."""
         plan = steps.Plan(steps=6, per_epoch=3, micro_batch=1, accumulation=1, replicas=1)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
+import json
 import os
 import shlex
 import signal
@@ -21,6 +23,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from pipecomp.cli import app
+from pipecomp.cluster.agreement import AllRanks
 from pipecomp.cluster.network_interfaces import free_port
 from pipecomp.errors import ConfigError, KeysError, LinkTimeoutError
 from pipecomp.keys.authority import issue, listed, new
@@ -281,9 +284,33 @@ def test_other_data_on_one_machine_is_named_before_anything_is_trained(machines:
         assert "training begins" not in machine.said()
 
 
+@pytest.mark.parametrize("anyway", [False, True])
+def test_a_problem_that_the_doctor_finds_ends_the_start_but_with_anyway(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], anyway: bool
+) -> None:
+    from pipecomp.up import rank
+
+    (script := tmp_path / "train.py").write_text("print('it trains')")
+    monkeypatch.setattr(rank, "start_processes", lambda **_: None)
+    monkeypatch.setattr(rank, "examine", lambda *_, **__: True)
+    monkeypatch.setattr(rank, "all_ranks", lambda: AllRanks(0, 1, torch.distributed.HashStore()))
+    for name, value in (("get_rank", 0), ("get_world_size", 1), ("get_backend", "gloo")):
+        monkeypatch.setattr(rank.dist, name, lambda value=value: value)
+    monkeypatch.setenv("RANK", "0")
+    for name in ("argv", "path"):
+        monkeypatch.setattr(sys, name, list(getattr(sys, name)))
+    checks = json.dumps(dataclasses.asdict(host.Checks(plan=False, anyway=anyway)))
+    with contextlib.nullcontext() if anyway else pytest.raises(SystemExit, match="1"):
+        rank.main([checks, str(script)])
+    said, told = capsys.readouterr()
+    assert "up: the doctor has found a problem" in said
+    assert ("it trains" in said) is anyway
+    refused = "pipecomp up: rank 0: not trained, because of the doctor's problems; --anyway trains in spite of them\n"
+    assert told == ("" if anyway else refused)
+
+
 def test_the_plan_is_of_the_steps_that_the_script_will_make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A recipe's configuration says how many samples a step has, and leaves DeepSpeed to find the micro-batches."""
-    from pipecomp.cluster.agreement import AllRanks
     from pipecomp.up import rank
 
     wanted: list[Any] = []
