@@ -8,6 +8,10 @@
 #include <algorithm>
 #include <vector>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include "native_calls.h"
 #include "native_crc.h"
 #include "native_fit.h"
@@ -64,7 +68,9 @@ PC_EXPORT int32_t pipecomp_abi() { return 11; }
 
 PC_EXPORT int32_t pipecomp_best_isa() {
 #if defined(__x86_64__)
-    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("f16c")) return 0;
+    unsigned eax, ebx, ecx, edx;  // older compilers do not know "f16c" by name
+    bool f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
+    if (!f16c || !__builtin_cpu_supports("avx2")) return 0;
     bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                 __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
     return wide ? 2 : 1;

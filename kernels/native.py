@@ -157,7 +157,7 @@ def load() -> NativeBackend | str:
     """Load the backend on this CPU's best instruction set; a sentence saying why where there is none."""
     path = native_library.library_path()
     if path is None:
-        return "native kernels are not built (no C++ compiler at install time?)"
+        return "native kernels are not built (no C++ compiler at install time, or one that is too old?)"
     try:
         backend = NativeBackend(path)
         self_check(backend, f"native kernels ({backend.isa} code)")

@@ -95,20 +95,20 @@ export DS_ACCELERATOR=cpu
 
 # Without a GPU the ordinary Linux build of torch brings several GB of CUDA packages that nothing would use.
 if "$venv/bin/python" -c 'import sys, torch; sys.exit(tuple(map(int, torch.__version__.split("+")[0].split(".")[:2])) < (2, 11))' 2>/dev/null; then
-    run "The torch that is there stays" pip setuptools
+    run "The torch that is there stays" pip "setuptools>=77"
 elif [ "$(uname -s)" = Linux ] && ! has_gpu; then
     number=$((number + 1))
     begin "The CPU build of torch $torch_version, as there is no NVIDIA GPU" \
-        pip setuptools "torch==$torch_version+cpu" ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"}
+        pip "setuptools>=77" "torch==$torch_version+cpu" ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"}
     if [ "$status" != 0 ]; then
         echo "      None of the configured package indexes has it. To save several GB: make setup"
         echo "      TORCH_INDEX_URL=<the CPU wheel index that PyTorch's installation page names>"
-        begin "The ordinary build of torch $torch_version, several GB" pip setuptools "torch==$torch_version"
+        begin "The ordinary build of torch $torch_version, several GB" pip "setuptools>=77" "torch==$torch_version"
     fi
     finish
 else
     # An index for another CUDA than that of the ordinary build: for GPUs or drivers that are older.
-    run "torch $torch_version" pip setuptools "torch==$torch_version" ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"}
+    run "torch $torch_version" pip "setuptools>=77" "torch==$torch_version" ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"}
 fi
 
 if wait $kernels; then

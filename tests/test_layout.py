@@ -26,7 +26,7 @@ FACES = ("pipecomp", "pipecomp.stages")  # they only hand names on
 
 # An import may point to its own room or to one on a lower level.
 LEVELS = [
-    {"errors", "files", "json_tree", "schedule", "sockets", "stats", "tables"},
+    {"errors", "files", "json_tree", "processes", "schedule", "sockets", "stats", "tables"},
     {"config_checks", "plain_objects"},
     {"activation_config", "kernels", "keys", "rates"},
     {"allreduce", "buffers", "data"},

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from multiprocessing import forkserver
 from typing import Any
 
-from pipecomp.cluster.network_interfaces import free_port
+from pipecomp.cluster.network_interfaces import free_port, interface_towards
 from pipecomp.errors import ConfigError, PipecompError
 
 _LARGE_PACKAGES = [
@@ -82,13 +82,18 @@ def run_ranks(
     """Return what `function(rank, world, note, *args)` returned on each rank; plain values, no tensors.
 
     note(value): hands a value to `on_note(rank, value)` in this process. timeout_s: for all of it. may_die: ranks that
-    may end without a result. Raises RankFailedError, and ConfigError as `start_server` does.
+    may end without a result. Raises RankFailedError, and ConfigError where processes have nothing to share.
     """
     start_server()
     # A server that has imported torch once forks the ranks. Its environment is that of its own start, so the ranks are
     # given the caller's.
     context = multiprocessing.get_context("forkserver")
-    results, port = context.Queue(), free_port()
+    try:
+        results = context.Queue()
+    except OSError as error:
+        allowed = f"a folder in which processes can share semaphores ({error.strerror or error})"
+        raise ConfigError("/dev/shm", "/dev/shm", allowed) from error
+    port = free_port()
     workers = [
         context.Process(target=_main, args=(rank, world, port, dict(os.environ), function, args, results))
         for rank in range(world)
@@ -146,7 +151,7 @@ def _main(rank: int, world: int, port: int, environment: dict, function: Callabl
         LOCAL_WORLD_SIZE=str(world),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
-        GLOO_SOCKET_IFNAME="lo",
+        GLOO_SOCKET_IFNAME=interface_towards("127.0.0.1") or "lo",
         OMP_NUM_THREADS="1",
     )
     import torch

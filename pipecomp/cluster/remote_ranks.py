@@ -304,8 +304,3 @@ def _handled(handler: signal._HANDLER) -> Iterator[None]:
     finally:
         for number, old in before.items():
             signal.signal(number, old)
-
-
-def python_module(module: str, *arguments: str) -> list[str]:
-    """Give the command that runs a module with this Python."""
-    return [sys.executable, "-m", module, *arguments]

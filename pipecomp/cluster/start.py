@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ import torch.distributed as dist
 
 from pipecomp.cluster.agreement import AllRanks
 from pipecomp.cluster.heartbeat import process_heartbeat
+from pipecomp.cluster.network_interfaces import GLOO_VARIABLE, interface_towards
 from pipecomp.cluster.rendezvous import join_processes
 from pipecomp.cluster.sharing import ranks_on_cores, usable_cores
 
@@ -31,9 +31,11 @@ def start_processes(seed: int | None = None, config: Any = None) -> None:
         LinkError: On every rank, if the ranks have different versions or cannot reach each other.
         KeysError: This machine's keys do not allow it to join.
     """
-    if os.environ.get("MASTER_ADDR", "").startswith("127.") and "lo" in [name for _, name in socket.if_nameindex()]:
+    if os.environ.get("MASTER_ADDR", "").startswith("127."):
         # Without it gloo takes the address that the host name resolves to, which need not be reachable.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        loopback = interface_towards("127.0.0.1")
+        if loopback is not None:
+            os.environ.setdefault(GLOO_VARIABLE, loopback)
     join_processes(config)
     sharing = ranks_on_cores(all_ranks())
     if computes_on_cpu() and "OMP_NUM_THREADS" not in os.environ:

@@ -122,7 +122,8 @@ def _local_ranks() -> list[Finding]:
     try:
         found = run_ranks(_LOCAL_RANKS, _measure_here, timeout_s=_LOCAL_LIMIT_S)[0]
     except ConfigError as error:
-        return [Finding("ranks", PROBLEM, str(error), "export TMPDIR=/tmp")]
+        advice = "export TMPDIR=/tmp" if error.key == "TMPDIR" else "In a container: --shm-size=2g; elsewhere mount it."
+        return [Finding("ranks", PROBLEM, str(error), advice)]
     except RankFailedError as error:
         advice = "Two ranks on this machine could not talk over the loopback interface: see the lines above."
         return [Finding("ranks", PROBLEM, str(error).strip().splitlines()[-1], advice)]

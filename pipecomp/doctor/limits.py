@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import resource
 import shutil
+import sys
 from pathlib import Path
 
 from pipecomp.doctor.finding import OK, PROBLEM, WARNING, Finding, judge, mib
@@ -62,6 +63,9 @@ def check_locked_memory(limit_bytes: int | None, *, gpu: bool) -> Finding:
 
 def check_shared_memory(free_bytes: int | None) -> Finding:
     """Check what is free in /dev/shm. free_bytes: None where there is none."""
+    if free_bytes is None and sys.platform == "linux":
+        meaning = "processes that this program starts on this machine cannot share semaphores, nor data workers memory"
+        return Finding("shared memory", WARNING, f"no /dev/shm here: {meaning}", "mount -t tmpfs tmpfs /dev/shm")
     if free_bytes is None:
         return Finding("shared memory", OK, "no /dev/shm here")
     meaning = "data workers and NCCL use it, and crash when it is full"

@@ -113,7 +113,7 @@ def choose_interface() -> None:
     if os.environ.get(GLOO_VARIABLE) or os.environ.get(KEYS) or is_loopback(master):
         return
     found = interface_towards(master)
-    if found is not None and found != "lo":
+    if found is not None and found != interface_towards("127.0.0.1"):
         os.environ[GLOO_VARIABLE] = found
 
 

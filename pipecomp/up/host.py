@@ -7,7 +7,6 @@ import os
 import shlex
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -22,6 +21,7 @@ from pipecomp.keys.certificates import identify, ranks_text
 from pipecomp.keys.folder import AUTHORITY_KEY, MACHINE, KeyFolder
 from pipecomp.keys.invitation import Invitation, authority_print, join, parse_address, plain_fingerprint
 from pipecomp.keys.listener import Address
+from pipecomp.processes import python_module
 
 _END_S = 30.0  # for the other ranks to end once one has
 _POLL_S = 0.2
@@ -148,7 +148,7 @@ def start_ranks(run: Run, keys: str, listen: str | None, checks: Checks, *, say:
             f"the keys in {keys} are for rank {ranks_text(mine)}, which does not fit to {run.machines} machines of "
             f"{run.procs} rank(s): give the same --machines and --procs everywhere, or make new keys"
         )
-    words = [sys.executable, "-m", "pipecomp.up.rank", json.dumps(asdict(checks)), *run.command]
+    words = python_module("pipecomp.up.rank", json.dumps(asdict(checks)), *run.command)
     common = {
         KEYS: keys,
         ADDRESS: str(run.address),

@@ -116,7 +116,7 @@ def test_under_a_launcher_the_command_is_one_rank(more, message, tmp_path, monke
     assert started == []
     told(*given, "--out", "shared", "--stages", "2")
     ((python, *words),) = started
-    assert (python, words[:2]) == (sys.executable, ["-m", "pipecomp.recipes.planned"])
+    assert (python, words[:3]) == (sys.executable, ["-P", "-m", "pipecomp.recipes.planned"])
     assert words[words.index("--stages") + 1] == "2"
     assert words[words.index("--run") + 1] == "shared"
 

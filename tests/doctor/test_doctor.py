@@ -563,7 +563,7 @@ def test_limits():
     expect(limits.check_locked_memory(None, gpu=True), OK)
     expect(limits.check_shared_memory(64 * MIB), WARNING, "64 MiB", "--shm-size")
     expect(limits.check_shared_memory(GIB), OK)
-    expect(limits.check_shared_memory(None), OK)
+    expect(limits.check_shared_memory(None), WARNING, "no /dev/shm", "mount")
 
 
 def test_limits_are_this_process_s(monkeypatch):
