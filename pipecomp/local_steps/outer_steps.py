@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -27,7 +27,7 @@ class Averages(Protocol):
         """
 
 
-@dataclass(slots=True)
+@dataclass(kw_only=True, slots=True)
 class _Flight:
     """A fragment that is being averaged. sent_at, lands: the steps after which it was sent and is taken.
 
@@ -45,7 +45,7 @@ class _Flight:
     sums: dict[str, Tensor]
     rows: dict[str, Tensor]
     row_means: dict[str, Tensor]
-    waits: list[Callable[[], None]]
+    waits: list[Callable[[], None]] = field(default_factory=list)
 
     def arrive(self) -> None:
         while self.waits:
@@ -164,7 +164,20 @@ class OuterSteps:
                 waits.append(self._exact.submit(few, label=label + kind))
         keep = self._options.mixing if overlap else 0.0
         sent = {name: self._weights[name].detach().clone() for name in names} if keep is None else {}
-        self._flights.append(_Flight(fragment, step, step + overlap, keep, sent, moved, sums, rows, means, waits))
+        self._flights.append(
+            _Flight(
+                fragment=fragment,
+                sent_at=step,
+                lands=step + overlap,
+                keep=keep,
+                sent=sent,
+                mean=moved,
+                sums=sums,
+                rows=rows,
+                row_means=means,
+                waits=waits,
+            )
+        )
 
     def _land(self, step: int | None) -> None:
         """Take the fragments that are due after `step` steps; with None all of them, to be let go."""
@@ -271,23 +284,31 @@ class OuterSteps:
         for name, own in self._weights.items():
             own.copy_(state["weights"][name])
         self.taken, self.averaged_at = shared["taken"], shared["averaged_at"]
-        fits = self.fits(shared) and not state.get("recut", False)
+        within = self.fits(shared) and not state.get("recut", False)
         self._timetable.began = shared["began"] if self.fits(shared) else step
         # Another cut has the first replica's optimizer states on all replicas, which no row means belong to.
         nothing: list[dict[str, Tensor]] = [{} for _ in shared["flights"]]
-        its_own = (state["rows"], state["sent"]) if fits else (nothing, nothing)
+        its_own = (state["rows"], state["sent"]) if within else (nothing, nothing)
         for flight, rows, sent in zip(shared["flights"], *its_own, strict=True):
-            lands, keep = flight["lands"] if fits else step, flight["keep"]
-            # The rate of this run counts, not that of when it was sent.
-            sums_of_run = flight["sums"] if self._options.outer.lr is None else {}
-            moved, sums = map(self._here, (flight["mean"], sums_of_run))
-            its_rows, means = map(self._here, (rows, flight["row_means"] if rows else {}))
-            before = {} if keep is not None else self._here(sent) if fits else self._common.before(moved)
-            place = flight["fragment"], flight["sent_at"], lands
-            self._flights.append(_Flight(*place, keep, before, moved, sums, its_rows, means, []))
-        if not fits:
+            keep, moved = flight["keep"], self._here(flight["mean"])
+            before = {} if keep is not None else self._here(sent) if within else self._common.before(moved)
+            self._flights.append(
+                _Flight(
+                    fragment=flight["fragment"],
+                    sent_at=flight["sent_at"],
+                    lands=flight["lands"] if within else step,
+                    keep=keep,
+                    sent=before,
+                    mean=moved,
+                    # The rate of this run counts, not that of when it was sent.
+                    sums=self._here(flight["sums"] if self._options.outer.lr is None else {}),
+                    rows=self._here(rows),
+                    row_means=self._here(flight["row_means"] if rows else {}),
+                )
+            )
+        if not within:
             self._land(step)
-        self._even = dict(shared["even"]) if fits else {}  # of this cut's fragments
+        self._even = dict(shared["even"]) if within else {}  # of this cut's fragments
 
     def _here(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Those of this replica's own weights, on their devices."""

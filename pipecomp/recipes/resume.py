@@ -1,4 +1,4 @@
-"""Checkpoints of recipes: written every so many steps, and found again by a run that starts over.
+"""RunCheckpoints of recipes: written every so many steps, and found again by a run that starts over.
 
 A supervisor only has to start the same command again: with `--resume auto` it continues from the last checkpoint that
 is good on all machines, or begins where there is none. A folder holds the checkpoints of one run: without `--resume` it
@@ -161,7 +161,7 @@ def _let_go() -> None:
 os.register_at_fork(after_in_child=_let_go)  # one that outlives the run would hold its folders
 
 
-class Checkpoints:
+class RunCheckpoints:
     """A run's checkpoints.
 
     Args:

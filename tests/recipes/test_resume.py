@@ -17,7 +17,7 @@ from pipecomp.errors import CheckpointError, ConfigError
 from pipecomp.recipes import run, steps
 from pipecomp.recipes.fit import Fit
 from pipecomp.recipes.report import Report
-from pipecomp.recipes.resume import Checkpoints, hold_folder
+from pipecomp.recipes.resume import RunCheckpoints, hold_folder
 from pipecomp.stats import Traffic
 
 
@@ -135,29 +135,29 @@ class TestArguments:
     )
     def test_without_a_folder_they_have_no_effect(self, words: tuple[str, ...]) -> None:
         with pytest.raises(ConfigError, match=f"{words[0]}: got .*, allowed: only with --checkpoint"):
-            Checkpoints(given(*words), {}, {}, {})
+            RunCheckpoints(given(*words), {}, {}, {})
 
     def test_a_run_is_saved_when_it_is_asked_to_stop_unless_told_otherwise(self, tmp_path: Path) -> None:
         folder = ("--checkpoint", str(tmp_path / "c"))
-        assert Checkpoints(given(*folder), {}, {}, {}).on_signal
-        assert Checkpoints(given(*folder, "--save-on-signal"), {}, {}, {}).on_signal
-        assert not Checkpoints(given(*folder, "--no-save-on-signal"), {}, {}, {}).on_signal
-        assert not Checkpoints(given(), {}, {}, {}).on_signal
+        assert RunCheckpoints(given(*folder), {}, {}, {}).on_signal
+        assert RunCheckpoints(given(*folder, "--save-on-signal"), {}, {}, {}).on_signal
+        assert not RunCheckpoints(given(*folder, "--no-save-on-signal"), {}, {}, {}).on_signal
+        assert not RunCheckpoints(given(), {}, {}, {}).on_signal
 
     def test_what_deepspeed_cannot_load_is_known_before_training(self, tmp_path: Path) -> None:
         args = given("--checkpoint", str(tmp_path / "c"))
         with pytest.raises(ConfigError, match=r"zero_optimization\.stage 1"):
-            Checkpoints(args, {"bf16": {"enabled": True}}, {}, {})
-        Checkpoints(args, {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}, {}, {})
+            RunCheckpoints(args, {"bf16": {"enabled": True}}, {}, {})
+        RunCheckpoints(args, {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}, {}, {})
 
     def test_a_folder_that_cannot_be_made(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")
         with pytest.raises(ConfigError, match="--checkpoint"):
-            Checkpoints(given("--checkpoint", str(tmp_path / "file" / "c")), {}, {}, {})
+            RunCheckpoints(given("--checkpoint", str(tmp_path / "file" / "c")), {}, {}, {})
 
 
 class Engine:
-    """What `Checkpoints` needs of an engine."""
+    """What `RunCheckpoints` needs of an engine."""
 
     global_steps = 0
 
@@ -185,9 +185,9 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 class TestResume:
     def found(
         self, tmp_path: Path, *more: str, settings: dict | None = None, trained: dict | None = None
-    ) -> tuple[Checkpoints, str]:
+    ) -> tuple[RunCheckpoints, str]:
         args = given("--checkpoint", str(tmp_path), "--resume", "auto", *more)
-        checkpoints = Checkpoints(args, {}, settings or {"lr": 1}, trained or {"--crop": 4})
+        checkpoints = RunCheckpoints(args, {}, settings or {"lr": 1}, trained or {"--crop": 4})
         return checkpoints, checkpoints.find()
 
     def test_begins_where_there_is_none(self, tmp_path: Path) -> None:
@@ -283,16 +283,18 @@ class TestWhoseTheyAre:
     ) -> None:
         engine = Writing()
         engine.refusals = 2
-        Checkpoints(given("--checkpoint", str(tmp_path)), {}, {"lr": 1}, {}).save(engine, 4, ends_epoch=True, last=last)
+        RunCheckpoints(given("--checkpoint", str(tmp_path)), {}, {"lr": 1}, {}).save(
+            engine, 4, ends_epoch=True, last=last
+        )
         assert f"{then} without this checkpoint" in "".join(capsys.readouterr())
 
     def test_a_run_does_not_begin_where_another_has_checkpoints(self, tmp_path: Path) -> None:
         args = given("--checkpoint", str(tmp_path))
-        assert Checkpoints(args, {}, {"lr": 1}, {}).find() == ""
+        assert RunCheckpoints(args, {}, {"lr": 1}, {}).find() == ""
         checkpoint(tmp_path, 900)
         checkpoint(tmp_path, 1000, seals=())
         with pytest.raises(ConfigError) as caught:
-            Checkpoints(args, {}, {"lr": 1}, {}).find()
+            RunCheckpoints(args, {}, {"lr": 1}, {}).find()
         told = "a folder without checkpoints: this one has step 900, 1000; --resume auto goes on from the last good one"
         assert str(caught.value) == f"--checkpoint: got '{tmp_path}', allowed: {told}"
 
@@ -318,13 +320,13 @@ class TestWhoseTheyAre:
     def test_nor_where_another_machine_has_some(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("pipecomp.recipes.resume.gathered", lambda mine: [mine, [], [900], []])
         with pytest.raises(ConfigError, match="this one has step 900;"):
-            Checkpoints(given("--checkpoint", str(tmp_path)), {}, {"lr": 1}, {}).find()
+            RunCheckpoints(given("--checkpoint", str(tmp_path)), {}, {"lr": 1}, {}).find()
 
     def test_what_it_was_taken_back_from_goes_before_it_writes(self, tmp_path: Path) -> None:
         """Killed while it wrote step 187, after which another machine has lost step 120."""
         for step, seals in ((50, (0,)), (100, (0,)), (120, (0,)), (187, ())):
             checkpoint(tmp_path, step, seals=seals)
-        checkpoints = Checkpoints(given("--checkpoint", str(tmp_path), "--resume", "auto"), {}, {"lr": 1}, {})
+        checkpoints = RunCheckpoints(given("--checkpoint", str(tmp_path), "--resume", "auto"), {}, {"lr": 1}, {})
         checkpoints.find()
         checkpoints.step = 100
         engine = Writing()
@@ -337,7 +339,7 @@ class TestWhoseTheyAre:
 
     def test_a_run_that_finds_none_that_is_good_keeps_its_own(self, tmp_path: Path) -> None:
         checkpoint(tmp_path, 900, seals=())
-        checkpoints = Checkpoints(given("--checkpoint", str(tmp_path), "--resume", "auto"), {}, {"lr": 1}, {})
+        checkpoints = RunCheckpoints(given("--checkpoint", str(tmp_path), "--resume", "auto"), {}, {"lr": 1}, {})
         checkpoints.find()
         engine = Writing()
         for engine.global_steps in (100, 200, 300):
@@ -346,7 +348,7 @@ class TestWhoseTheyAre:
 
     @pytest.mark.parametrize("keep", [1, 3])
     def test_as_many_are_kept_as_it_is_told(self, tmp_path: Path, keep: int) -> None:
-        checkpoints = Checkpoints(given("--checkpoint", str(tmp_path), "--keep", str(keep)), {}, {"lr": 1}, {})
+        checkpoints = RunCheckpoints(given("--checkpoint", str(tmp_path), "--keep", str(keep)), {}, {"lr": 1}, {})
         engine = Writing()
         for engine.global_steps in range(1, 6):
             checkpoints.save_now(engine)
@@ -354,7 +356,7 @@ class TestWhoseTheyAre:
 
     @pytest.mark.parametrize("refusals", [1, 2])
     def test_a_disk_that_refuses_is_asked_once_more_without_the_older_ones(self, tmp_path: Path, refusals: int) -> None:
-        checkpoints = Checkpoints(given("--checkpoint", str(tmp_path)), {}, {"lr": 1}, {})
+        checkpoints = RunCheckpoints(given("--checkpoint", str(tmp_path)), {}, {"lr": 1}, {})
         engine = Writing()
         for engine.global_steps in (1, 2):
             checkpoints.save_now(engine)
@@ -424,7 +426,7 @@ def test_the_checkpoint_that_is_good_on_every_machine(tmp_path: Path, monkeypatc
     told = [(None, {}), ([40, 20, 10], {30: "it was not finished"}), (None, {})]
     monkeypatch.setattr("pipecomp.recipes.resume.gathered", lambda mine: [mine, *told])
     monkeypatch.setenv("LOCAL_RANK", "0")
-    checkpoints = Checkpoints(given("--checkpoint", str(tmp_path), "--resume", "auto"), {}, {"lr": 1}, {})
+    checkpoints = RunCheckpoints(given("--checkpoint", str(tmp_path), "--resume", "auto"), {}, {"lr": 1}, {})
     said = checkpoints.find()
     assert checkpoints.step == 20
     assert said == "goes on after step 20; passed over step 30: it was not finished"
@@ -439,7 +441,7 @@ def test_a_run_does_not_begin_anew_where_one_machine_alone_has_lost_its_checkpoi
     others: list[tuple] = [(None, {}), ([], {}), (None, {})]
 
     monkeypatch.setattr("pipecomp.recipes.resume.gathered", lambda mine: [mine, *others])
-    checkpoints = Checkpoints(given("--checkpoint", str(tmp_path), "--resume", "auto"), {}, {"lr": 1}, {})
+    checkpoints = RunCheckpoints(given("--checkpoint", str(tmp_path), "--resume", "auto"), {}, {"lr": 1}, {})
     with pytest.raises(ConfigError, match="that of rank 2 has none, and others have step 10, 20"):
         checkpoints.find()
     others[1] = ([], {20: "weights.pt was changed", 30: "it was not finished"})

@@ -157,10 +157,10 @@ def _instrument(job: Job, note: Note) -> None:
     """Notes from inside the run, and a comparison of what the ends of links hold after a resume and at the end."""
     from pipecomp.engine.engine import PipelineEngine
     from pipecomp.local_steps.outer_steps import OuterSteps
-    from pipecomp.recipes.resume import Checkpoints
+    from pipecomp.recipes.resume import RunCheckpoints
     from pipecomp.stages.link.links import Links
 
-    load, save, write, agree = Checkpoints.load, Checkpoints.save, PipelineEngine.save_checkpoint, Links.agree
+    load, save, write, agree = RunCheckpoints.load, RunCheckpoints.save, PipelineEngine.save_checkpoint, Links.agree
     send, land = OuterSteps._send, OuterSteps._land
     faults = None
     if job.get("faults"):
@@ -212,7 +212,7 @@ def _instrument(job: Job, note: Note) -> None:
         _write_slowly(job["slow_s"])
     if not job.get("agreement", True):
         _forget_to_drop()
-    Checkpoints.load, Checkpoints.save = checked_load, noted_save  # type: ignore[method-assign]
+    RunCheckpoints.load, RunCheckpoints.save = checked_load, noted_save  # type: ignore[method-assign]
     PipelineEngine.save_checkpoint, Links.agree = noted_write, noted_agree  # type: ignore[method-assign]
     OuterSteps._send, OuterSteps._land = noted_send, noted_land  # type: ignore[method-assign]
 
