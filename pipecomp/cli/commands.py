@@ -274,6 +274,7 @@ def plan_run(
         bool, typer.Option("--measure", help="Time blocks, kernels and the disk; under a launcher the links too.")
     ] = False,
     store_path: Annotated[Path, typer.Option("--store", help="With --measure: the store's folder.")] = Path("messages"),
+    one_pass: Annotated[bool, typer.Option("--one-pass", help="For a training that sees every sample once.")] = False,
     json_file: JsonOption = None,
 ) -> None:
     """Predict a step's time with each method and bandwidth; recommend cuts and bits, or no compression.
@@ -306,6 +307,7 @@ def plan_run(
         recompute=recompute,
         measure=measure,
         store=store_path,
+        one_pass=one_pass,
     )
     if (found := run_plan(console, options, throttle_to)) is not None:
         write_json(json_file, found)

@@ -53,7 +53,7 @@ def train(
     evaluate: Annotated[Path | None, typer.Option("--eval", help="Held-out text, evaluated after each epoch.")] = None,
     field: Annotated[str, typer.Option(help="The text's key in JSON lines.")] = "text",
     tokenizer: Annotated[str | None, typer.Option(help="A folder or hub name; by default the model's.")] = None,
-    epochs: Annotated[int, typer.Option(help="Passes over the text.")] = 3,
+    epochs: Annotated[int, typer.Option(help="Passes over the text; of one, no sample comes back.")] = 3,
     max_steps: Annotated[int | None, typer.Option(help="Stop after so many optimizer steps.")] = None,
     lr: Annotated[float, typer.Option(help="AdamW's learning rate; it warms up, then decays to 0.")] = 5e-5,
     batch: Annotated[int | None, typer.Option(help="Samples of a step; by default 32, of a short text fewer.")] = None,

@@ -15,7 +15,7 @@ from pipecomp.cluster.launch import Launch, read_launch
 from pipecomp.config import Config
 from pipecomp.gradient_config import Gradients
 from pipecomp.plan.network import Line, Network, chain
-from pipecomp.plan.options import FIRST_VISIT, PlanOptions, Rates, Wanted, methods
+from pipecomp.plan.options import PlanOptions, Rates, Wanted, aqsgd, methods
 from pipecomp.plan.prediction import Job, Prediction, Speeds, as_row, predict, tied_seconds
 from pipecomp.plan.profile import Profile, balanced, tied_values, without_weights
 from pipecomp.plan.report import advice, configuration, configuration_text, link_table, method_table, predicted_stages
@@ -151,8 +151,8 @@ def plan(wanted: Wanted, profile: Profile, rates: Sequence[Rates], speeds: Speed
 
 def _config(wanted: Wanted) -> Config:
     """Make what bits are chosen for."""
-    activations = {"method": "aqsgd", "forward_bits": "auto", "backward_bits": "auto", "first_visit": FIRST_VISIT}
-    return Config.from_dict({"activations": activations, "tie": wanted.tie, "gradients": wanted.of_gradients()})
+    found = aqsgd("auto", "auto", one_pass=wanted.one_pass)
+    return Config.from_dict({**found, "tie": wanted.tie, "gradients": wanted.of_gradients()})
 
 
 def _around(choice: Choice, averages: list[tuple[str, float]], network: Any, speeds: Speeds, networks: int) -> Found:
@@ -164,7 +164,8 @@ def _around(choice: Choice, averages: list[tuple[str, float]], network: Any, spe
         with_gradients = replace(made, gradients=config.gradients)
         return [predict(job, with_gradients, network(job.plan, i), speeds) for i in range(networks)]
 
-    rows = [(name, at_networks(made)) for name, made in methods(job.plan.num_stages, job.plan.tie)]
+    compared = methods(job.plan.num_stages, job.plan.tie, one_pass=config.store.clusters is not None)
+    rows = [(name, at_networks(made)) for name, made in compared]
     tied = choose_tied(choice.taken, first, speeds) if job.replicas == 1 else []
     untouched_s = None
     if config.gradients == TIED:

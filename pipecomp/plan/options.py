@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from pipecomp.activation_config import Bits
 from pipecomp.cluster.launch import Launch
 from pipecomp.config import Config
 from pipecomp.errors import ConfigError, require
@@ -26,28 +27,29 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 RATES = ("10gbit", "1gbit", "500mbit", "300mbit", "100mbit")
 _TOKENS = 1024
 FIRST_VISIT = 8  # bits that training does not notice: benchmarks/results/first_visit.md
-_METHODS: tuple[tuple[str, dict[str, Any]], ...] = (
+CLUSTERS = 256  # centers that changes build on where no sample comes back: benchmarks/results/one_pass.md
+_OTHERS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("none", {"method": "none"}),
     ("bf16", {"method": "bf16"}),
     ("DirectQ fw4 bw8", {"method": "direct", "forward_bits": 4, "backward_bits": 8}),
-    *(
-        (
-            f"AQ-SGD fw{forward} bw{backward}",
-            {"method": "aqsgd", "forward_bits": forward, "backward_bits": backward, "first_visit": FIRST_VISIT},
-        )
-        for forward, backward in ((8, 8), (4, 8), (3, 6), (2, 4))
-    ),
 )
 
 Rates = tuple[tuple[float, ...], float]  # bits per second of content, of all links or of each; seconds one way
 
 
-def methods(stages: int, tie: bool) -> list[tuple[str, Config]]:
-    """List what to compare, by name; one stage has nothing to compress."""
-    return [
-        (name, Config.from_dict({"activations": activations, "tie": tie}))
-        for name, activations in (_METHODS if stages > 1 else _METHODS[:1])
-    ]
+def aqsgd(forward: Bits, backward: Bits, *, one_pass: bool) -> dict[str, Any]:
+    """Make AQ-SGD's sections. one_pass: whether no sample comes back, so that changes build on cluster centers."""
+    activations = {"method": "aqsgd", "forward_bits": forward, "backward_bits": backward}
+    if one_pass:
+        return {"activations": activations, "store": {"clusters": CLUSTERS}}
+    return {"activations": {**activations, "first_visit": FIRST_VISIT}}
+
+
+def methods(stages: int, tie: bool, *, one_pass: bool = False) -> list[tuple[str, Config]]:
+    """List what to compare, by name; one stage has nothing to compress. one_pass: as of `aqsgd`."""
+    found = [(name, {"activations": activations}) for name, activations in _OTHERS]
+    found += [(f"AQ-SGD fw{f} bw{b}", aqsgd(f, b, one_pass=one_pass)) for f, b in ((8, 8), (4, 8), (3, 6), (2, 4))]
+    return [(name, Config.from_dict({**given, "tie": tie})) for name, given in (found if stages > 1 else found[:1])]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +58,8 @@ class Wanted:
 
     nodes: stages × replicas. stages, micro_batch: None to choose. batch: samples of a step. memory_bytes: of a node.
     gradients: the method for those of replicas and tied weights, None to choose. slowdowns: how many times the
-    profile's seconds each node takes, stage 0's replicas first; empty where all are alike.
+    profile's seconds each node takes, stage 0's replicas first; empty where all are alike. one_pass: whether every
+    sample is seen once.
     """
 
     model: Any
@@ -69,6 +72,7 @@ class Wanted:
     gradients: str | None = None
     memory_bytes: float = math.inf
     slowdowns: tuple[float, ...] = ()
+    one_pass: bool = False
 
     def of_gradients(self) -> dict[str, Any]:
         """Make the section "gradients" of predictions."""
@@ -109,6 +113,7 @@ class PlanOptions:
         recompute: with `speed`: activation checkpointing.
         measure: time this machine, or all of a launcher's with their links.
         store: with `measure`: where the message store would be.
+        one_pass: whether the training sees every sample once.
     """
 
     model: Any
@@ -128,6 +133,7 @@ class PlanOptions:
     recompute: bool = False
     measure: bool = False
     store: Path = Path("messages")
+    one_pass: bool = False
 
     def __post_init__(self) -> None:
         require(self.dtype in DTYPES, "dtype", self.dtype, ", ".join(DTYPES))
@@ -143,7 +149,7 @@ class PlanOptions:
             states = "together with --profile, which states it"
             _check_unset(states, speed=self.speed, tokens=self.tokens, recompute=recompute)
         elif self.speed is None:
-            _check_unset("without --speed", recompute=recompute)
+            _check_unset("without --speed", recompute=recompute, **{"one-pass": self.one_pass or None})
 
     @cached_property
     def networks(self) -> dict[str, Rates]:
@@ -189,6 +195,7 @@ class PlanOptions:
             gradients=self.gradients,
             dtype=DTYPES[self.dtype],
             memory_bytes=math.inf if self.memory is None else self.memory * 1e9,
+            one_pass=self.one_pass,
         )
         if several:
             require(len(self.speeds) == nodes, "speed", self.speed, f"one number, or one for each of {nodes} nodes")

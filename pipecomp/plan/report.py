@@ -11,7 +11,7 @@ from rich.table import Table
 
 from pipecomp.activation_config import bits_text
 from pipecomp.plan.network import Network
-from pipecomp.plan.options import DTYPES
+from pipecomp.plan.options import DTYPES, aqsgd
 from pipecomp.plan.prediction import Job, Prediction
 from pipecomp.plan.search import FEWEST_AVERAGES, TIED, Choice, choose_local_steps
 from pipecomp.rates import bits_per_second, milliseconds
@@ -92,6 +92,8 @@ def advice(
     if p.job.plan.num_stages > 1:
         gain = plain.step_s / p.step_s
         bits = f"AQ-SGD with {bits_text(choice.forward_bits)} bits forward and {bits_text(choice.backward_bits)} back"
+        if (clusters := _clusters(choice)) is not None:
+            bits += f", as changes from {clusters} cluster centers, since no sample comes back"
         differs = abs(p.first_epoch_s - p.step_s) > 0.03 * p.step_s
         first = f" ({p.first_epoch_s:.3g} s in the first epoch)" if differs else ""
         if not choice.pays:
@@ -172,17 +174,18 @@ def _of_tied(p: Prediction, other: tuple[str, float]) -> str:
     return f"{told}With gradients.method {method} (--gradients {method}) it is {seconds:.3g} s; with {_UNTIED}"
 
 
+def _clusters(choice: Choice) -> int | None:
+    return choice.prediction.config.store.clusters
+
+
 def configuration(choice: Choice) -> dict[str, Any]:
     """Make what to write into DeepSpeed's configuration."""
     job = choice.prediction.job
     section: dict[str, Any] = {}
     if choice.pays and job.plan.num_stages > 1:
-        section["activations"] = {
-            "method": "aqsgd",
-            "forward_bits": choice.forward_bits,
-            "backward_bits": choice.backward_bits,
-            "first_visit": choice.prediction.config.activations.first_visit,
-        }
+        section |= aqsgd(choice.forward_bits, choice.backward_bits, one_pass=_clusters(choice) is not None)
+        if "store" in section:
+            section["store"]["in_checkpoints"] = True  # few bytes, and nothing else brings centers back
     gradients = choice.prediction.config.gradients
     if gradients.method != "none":
         section["gradients"] = {"method": gradients.method} | ({"bits": TIED.bits} if gradients == TIED else {})

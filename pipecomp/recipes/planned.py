@@ -159,6 +159,7 @@ def configure(args: argparse.Namespace, config: Any, size: int, samples: int) ->
                 gradients=args.gradients,
                 measure=True,
                 store=Path(args.store or folder / "messages"),
+                one_pass=args.epochs == 1,
             )
             made = run_plan(Console(), options, throttle_to, settings=False)
             if made is not None:
@@ -202,7 +203,7 @@ def ds_config(args: argparse.Namespace, planned: dict[str, Any], folder: Path) -
     """Make DeepSpeed's configuration. planned: what the plan says of batches, links and gradients."""
     section = dict(planned["pipecomp"])
     if section.get("activations", {}).get("method") == "aqsgd":
-        section["store"] = {"path": args.store or str(folder / "messages")}
+        section["store"] = {"path": args.store or str(folder / "messages"), **section.get("store", {})}
     # What a plan of before says may be something else: going on is refused then.
     if args.gradients is not None:
         section["gradients"] = {"method": args.gradients}

@@ -723,6 +723,20 @@ def test_the_command_recomputes(folder):
     assert all(less < more for less, more in zip(again["memory_bytes"], plain["memory_bytes"], strict=True))
 
 
+def test_where_no_sample_comes_back_changes_build_on_cluster_centers(folder):
+    out = folder / "plan.json"
+    arguments = ["plan", "--model", str(folder / "model"), "--tokens", "64", "--speed", "1", "--stages", "2"]
+    arguments += ["--bandwidth", "1mbit", "--json", str(out), "--one-pass"]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    found = json.loads(out.read_text())
+    assert "as changes from 256 cluster centers, since no sample comes back" in " ".join(done.output.split())
+    assert found["chosen"]["first_epoch_s"] == found["chosen"]["step_s"], "no packet is a first visit"
+    section = found["config"]["pipecomp"]
+    assert section["store"] == {"clusters": 256, "in_checkpoints": True}
+    assert Config.from_dict(section).activations.method == "aqsgd"
+
+
 def test_a_number_of_stages_is_found_where_the_batch_cannot_be_divided_among_all_replicas(folder):
     done = CliRunner().invoke(app, ["plan", "--model", str(folder / "model"), "--nodes", "3", "--speed", "1"])
     assert done.exit_code == 0, done.output
@@ -825,6 +839,7 @@ class TestWithoutASpeed:
     [
         (("--stages", "3", "--bandwidth", "1gbit/1gbit/1gbit"), "one rate, or 2 for 3 stages"),
         (("--stages", "2", "--recompute"), "recompute: got True, allowed: no value without --speed"),
+        (("--stages", "2", "--one-pass"), "one-pass: got True, allowed: no value without --speed"),
         (("--stages", "2", "--memory", "0.001"), "memory: got 0.001, allowed: at least 0.055 GB for each node"),
         (("--stages", "9"), "stages: got 9, allowed: at most 8: the model has so many blocks"),
         (("--speed", "1/2", "--nodes", "3"), "speed: got '1/2', allowed: one number, or one for each of 3 nodes"),

@@ -61,6 +61,12 @@ def test_bf16_can_be_saved_and_loaded_and_is_summed_in_float32(tmp_path: Path, m
     assert made["data_types"] == {"grad_accum_dtype": "fp32"}
 
 
+def test_cluster_centers_lie_where_the_messages_of_samples_would(tmp_path: Path) -> None:
+    planned_section = {"activations": {"method": "aqsgd"}, "store": {"clusters": 256}}
+    made = planned.ds_config(arguments(tmp_path), {"pipecomp": planned_section}, tmp_path)
+    assert made["pipecomp"]["store"] == {"path": str(tmp_path / "messages"), "clusters": 256}
+
+
 def test_stages_train_their_copies_apart_where_it_is_asked_for(tmp_path: Path) -> None:
     def made(*more: str) -> dict:
         return planned.ds_config(arguments(tmp_path, *more), {"pipecomp": {"seed": 1}}, tmp_path)["pipecomp"]
