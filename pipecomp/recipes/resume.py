@@ -1,4 +1,4 @@
-"""RunCheckpoints of recipes: written every so many steps, and found again by a run that starts over.
+"""Checkpoints of recipes: written every so many steps, and found again by a run that starts over.
 
 A supervisor only has to start the same command again: with `--resume auto` it continues from the last checkpoint that
 is good on all machines, or begins where there is none. A folder holds the checkpoints of one run: without `--resume` it
@@ -59,7 +59,7 @@ MAY_DIFFER = frozenset(
         "seed",
     }
 )
-DATA = "hash of the training data"
+DATA, SAMPLES = "hash of the training data", "samples of a step"
 _STATE_KEY, _TRAINED_KEY, _DUE_KEY = "recipe", "recipe_trained", "recipe_evaluation_due"
 _held: dict[str, int] = {}  # folders and their locks, of this process
 # Settings that change how bytes go and are kept, not what is trained: a run that timed out may get a longer timeout.
@@ -72,6 +72,8 @@ _HOW_BYTES_GO = (
     "pipecomp.store.run",
     "pipecomp.store.on_write_error",
 )
+# Replicas share a step otherwise when they are more or fewer: where its samples are compared, these need not be.
+_HOW_A_STEP_IS_SHARED = ("gradient_accumulation_steps", "train_batch_size")
 
 
 def add_arguments(parser: argparse.ArgumentParser, at_least: Callable[[int], Callable[[str], int]]) -> None:
@@ -274,11 +276,12 @@ class RunCheckpoints:
         if state is None:
             return  # this machine has no stage's file: loading says so
         saved = state.get(_STATE_KEY, {})
-        keys = {key for key in saved.keys() | self._settings.keys() if not key.startswith(_HOW_BYTES_GO)}
-        differ = _differences(saved, self._settings, keys)
-        # Older checkpoints lack all of it, other versions some: what both know is compared.
-        saved = state.get(_TRAINED_KEY, {})
-        differ += _differences(saved, self._trained, saved.keys() & self._trained.keys())
+        # Older checkpoints lack all of what was trained, other versions some: what both know is compared.
+        trained = state.get(_TRAINED_KEY, {})
+        both = trained.keys() & self._trained.keys()
+        not_compared = (*_HOW_BYTES_GO, *(_HOW_A_STEP_IS_SHARED if SAMPLES in both else ()))
+        keys = {key for key in saved.keys() | self._settings.keys() if not key.startswith(not_compared)}
+        differ = _differences(saved, self._settings, keys) + _differences(trained, self._trained, both)
         if differ:
             words = "; ".join(differ).replace("on rank 0", "in the checkpoint").replace("on rank 1", "in this run")
             anew = f"To begin anew, take another folder than {self.folder}"

@@ -220,6 +220,7 @@ def train(args: argparse.Namespace, work: Workload) -> None:
     stages = None if work.cuts is not None else fit.stages
     engine = initialize(work.model, stages, fit.config, training_data=work.training, collate_fn=count, cuts=work.cuts)
     batches = [] if work.held_out is None else eval_batches(work.held_out, fit.plan.micro_batch, work.collate)
+    count.taken()  # the engine has looked at some
 
     def save(folder: str) -> None:
         engine.save_pretrained(folder)

@@ -241,6 +241,8 @@ class PipelineTrainer:
             require(trial is None, "trial", trial, "None: hyperparameters are not searched here")
             check_ignored("ignore_keys_for_eval", ignore_keys_for_eval)
             samples = self._samples(self.train_dataset, "train_dataset")
+            if hasattr(samples.data, "set_epoch"):
+                samples.data.set_epoch(0)  # an earlier training may have left it at another, and facts are compared
             facts = self._facts(samples, self.args.per_device_train_batch_size, "train_dataset")
         resumes = bool(resume_from_checkpoint) if resume_from_checkpoint in (None, True, False) else "from a folder"
         alike.check_arguments(ranks, self.args, **facts, resumes=resumes, save_on_signal=self._save_on_signal)

@@ -134,6 +134,7 @@ def test_all_of_its_checkpoint_knows_what_was_trained(work: Path, metrics: list[
             "--decay-rounds": 2,
             "--no-flip": False,
             "--unmatched": False,
+            "samples of a step": 2 * (BATCH // 2),
             DATA: images.digest(),
         }
 

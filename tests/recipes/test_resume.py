@@ -306,16 +306,17 @@ class TestWhoseTheyAre:
         path = str(tmp_path / "checkpoints")
         args = given("--checkpoint", path, "--resume", "auto")
 
-        def fit(replicas: int) -> Fit:
-            config = {"train_micro_batch_size_per_gpu": 4}
+        def fit(replicas: int, micro_batches: int) -> Fit:
+            config = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": micro_batches}
             plan = steps.make_plan(config, samples=100, replicas=replicas, epochs=3, max_steps=None)
             return Fit(args, config, plan, {}, stages=1)
 
-        one = fit(1)._checkpoints
+        one = fit(1, 2)._checkpoints
         checkpoint(Path(path), 3, recipe=one._settings, recipe_trained=one._trained)
         assert one.find() == "goes on after step 3"
-        with pytest.raises(ConfigError, match="samples of a step is 8 in this run, 4 in the checkpoint"):
-            fit(2)._checkpoints.find()
+        with pytest.raises(ConfigError, match="samples of a step is 16 in this run, 8 in the checkpoint"):
+            fit(2, 2)._checkpoints.find()
+        assert fit(2, 1)._checkpoints.find() == "goes on after step 3", "as many samples, otherwise shared"
 
     def test_nor_where_another_machine_has_some(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("pipecomp.recipes.resume.gathered", lambda mine: [mine, [], [900], []])

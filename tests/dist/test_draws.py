@@ -1,0 +1,66 @@
+"""What a collator draws at random: alike on both ends of a pipeline, differently on replicas, and else refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tests.dist.trainer_work as work
+from pipecomp.cluster.local_ranks import run_ranks
+from pipecomp.errors import DataError
+from tests.dist.small import ds_config, gpt2, samples
+from tests.limits import HANG_S
+
+pytestmark = pytest.mark.ranks
+
+
+class OwnMasks:
+    """Masks by a generator of its own."""
+
+    def __init__(self) -> None:
+        self._draw = torch.Generator().manual_seed(1)
+
+    def __call__(self, chosen: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        ids = torch.stack([sample["input_ids"] for sample in chosen])
+        return {"input_ids": ids, "labels": ids.masked_fill(torch.rand(ids.shape, generator=self._draw) < 0.5, -100)}
+
+
+class Noted:
+    """Draws from torch's generator, and keeps what it drew for training."""
+
+    def __init__(self) -> None:
+        self.drawn: list[float] = []
+
+    def __call__(self, chosen: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        self.drawn.append(float(torch.rand(())))
+        return work.padded(chosen)
+
+
+def drawing(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
+    import pipecomp
+
+    with pytest.raises(DataError) as caught:
+        pipecomp.initialize(gpt2(2, 16), 2, ds_config(), samples(), collate_fn=OwnMasks())
+    out: dict[str, Any] = {"initialize": str(caught.value)}
+    trainer = pipecomp.PipelineTrainer(gpt2(2, 16), work.arguments(folder), OwnMasks(), samples())
+    with pytest.raises(DataError) as caught:
+        trainer.train()
+    out["trainer"] = str(caught.value)
+    noted = Noted()
+    args = work.arguments(folder, max_steps=2, gradient_accumulation_steps=1)
+    replicas = pipecomp.PipelineTrainer(gpt2(2, 16), args, noted, samples(), num_stages=1)
+    replicas.train()
+    replicas.end()
+    out["drawn"] = noted.drawn[-2:]
+    return out
+
+
+def test_what_a_collator_draws(tmp_path: Path) -> None:
+    ranks = run_ranks(2, drawing, str(tmp_path), timeout_s=HANG_S)
+    for found in ranks.values():
+        assert "training_data: the same samples get other labels" in found["initialize"]
+        assert "train_dataset: the same samples get other labels" in found["trainer"]
+    assert len({number for found in ranks.values() for number in found["drawn"]}) == 4, "each replica masks for itself"
