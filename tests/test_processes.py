@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+import pipecomp
 from pipecomp.processes import python_module
 from tests.limits import HANG_S
 
@@ -33,3 +35,26 @@ def test_a_working_directory_that_is_gone(tmp_path: Path, monkeypatch: pytest.Mo
     tmp_path.rmdir()
     assert python_module("pipecomp.rates")[1:] == ["-P", "-m", "pipecomp.rates"]
     monkeypatch.chdir(ROOT)
+
+
+SERVED = """
+import multiprocessing
+from pipecomp.cluster.local_ranks import run_ranks
+
+def where(rank, world, note):
+    import pipecomp
+    return pipecomp.__file__
+
+if __name__ == "__main__":
+    multiprocessing.set_forkserver_preload(["pipecomp.rates"])
+    print(run_ranks(1, where, timeout_s=600)[0])
+"""
+
+
+def test_ranks_that_a_server_forks_are_of_the_same_package(tmp_path: Path) -> None:
+    (tmp_path / "served.py").write_text(SERVED)
+    (tmp_path / "here" / "pipecomp").mkdir(parents=True)
+    (tmp_path / "here" / "pipecomp" / "__init__.py").write_text("raise SystemExit('of the working directory')\n")
+    command = [sys.executable, str(tmp_path / "served.py")]
+    found = subprocess.run(command, cwd=tmp_path / "here", capture_output=True, text=True, timeout=HANG_S, check=False)
+    assert (found.returncode, found.stdout.strip()) == (0, pipecomp.__file__), found.stderr

@@ -7,6 +7,7 @@ left behind.
 
 from __future__ import annotations
 
+import errno
 import gc
 import multiprocessing
 import os
@@ -19,8 +20,9 @@ from collections.abc import Callable
 from multiprocessing import forkserver
 from typing import Any
 
-from pipecomp.cluster.network_interfaces import free_port, interface_towards
+from pipecomp.cluster.network_interfaces import free_port, loopback
 from pipecomp.errors import ConfigError, PipecompError
+from pipecomp.processes import found_in_working_directory
 
 _LARGE_PACKAGES = [
     "torch.distributed",
@@ -61,12 +63,17 @@ def start_server() -> None:
     """
     on_main = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGINT, signal.SIG_IGN) if on_main else None
+    safe = "PYTHONSAFEPATH" not in os.environ and not found_in_working_directory()  # see `processes.python_module`
+    if safe:
+        os.environ["PYTHONSAFEPATH"] = "1"
     try:
         forkserver.ensure_running()
     except OSError as error:  # of a path too long for a socket, or no folder at all
         allowed = f"a folder with a short path (of at most 70 bytes), which can be written ({error})"
         raise ConfigError("TMPDIR", os.environ.get("TMPDIR"), allowed) from error
     finally:
+        if safe:
+            del os.environ["PYTHONSAFEPATH"]
         if before is not None:
             signal.signal(signal.SIGINT, before)
 
@@ -91,7 +98,9 @@ def run_ranks(
     try:
         results = context.Queue()
     except OSError as error:
-        allowed = f"a folder in which processes can share semaphores ({error.strerror or error})"
+        if error.errno in (errno.EMFILE, errno.ENFILE):  # its pipe
+            raise
+        allowed = f"a file system in memory, mounted there, in which processes share semaphores ({error.strerror})"
         raise ConfigError("/dev/shm", "/dev/shm", allowed) from error
     port = free_port()
     workers = [
@@ -151,7 +160,7 @@ def _main(rank: int, world: int, port: int, environment: dict, function: Callabl
         LOCAL_WORLD_SIZE=str(world),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
-        GLOO_SOCKET_IFNAME=interface_towards("127.0.0.1") or "lo",
+        GLOO_SOCKET_IFNAME=loopback(),
         OMP_NUM_THREADS="1",
     )
     import torch

@@ -99,6 +99,11 @@ def interface_towards(host: str) -> str | None:
     return next((i.name for i in list_interfaces().values() if address in i.addresses), None)
 
 
+def loopback() -> str:
+    """Name the interface that leads to this machine itself."""
+    return interface_towards("127.0.0.1") or "lo"
+
+
 def free_port() -> int:
     """Find a TCP port that nobody listens on just now, of those that systems do not give to outgoing connections.
 

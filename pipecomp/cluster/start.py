@@ -33,9 +33,9 @@ def start_processes(seed: int | None = None, config: Any = None) -> None:
     """
     if os.environ.get("MASTER_ADDR", "").startswith("127."):
         # Without it gloo takes the address that the host name resolves to, which need not be reachable.
-        loopback = interface_towards("127.0.0.1")
-        if loopback is not None:
-            os.environ.setdefault(GLOO_VARIABLE, loopback)
+        own = interface_towards("127.0.0.1")
+        if own is not None:
+            os.environ.setdefault(GLOO_VARIABLE, own)
     join_processes(config)
     sharing = ranks_on_cores(all_ranks())
     if computes_on_cpu() and "OMP_NUM_THREADS" not in os.environ:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pipecomp.doctor.finding import OK, PROBLEM, WARNING, Finding, judge, mib
 
+MOUNT = "mount -t tmpfs tmpfs /dev/shm"
 _SHM = Path("/dev/shm")
 # A rank opens some 200 files and libraries, and a socket to each other rank for each group of ranks.
 _OPEN_FILES = 1024
@@ -64,8 +65,8 @@ def check_locked_memory(limit_bytes: int | None, *, gpu: bool) -> Finding:
 def check_shared_memory(free_bytes: int | None) -> Finding:
     """Check what is free in /dev/shm. free_bytes: None where there is none."""
     if free_bytes is None and sys.platform == "linux":
-        meaning = "processes that this program starts on this machine cannot share semaphores, nor data workers memory"
-        return Finding("shared memory", WARNING, f"no /dev/shm here: {meaning}", "mount -t tmpfs tmpfs /dev/shm")
+        meaning = "the demo's ranks cannot start without it, nor data workers share memory"
+        return Finding("shared memory", WARNING, f"no /dev/shm here: {meaning}", MOUNT)
     if free_bytes is None:
         return Finding("shared memory", OK, "no /dev/shm here")
     meaning = "data workers and NCCL use it, and crash when it is full"

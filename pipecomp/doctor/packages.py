@@ -168,7 +168,7 @@ def try_imports(modules: Sequence[str], *, gpu: bool) -> dict[str, str] | None:
     environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     if not gpu:
         environ.setdefault("DS_ACCELERATOR", "cpu")
-    command = [sys.executable, "-c", _TRY, *modules]
+    command = [sys.executable, "-P", "-c", _TRY, *modules]  # without the working directory, as of ranks
     try:
         done = subprocess.run(
             command, env=environ, capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_S, check=False

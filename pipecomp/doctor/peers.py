@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pipecomp.cluster.agreement import differences
+from pipecomp.cluster.network_interfaces import loopback
 from pipecomp.doctor.finding import OK, PROBLEM, WARNING, Finding, judge
 from pipecomp.doctor.measure import Measured
 from pipecomp.rates import bits_per_second, milliseconds
@@ -122,7 +123,7 @@ def _firewall(first: Identity, second: Identity, over: str) -> str:
     if over == "TLS":
         return "Every rank must reach rank 0 by TCP at PIPECOMP_ADDRESS, or MASTER_ADDR and MASTER_PORT; no other port."
     if first.machine == second.machine:
-        return "Look at the line gloo interface; GLOO_SOCKET_IFNAME=lo serves ranks on one machine."
+        return f"Look at the line gloo interface; GLOO_SOCKET_IFNAME={loopback()} serves ranks on one machine."
     return (
         "GLOO_SOCKET_IFNAME must name, on each machine, the interface that leads to the others (see the line gloo "
         "interface), and all TCP ports must be open between the machines: gloo uses random ones."

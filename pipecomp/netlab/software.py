@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipecomp.cluster.network_interfaces import free_port
+from pipecomp.cluster.network_interfaces import free_port, loopback
 from pipecomp.netlab.network import NetlabError, NodeBytes
 from pipecomp.netlab.shape import Shape
 from pipecomp.netlab.throttle import SharedState, ThrottleSettings
@@ -16,12 +16,12 @@ class SoftwareNetwork:
     """Nodes are only names here: every process runs on this machine's own network."""
 
     form = "software"
-    interface = "lo"
 
     def __init__(self, shape: Shape, folder: Path) -> None:
         self._shape, self._path = shape, folder / "state"
         self._state = SharedState.create(self._path, shape.nodes)
         self.delay_by = "software" if shape.delay_s else None
+        self.interface = loopback()
 
     def address(self, node: int) -> str:
         """See Network."""

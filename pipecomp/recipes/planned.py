@@ -25,7 +25,7 @@ from pipecomp.checkpoint import manifest
 from pipecomp.cluster import start
 from pipecomp.cluster.closed import KEYS
 from pipecomp.cluster.collectives import broadcast
-from pipecomp.cluster.network_interfaces import GLOO_VARIABLE, interface_towards, is_loopback
+from pipecomp.cluster.network_interfaces import GLOO_VARIABLE, interface_towards, is_loopback, loopback
 from pipecomp.cluster.rendezvous import check_processes
 from pipecomp.errors import ConfigError, DataError, require, writable
 from pipecomp.files import write_whole
@@ -113,7 +113,7 @@ def choose_interface() -> None:
     if os.environ.get(GLOO_VARIABLE) or os.environ.get(KEYS) or is_loopback(master):
         return
     found = interface_towards(master)
-    if found is not None and found != interface_towards("127.0.0.1"):
+    if found is not None and found != loopback():
         os.environ[GLOO_VARIABLE] = found
 
 

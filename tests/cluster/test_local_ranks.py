@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -18,6 +19,7 @@ import pytest
 
 from pipecomp.cluster import local_ranks
 from pipecomp.cluster.local_ranks import RankFailedError, run_ranks
+from pipecomp.errors import ConfigError
 from tests import conftest
 from tests.limits import HANG_S
 
@@ -132,3 +134,14 @@ def test_ranks_are_forked_from_what_has_imported_torch_where_none_uses_a_gpu(
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ("" if hidden else "0")
     assert ("DS_ACCELERATOR" in os.environ) == forked
     assert bool(told) == forked
+
+
+@pytest.mark.parametrize(("number", "kind"), [(errno.ENOENT, ConfigError), (errno.EMFILE, OSError)])
+def test_semaphores_that_processes_cannot_share(monkeypatch: pytest.MonkeyPatch, number: int, kind: type) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("multiprocessing.context.BaseContext.Queue", refuse)
+    with pytest.raises(kind) as caught:
+        run_ranks(1, len, timeout_s=HANG_S)
+    assert ("/dev/shm" in str(caught.value)) == (kind is ConfigError)
