@@ -12,6 +12,7 @@ import gc
 import multiprocessing
 import os
 import queue
+import resource
 import signal
 import threading
 import time
@@ -69,6 +70,7 @@ def start_server() -> None:
     try:
         forkserver.ensure_running()
     except OSError as error:  # of a path too long for a socket, or no folder at all
+        _check_open_files(error)
         allowed = f"a folder with a short path (of at most 70 bytes), which can be written ({error})"
         raise ConfigError("TMPDIR", os.environ.get("TMPDIR"), allowed) from error
     finally:
@@ -76,6 +78,13 @@ def start_server() -> None:
             del os.environ["PYTHONSAFEPATH"]
         if before is not None:
             signal.signal(signal.SIGINT, before)
+
+
+def _check_open_files(error: OSError) -> None:
+    """Raise ConfigError if the error is that this process, or the system, has too many files open."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        raise ConfigError("ulimit -n", limit, f"a larger number of open files ({error.strerror})") from error
 
 
 def run_ranks(
@@ -98,8 +107,7 @@ def run_ranks(
     try:
         results = context.Queue()
     except OSError as error:
-        if error.errno in (errno.EMFILE, errno.ENFILE):  # its pipe
-            raise
+        _check_open_files(error)
         allowed = f"a file system in memory, mounted there, in which processes share semaphores ({error.strerror})"
         raise ConfigError("/dev/shm", "/dev/shm", allowed) from error
     port = free_port()

@@ -14,7 +14,7 @@ from pipecomp.cluster.launch import Launch, read_launch
 from pipecomp.cluster.local_ranks import RankFailedError, run_ranks
 from pipecomp.doctor.compute import GPU_SHARING, compute_findings
 from pipecomp.doctor.finding import PROBLEM, WARNING, Finding, has_problem
-from pipecomp.doctor.limits import MOUNT, limit_findings
+from pipecomp.doctor.limits import MOUNT_SHM, limit_findings
 from pipecomp.doctor.meeting import Meeting, MeetingError, check_met, check_rank_0
 from pipecomp.doctor.network import network_findings
 from pipecomp.doctor.packages import package_findings
@@ -122,7 +122,7 @@ def _local_ranks() -> list[Finding]:
     try:
         found = run_ranks(_LOCAL_RANKS, _measure_here, timeout_s=_LOCAL_LIMIT_S)[0]
     except ConfigError as error:
-        advice = "export TMPDIR=/tmp" if error.key == "TMPDIR" else MOUNT
+        advice = {"TMPDIR": "export TMPDIR=/tmp", "ulimit -n": "ulimit -n 65536"}.get(error.key, MOUNT_SHM)
         return [Finding("ranks", PROBLEM, str(error), advice)]
     except RankFailedError as error:
         advice = "Two ranks on this machine could not talk over the loopback interface: see the lines above."

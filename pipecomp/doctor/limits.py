@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pipecomp.doctor.finding import OK, PROBLEM, WARNING, Finding, judge, mib
 
-MOUNT = "mount -t tmpfs tmpfs /dev/shm"
+MOUNT_SHM = "mkdir -p /dev/shm && mount -t tmpfs tmpfs /dev/shm; in a container: --shm-size=2g"
 _SHM = Path("/dev/shm")
 # A rank opens some 200 files and libraries, and a socket to each other rank for each group of ranks.
 _OPEN_FILES = 1024
@@ -66,7 +66,7 @@ def check_shared_memory(free_bytes: int | None) -> Finding:
     """Check what is free in /dev/shm. free_bytes: None where there is none."""
     if free_bytes is None and sys.platform == "linux":
         meaning = "the demo's ranks cannot start without it, nor data workers share memory"
-        return Finding("shared memory", WARNING, f"no /dev/shm here: {meaning}", MOUNT)
+        return Finding("shared memory", WARNING, f"no /dev/shm here: {meaning}", MOUNT_SHM)
     if free_bytes is None:
         return Finding("shared memory", OK, "no /dev/shm here")
     meaning = "data workers and NCCL use it, and crash when it is full"

@@ -98,7 +98,9 @@ def _survey(options: PlanOptions, launch: Launch, pacer_to: PacerTo) -> Survey |
     if not options.measure:
         return Survey(profile=options.estimated(), speeds=options.noted_speeds())
     measured = (*options.size, options.micro_batch or 1, options.store)
-    return survey_ranks(*measured, options.stages, pacer_to) if launch.started else survey_machine(*measured)
+    if not launch.started:
+        return survey_machine(*measured, one_pass=options.one_pass)
+    return survey_ranks(*measured, stages=options.stages, pacer_to=pacer_to, one_pass=options.one_pass)
 
 
 def plan(wanted: Wanted, profile: Profile, rates: Sequence[Rates], speeds: Speeds, measured: Network | None) -> Found:

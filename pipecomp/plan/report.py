@@ -116,7 +116,8 @@ def advice(
         elif tied:
             said.append(_of_tied(choice.taken, tied[0]))
         if p.store_s >= p.step_s:
-            said.append(f"The message store's disk is the limit: {p.store_s:.3g} s per step; store.bits 8 helps.")
+            helps = "" if _clusters(choice) is not None else "; store.bits 8 helps"
+            said.append(f"The message store's disk is the limit: {p.store_s:.3g} s per step{helps}.")
     if averages:
         (method, seconds), *rest = averages
         plain_s = seconds if method == "none" else dict(rest)["none"]

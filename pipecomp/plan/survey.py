@@ -26,8 +26,8 @@ from pipecomp.errors import require, writable
 from pipecomp.mesh.mesh import Mesh
 from pipecomp.mesh.process_group import BACKEND, current_mesh
 from pipecomp.plain_objects import exchanged
-from pipecomp.plan.messages import with_bits
 from pipecomp.plan.network import Network, between_replicas
+from pipecomp.plan.options import aqsgd
 from pipecomp.plan.prediction import Speeds
 from pipecomp.plan.probe import measure_links, network_of
 from pipecomp.plan.profile import Cost, Profile, check_tokens
@@ -63,17 +63,19 @@ def own_device() -> torch.device:
     return device
 
 
-def survey_machine(model: Any, tokens: int, dtype: torch.dtype, samples: int, store: Path) -> Survey:
-    """Measure this machine alone. store: where the message store would be; nothing is left there.
+def survey_machine(
+    model: Any, tokens: int, dtype: torch.dtype, samples: int, store: Path, *, one_pass: bool = False
+) -> Survey:
+    """Measure this machine alone.
 
+    store: where the message store would be; nothing is left there. one_pass: see `aqsgd`.
     Raises ConfigError for more tokens than the model takes, or a disk that cannot be written.
     """
     check_tokens(model, tokens)
     device = own_device()
     profile = time_model(model, tokens, dtype, device, samples=samples)
-    quantized = Config.from_dict({"activations": {"method": "aqsgd"}})
     size = (samples, tokens, profile.hidden, dtype, device)
-    encode_s, decode_s = time_link(with_bits(quantized, 4, 8), *size)
+    encode_s, decode_s = time_link(Config.from_dict(aqsgd(4, 8, one_pass=one_pass)), *size)
     cast_s = sum(time_link(Config(), *size)) / 2
     with (
         writable("store", store),
@@ -94,15 +96,23 @@ def survey_machine(model: Any, tokens: int, dtype: torch.dtype, samples: int, st
 
 
 def survey_ranks(
-    model: Any, tokens: int, dtype: torch.dtype, samples: int, store: Path, stages: int | None, pacer_to: PacerTo
+    model: Any,
+    tokens: int,
+    dtype: torch.dtype,
+    samples: int,
+    store: Path,
+    *,
+    stages: int | None,
+    pacer_to: PacerTo,
+    one_pass: bool = False,
 ) -> Survey | None:
     """Measure all ranks of a launcher together, on each; the survey on rank 0, None on the others.
 
     Ranks that torch has joined already use what they have, and keep it; with keys they meet over TLS. With one stage
     the links between neighbouring replicas are measured, over which their gradients go.
-    stages: K, by default one for each rank. pacer_to: slows links down. ConfigError if the ranks cannot make so many,
-    or the model does not take so many tokens; before any rank waits for another. LinkError where they cannot reach each
-    other.
+    stages: K, by default one for each rank. pacer_to: slows links down. one_pass: see `aqsgd`. ConfigError if the ranks
+    cannot make so many, or the model does not take so many tokens; before any rank waits for another. LinkError where
+    they cannot reach each other.
     """
     check_tokens(model, tokens)
     rank, world = read_launch(os.environ).place
@@ -114,7 +124,7 @@ def survey_ranks(
     mesh = current_mesh() if dist.get_backend() == BACKEND else None
     try:
         link = _links(rank, R, length, pacer_to, mesh)
-        seen = gathered((link, survey_machine(model, tokens, dtype, samples, store)))
+        seen = gathered((link, survey_machine(model, tokens, dtype, samples, store, one_pass=one_pass)))
         dist.barrier()
     finally:
         if not joined:

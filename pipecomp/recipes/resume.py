@@ -59,7 +59,7 @@ MAY_DIFFER = frozenset(
         "seed",
     }
 )
-DATA, SAMPLES = "hash of the training data", "samples of a step"
+DATA, SAMPLES, REPLICAS = "hash of the training data", "samples of a step", "replicas"
 _STATE_KEY, _TRAINED_KEY, _DUE_KEY = "recipe", "recipe_trained", "recipe_evaluation_due"
 _held: dict[str, int] = {}  # folders and their locks, of this process
 # Settings that change how bytes go and are kept, not what is trained: a run that timed out may get a longer timeout.
@@ -72,8 +72,13 @@ _HOW_BYTES_GO = (
     "pipecomp.store.run",
     "pipecomp.store.on_write_error",
 )
-# Replicas share a step otherwise when they are more or fewer: where its samples are compared, these need not be.
-_HOW_A_STEP_IS_SHARED = ("gradient_accumulation_steps", "train_batch_size")
+# More or fewer replicas share a step otherwise, and leave out other samples of an epoch: "auto" means other numbers.
+_HOW_A_STEP_IS_SHARED = (
+    "gradient_accumulation_steps",
+    "train_batch_size",
+    "scheduler.params.total_num_steps",
+    "scheduler.params.warmup_num_steps",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser, at_least: Callable[[int], Callable[[str], int]]) -> None:
@@ -278,8 +283,9 @@ class RunCheckpoints:
         saved = state.get(_STATE_KEY, {})
         # Older checkpoints lack all of what was trained, other versions some: what both know is compared.
         trained = state.get(_TRAINED_KEY, {})
-        both = trained.keys() & self._trained.keys()
-        not_compared = (*_HOW_BYTES_GO, *(_HOW_A_STEP_IS_SHARED if SAMPLES in both else ()))
+        both = (trained.keys() & self._trained.keys()) - {REPLICAS}
+        other_replicas = trained.get(REPLICAS) != self._trained.get(REPLICAS)
+        not_compared = (*_HOW_BYTES_GO, *(_HOW_A_STEP_IS_SHARED if SAMPLES in both and other_replicas else ()))
         keys = {key for key in saved.keys() | self._settings.keys() if not key.startswith(not_compared)}
         differ = _differences(saved, self._settings, keys) + _differences(trained, self._trained, both)
         if differ:

@@ -136,12 +136,16 @@ def test_ranks_are_forked_from_what_has_imported_torch_where_none_uses_a_gpu(
     assert bool(told) == forked
 
 
-@pytest.mark.parametrize(("number", "kind"), [(errno.ENOENT, ConfigError), (errno.EMFILE, OSError)])
-def test_semaphores_that_processes_cannot_share(monkeypatch: pytest.MonkeyPatch, number: int, kind: type) -> None:
+@pytest.mark.parametrize(
+    "place", ["multiprocessing.context.BaseContext.Queue", "multiprocessing.forkserver.ensure_running"]
+)
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.EMFILE])
+def test_what_processes_cannot_share_is_named(monkeypatch: pytest.MonkeyPatch, place: str, number: int) -> None:
     def refuse(*_: object) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr("multiprocessing.context.BaseContext.Queue", refuse)
-    with pytest.raises(kind) as caught:
+    monkeypatch.setattr(place, refuse)
+    with pytest.raises(ConfigError) as caught:
         run_ranks(1, len, timeout_s=HANG_S)
-    assert ("/dev/shm" in str(caught.value)) == (kind is ConfigError)
+    other = "/dev/shm" if place.endswith("Queue") else "TMPDIR"
+    assert caught.value.key == ("ulimit -n" if number == errno.EMFILE else other)

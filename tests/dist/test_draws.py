@@ -39,6 +39,22 @@ class Noted:
         return work.padded(chosen)
 
 
+class ByEpoch:
+    """Samples that are others in every epoch."""
+
+    def __init__(self) -> None:
+        self.epoch = 5
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        return samples(1, seed=100 * self.epoch + i)[0]
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
 def drawing(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
     import pipecomp
 
@@ -55,6 +71,13 @@ def drawing(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
     replicas.train()
     replicas.end()
     out["drawn"] = noted.drawn[-2:]
+    twice = pipecomp.PipelineTrainer(gpt2(2, 16), work.arguments(folder, num_train_epochs=2), None, ByEpoch())
+    out["facts"] = []
+    for _ in range(2):
+        twice.train()
+        out["facts"].append(str(twice.engine.data_facts))
+    out["epoch"] = twice.train_dataset.epoch
+    twice.end()
     return out
 
 
@@ -63,4 +86,6 @@ def test_what_a_collator_draws(tmp_path: Path) -> None:
     for found in ranks.values():
         assert "training_data: the same samples get other labels" in found["initialize"]
         assert "train_dataset: the same samples get other labels" in found["trainer"]
+        assert len(set(found["facts"])) == 1, "as of the first epoch, also after a training that has left it"
+        assert found["epoch"] == 1
     assert len({number for found in ranks.values() for number in found["drawn"]}) == 4, "each replica masks for itself"

@@ -227,6 +227,17 @@ def test_a_full_disk_is_an_error_that_names_it(monkeypatch, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(("one_pass", "clusters"), [(False, None), (True, 256)])
+def test_links_are_timed_with_what_one_pass_sends(monkeypatch, tmp_path, one_pass, clusters):
+    timed = []
+    monkeypatch.setattr(survey, "time_link", lambda config, *size: timed.append(config.store.clusters) or (1.0, 1.0))
+    monkeypatch.setattr(survey, "time_model", lambda *given, **more: SimpleNamespace(hidden=4))
+    monkeypatch.setattr(survey, "measure_speed", lambda folder: SimpleNamespace(read=1.0, write=1.0))
+    monkeypatch.setattr(survey, "time_average", lambda device: Speeds().average)
+    survey_machine(GPT2Config(), 8, torch.float32, 2, tmp_path, one_pass=one_pass)
+    assert timed == [clusters, None], "the last one is the plain cast"
+
+
 def test_a_bfloat16_stage_with_float32_adapters_is_timed():
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True)

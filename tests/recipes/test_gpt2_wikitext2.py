@@ -116,6 +116,9 @@ def test_leaves_a_folder_with_a_report_and_says_what_the_links_do(work: Path, en
     (run,) = read_runs([folder])
     assert run.notes == []
     assert len(run.evaluations) == EPOCHS
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    counted = [line["per_s"] * line["step_s"] for line in lines if "step_s" in line]
+    assert counted == pytest.approx([MICRO * ACCUMULATION * BLOCK] * len(counted)), "of the first step, too"
     assert re.search(
         r"tokens/s  [\d.]+ .?B/s forward  [\d.]+ .?B/s back  .*link 0->1 waits \d+ %$", ended.output, re.MULTILINE
     )

@@ -135,6 +135,7 @@ def test_all_of_its_checkpoint_knows_what_was_trained(work: Path, metrics: list[
             "--no-flip": False,
             "--unmatched": False,
             "samples of a step": 2 * (BATCH // 2),
+            "replicas": 1,
             DATA: images.digest(),
         }
 

@@ -308,9 +308,11 @@ class TestWhoseTheyAre:
 
         def fit(replicas: int, micro_batches: int) -> Fit:
             config = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": micro_batches}
+            config["scheduler"] = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}
             plan = steps.make_plan(config, samples=100, replicas=replicas, epochs=3, max_steps=None)
             return Fit(args, config, plan, {}, stages=1)
 
+        assert fit(1, 2).plan.steps != fit(2, 1).plan.steps, "an epoch leaves out other samples"
         one = fit(1, 2)._checkpoints
         checkpoint(Path(path), 3, recipe=one._settings, recipe_trained=one._trained)
         assert one.find() == "goes on after step 3"
