@@ -19,6 +19,7 @@ from pipecomp.buffers.base import GRADIENT
 from pipecomp.buffers.budget import sample_hash
 from pipecomp.buffers.identity import configuration, link_key, read_remarks, read_run
 from pipecomp.buffers.lmdb_check import check_values, structure_problems, unsound
+from pipecomp.buffers.lmdb_errors import explained
 from pipecomp.buffers.lmdb_file import ValueFile, check_length
 from pipecomp.buffers.lmdb_folder import DATA_FILE, LOCK_FILE, UNSYNCED_FILE, Folder
 from pipecomp.buffers.salvage import salvage
@@ -87,11 +88,12 @@ class PruneReport:
 def rank_folders(path: str | os.PathLike[str]) -> list[tuple[int | None, Path]]:
     """List the ranks' folders in `path`, by rank, or `path` itself if it is one."""
     top = Path(path)
-    if (top / DATA_FILE).is_file():
-        match = _RANK.fullmatch(top.resolve().name)
-        return [(int(match[1]) if match else None, top)]
-    inside = top.iterdir() if top.is_dir() else ()
-    found = [(int(m[1]), p) for p in inside if (m := _RANK.fullmatch(p.name)) and (p / DATA_FILE).is_file()]
+    with explained(top, "read"):
+        if (top / DATA_FILE).is_file():
+            match = _RANK.fullmatch(top.resolve().name)
+            return [(int(match[1]) if match else None, top)]
+        inside = top.iterdir() if top.is_dir() else ()
+        found = [(int(m[1]), p) for p in inside if (m := _RANK.fullmatch(p.name)) and (p / DATA_FILE).is_file()]
     if not found:
         raise StoreError(f"{top}: no message store here: no {DATA_FILE}, and no folders rank-0, rank-1, … with one")
     return sorted(found)

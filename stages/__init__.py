@@ -1,5 +1,6 @@
 """Splitting a model into stages, and the links between them."""
 
+from pipecomp.stages.partition import losses
 from pipecomp.stages.partition.architectures import Architecture, Head, default_loss, register
 from pipecomp.stages.partition.loading import Source, build_stage, plan, pretrained
 from pipecomp.stages.partition.modules import Modules, ModuleStage, modules
@@ -18,6 +19,7 @@ __all__ = [
     "TiedGroup",
     "build_stage",
     "default_loss",
+    "losses",
     "modules",
     "plan",
     "pretrained",

@@ -55,7 +55,8 @@ class State:
         group: a process group or a list of global ranks, None for all ranks; without torch.distributed there is one
             rank, and only the method's own error is seen.
         seed: of all random draws, the same on all ranks.
-        timeout_s: seconds of silence after which a rank counts as lost.
+        timeout_s: seconds of silence after which a rank counts as lost; "fp16" and "powersgd" go by that of a process
+            group that is given.
         **options: the method's options.
 
     Attributes:
@@ -374,11 +375,12 @@ def allreduce_mean(state: State, tensor: Tensor, key: str = "tensor") -> Tensor:
 
     Returns:
         The mean as a new tensor, the same bits on every rank. NaN or Inf on any rank gives NaN on every rank and leaves
-        the residuals as they were.
+        the residuals as they were; with "none", "fp16" and "powersgd" it gives what torch's own sums make of it.
 
     Raises:
         ShapeError: for a dtype that is no float, and another size than `key` had before.
-        PeerLostError: for a rank that is gone or silent.
+        PeerLostError: for a rank that is gone or silent. With "fp16" and "powersgd", which are torch's, RuntimeError
+            after their process group's own timeout.
 
     Example:
         >>> mean = allreduce_mean(state, layer.weight.grad, key="weight")

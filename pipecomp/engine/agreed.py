@@ -109,6 +109,11 @@ def _check_stages(settings: Config, split_plan: SplitPlan) -> None:
         settings.activations.method,
         "'none' with one stage: it has no links",
     )
+    for key, got, usual in (
+        ("activations.eval", settings.activations.eval, "full"),
+        ("in_flight", settings.in_flight, "auto"),
+    ):
+        require(stages != 1 or got == usual, key, got, f"{usual!r} with one stage: it has no links")
     for stage, trained in enumerate(split_plan.trained):
         if not trained:
             raise SplitError(f"stage {stage} has nothing to train, all of it is frozen: choose other cuts")

@@ -359,8 +359,9 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
         """Tell this rank's traffic and time so far.
 
         Returns:
-            "links": by "k->k+1", bytes raw and sent per direction, seconds waited, error, store hit rate. "groups": by
-            name, bytes raw and sent, seconds. "seconds": by part, see `stats.Seconds`. "steps". "store_bytes": of
+            "rank", "stage", "replica". "links": by "k->k+1", bytes raw and sent per direction, seconds waited, error,
+            store hit rate. "groups": by name, bytes raw and sent, and "wait_seconds": of the whole reduction, or of
+            waiting alone where it is compressed. "seconds": by part, see `stats.Seconds`. "steps". "store_bytes": of
             the store's file, or of its values in memory. "in_flight": micro-batches that may be under way.
             "micro_batches": the last step's seconds by micro-batch. "local_steps": see `LocalTraining.stats`, where
             replicas take them.

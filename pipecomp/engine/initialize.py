@@ -93,6 +93,8 @@ def initialize(
         SplitError: The model cannot be cut like that.
         LinkError: The ranks have different versions, arguments or configurations, or cannot reach each other.
         DataError: The data are not what training needs.
+        StoreError: The message store is in use, damaged, or another run's; the error says what to do.
+        KeysError: This machine's keys do not let it join.
 
     Example:
         >>> engine = pipecomp.initialize(model="path/to/gpt2", num_stages=2, config="ds_config.json",

@@ -18,7 +18,15 @@ from pipecomp.plan.network import Line, Network, chain
 from pipecomp.plan.options import PlanOptions, Rates, Wanted, aqsgd, methods
 from pipecomp.plan.prediction import Job, Prediction, Speeds, as_row, predict, tied_seconds
 from pipecomp.plan.profile import Profile, balanced, tied_values, without_weights
-from pipecomp.plan.report import advice, configuration, configuration_text, link_table, method_table, predicted_stages
+from pipecomp.plan.report import (
+    NAMES,
+    advice,
+    configuration,
+    configuration_text,
+    link_table,
+    method_table,
+    predicted_stages,
+)
 from pipecomp.plan.search import (
     TIED,
     Choice,
@@ -214,6 +222,7 @@ def as_json(found: Found, network: Network, names: Sequence[str]) -> dict[str, A
             for at, prediction in zip(names, predictions, strict=True)
         ],
         "config": configuration(found.choice),
+        "dtype": NAMES[p.job.dtype],
         "profile": p.job.profile.as_dict(),
     }
 

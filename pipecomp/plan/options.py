@@ -212,6 +212,8 @@ class PlanOptions:
         except (OSError, ValueError) as error:
             raise ConfigError("profile", str(self.profile), written) from error
         require(isinstance(found, dict), "profile", str(self.profile), written)
+        dtype = found.get("dtype", self.dtype)
+        require(dtype == self.dtype, "dtype", self.dtype, f"{dtype}, in which the profile's seconds were measured")
         return dict(found)
 
     def noted_speeds(self) -> Speeds:

@@ -17,7 +17,7 @@ from pipecomp.plan.search import FEWEST_AVERAGES, TIED, Choice, choose_local_ste
 from pipecomp.rates import bits_per_second, milliseconds
 from pipecomp.tables import table
 
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def stage_table(title: str, job: Job, more: Mapping[str, Sequence[str]]) -> Table:
@@ -195,7 +195,7 @@ def configuration(choice: Choice) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": job.samples,
         "gradient_accumulation_steps": job.micro_batches,
-        **precision(_NAMES[job.dtype]),
+        **precision(NAMES[job.dtype]),
         "pipecomp": section,
     }
 

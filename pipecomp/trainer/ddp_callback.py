@@ -17,6 +17,7 @@ import sys
 import weakref
 from contextlib import suppress
 from dataclasses import fields
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -57,7 +58,7 @@ class CompressionCallback(TrainerCallback):
 
     Each process writes its error-feedback residuals to Trainer's checkpoints and loads them again with
     `resume_from_checkpoint`; not in a hyperparameter search, nor with `save_only_model`. A rank that is silent for
-    `TrainingArguments.ddp_timeout` seconds counts as lost (PeerLostError).
+    `TrainingArguments.ddp_timeout` seconds counts as lost, and training ends with an error.
 
     With `local_steps` processes train by themselves, and average how far their weights have moved after so many steps,
     see docs/algorithms.md, 2.12. Trainer then evaluates and saves the weights that they last had in common; checkpoints
@@ -101,7 +102,7 @@ class CompressionCallback(TrainerCallback):
         """
         return self._state.stats() if self._state is not None else Counters().as_dict()
 
-    def _group_of(self, ddp: DistributedDataParallel) -> Any:
+    def _group_of(self, ddp: DistributedDataParallel, timeout_s: float) -> Any:
         """Give the group of DDP's ranks.
 
         PowerSGD needs one of its own: over gloo its later all-reduces are started by other threads, and in DDP's group
@@ -110,7 +111,8 @@ class CompressionCallback(TrainerCallback):
         if self.method != "powersgd":
             return ddp.process_group
         if self._own_group is None:
-            self._own_group = dist.new_group(dist.get_process_group_ranks(ddp.process_group))
+            ranks = dist.get_process_group_ranks(ddp.process_group)
+            self._own_group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s))
         return self._own_group
 
     # -- events
@@ -128,7 +130,9 @@ class CompressionCallback(TrainerCallback):
         if self._state is not None:
             self._state.close()
         given = self._gradients.of_average()
-        self._state = State(group=self._group_of(ddp), seed=self.seed, timeout_s=float(args.ddp_timeout), **given)
+        timeout_s = float(args.ddp_timeout)
+        group = self._group_of(ddp, timeout_s)
+        self._state = State(group=group, seed=self.seed, timeout_s=timeout_s, **given)
         number_parameters(self._state, (p for p in ddp.module.parameters() if p.requires_grad))
         if checkpoint is not None:
             _restore(self._state, Path(checkpoint), args.device)

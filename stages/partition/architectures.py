@@ -128,6 +128,8 @@ def register(architecture: Architecture) -> None:
 
     Example::
 
+        from pipecomp.stages import losses
+
         register(
             Architecture(
                 model_type="gpt_neox",

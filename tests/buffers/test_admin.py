@@ -1,8 +1,10 @@
 """Looking at stores on disk, finding damage, and cleaning up."""
 
+import errno
 import os
 import signal
 from contextlib import closing, contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -269,3 +271,12 @@ def test_one_ranks_store_is_forgotten(tmp_path):
         with closing(open_environment("lmdb", tmp_path, rank)) as environment:
             held.append(len(environment.link("link-0", described).inventory()))
     assert held == [1, 0]
+
+
+def test_a_store_of_somebody_else_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(Path, "is_file", refuse)
+    with pytest.raises(StoreError, match=r"cannot read: .*Permission denied"):
+        admin.info(tmp_path / "messages")

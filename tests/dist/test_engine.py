@@ -372,6 +372,8 @@ def refused(rank, world, note):
         "one stage": lambda: pipecomp.initialize(
             gpt2(), num_stages=1, config=ds_config({"activations": {"method": "direct"}})
         ),
+        "ahead": lambda: pipecomp.initialize(gpt2(), num_stages=1, config=ds_config({"in_flight": 4})),
+        "eval": lambda: pipecomp.initialize(gpt2(), num_stages=1, config=ds_config({"activations": {"eval": "fp16"}})),
         "key": lambda: pipecomp.initialize(gpt2(), num_stages=2, config=ds_config({"activations": {"bits": 4}})),
         "bits": lambda: pipecomp.initialize(
             gpt2(), num_stages=2, config=ds_config({"activations": {"method": "direct", "forward_bits": [4, 4]}})
@@ -408,6 +410,8 @@ def test_what_is_refused():
     for out in ranks.values():
         assert "num_stages: got 3, allowed: a divisor of the 2 processes" in out["stages"]
         assert "activations.method: got 'direct', allowed: 'none' with one stage" in out["one stage"]
+        assert "in_flight: got 4, allowed: 'auto' with one stage" in out["ahead"]
+        assert "activations.eval: got 'fp16', allowed: 'full' with one stage" in out["eval"]
         assert "activations.bits" in out["key"]
         assert "activations.forward_bits: got [4, 4], allowed: one number, or 1: one for each link" in out["bits"]
         assert "no/such.json" in out["file"]

@@ -710,6 +710,17 @@ def test_replicas_of_a_whole_model_average_over_the_network(folder):
     assert json.loads(out.read_text())["chosen"]["stages"] > 1, "fewer bytes cross the links between stages"
 
 
+def test_a_profile_is_of_the_precision_that_it_was_measured_in(folder):
+    out = folder / "plan.json"
+    given = ["plan", "--model", str(folder / "model"), "--stages", "2"]
+    measured = [*given, "--tokens", "16", "--speed", "1", "--dtype", "bf16", "--json", str(out)]
+    assert CliRunner().invoke(app, measured).exit_code == 0
+    assert CliRunner().invoke(app, [*given, "--profile", str(out), "--dtype", "bf16"]).exit_code == 0
+    other = CliRunner().invoke(app, [*given, "--profile", str(out)])
+    assert other.exit_code == 1
+    assert "dtype: got 'fp32', allowed: bf16, in which" in " ".join(other.output.split())
+
+
 def test_the_command_recomputes(folder):
     def memory(*more):
         out = folder / "plan.json"

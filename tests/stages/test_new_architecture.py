@@ -21,19 +21,19 @@ from pipecomp.stages import (
     Stage,
     build_stage,
     default_loss,
+    losses,
     plan,
     register,
     save_pretrained,
     split,
 )
 from pipecomp.stages.partition import architectures
-from pipecomp.stages.partition.losses import causal_lm
 
 transformers = pytest.importorskip("transformers")
 
 GPT_NEOX = Architecture(
     model_type="gpt_neox",
-    heads={"GPTNeoXForCausalLM": Head(loss=causal_lm, per_token=True)},
+    heads={"GPTNeoXForCausalLM": Head(loss=losses.causal_lm, per_token=True)},
     default_head="GPTNeoXForCausalLM",
     blocks="layers",
     before={"embed_in": nn.Identity, "emb_dropout": nn.Identity},
@@ -167,7 +167,7 @@ def test_code_between_embeddings_and_blocks_is_an_error(tmp_path: Path) -> None:
     register(
         Architecture(
             model_type="granite",
-            heads={"GraniteForCausalLM": Head(loss=causal_lm, per_token=True)},
+            heads={"GraniteForCausalLM": Head(loss=losses.causal_lm, per_token=True)},
             default_head="GraniteForCausalLM",
             blocks="layers",
             before={"embed_tokens": nn.Identity},
