@@ -32,6 +32,7 @@ DEEPSPEEDS = (
     "data_sampler",
     "random_ltd",
 )
+_BY_GROUP = ("base_lrs", "lr_lambdas", "min_lrs", "max_lrs", "_init_lrs")  # of a schedule's state
 
 
 def parameter_groups(engine: Any) -> list[list[Any]]:
@@ -61,9 +62,8 @@ def saved_otherwise(engine: Any, folder: Path, key: str, *, with_optimizer: bool
     """Open the checkpoint if it has to be resharded; None if DeepSpeed can load it. Every rank must call this.
 
     key: of this project's own state among the client's. with_optimizer: whether optimizer states are loaded; weights
-    alone DeepSpeed takes from a checkpoint of another precision or ZeRO stage, too. Raises ConfigError or SplitError
-    for a checkpoint of another model, precision or ZeRO stage, or without some of its files; LinkError where only
-    another rank has an error.
+    alone may be of another precision or ZeRO stage. Raises ConfigError or SplitError for a checkpoint of another model,
+    precision or ZeRO stage, or without some of its files; LinkError where only another rank has an error.
     """
     own = describe(engine)
     found: SavedPipeline | None = None
@@ -71,9 +71,9 @@ def saved_otherwise(engine: Any, folder: Path, key: str, *, with_optimizer: bool
     with all_ranks.collective_errors():
         description = read_description(folder, key)
         if description is not None and not description.fits(own):
-            description.check(own)
+            description.check(own, with_optimizer=with_optimizer)
             found = SavedPipeline(folder, description)
-            found.require_files()
+            found.require_files(with_optimizer=with_optimizer)
         elif description is not None:
             if with_optimizer:
                 description.check_optimizer(own)
@@ -115,27 +115,39 @@ def load(
     stage.load_state_dict(saved.weights(stage), strict=False)  # `weights` says what is missing
     with_optimizer = load_optimizer_states and not load_module_only
     names = grouped_names(stage, parameter_groups(engine))
-    if engine.zero_optimization():
-        if with_optimizer:
-            from_masters, replica = engine.zero_load_from_fp32_weights(), engine.grid.data_parallel_id
-            load_zero(optimizer, saved, stage, names, replica, from_masters=from_masters)
-        else:
-            optimizer._restore_from_bit16_weights()
-    elif with_optimizer:
+    if not with_optimizer:
+        if hasattr(optimizer, "refresh_fp32_params"):
+            optimizer.refresh_fp32_params()
+    elif engine.zero_optimization():
+        from_masters, replica = engine.zero_load_from_fp32_weights(), engine.grid.data_parallel_id
+        load_zero(optimizer, saved, stage, names, replica, from_masters=from_masters)
+    else:
         load_optimizer(optimizer, saved, names)
     state = saved.state
     if not load_module_only:
         if load_lr_scheduler_states and engine.lr_scheduler is not None:
-            engine.lr_scheduler.load_state_dict(state["lr_scheduler"])
+            load_schedule(engine.lr_scheduler, optimizer.param_groups, state["lr_scheduler"])
         for name in ("global_steps", "global_samples", "skipped_steps"):
             setattr(engine, name, state[name])
     return str(saved.folder), {key: value for key, value in state.items() if key not in DEEPSPEEDS}
 
 
+def load_schedule(scheduler: Any, groups: list[dict[str, Any]], saved: dict[str, Any]) -> None:
+    """Go on with the schedule of another stage, which may have more or fewer groups of parameters, of other rates.
+
+    groups: the optimizer's, as loaded. saved: the state; what it has for each group is not taken over.
+    """
+    own = scheduler.state_dict()
+    state = saved | {key: own[key] for key in _BY_GROUP if key in own}
+    if "_last_lr" in saved:
+        state["_last_lr"] = [group["lr"] for group in groups]
+    scheduler.load_state_dict(state)
+
+
 def load_optimizer(optimizer: Any, saved: SavedPipeline, groups: list[Names]) -> None:
     """Give a torch optimizer the states of its parameters. groups: their names, see `grouped_names`.
 
-    A `QuantizedAdam` goes on with what is frozen, without error-feedback residuals.
+    A `QuantizedAdam` goes on with what is frozen, without error-feedback residuals; of Adam's states nothing is.
     """
     own = optimizer.state_dict()
     numbered: dict[int, str] = {}
@@ -145,8 +157,8 @@ def load_optimizer(optimizer: Any, saved: SavedPipeline, groups: list[Names]) ->
     found = saved.optimizer_state(numbered.values())
     state = {number: found[name] for number, name in numbered.items() if found.get(name)}
     loaded = {**own, "state": state}
-    if "exchange" in own:
-        loaded["exchange"] = {**saved.state["optimizer"]["exchange"], "memories": None, "frozen": _frozen(state)}
+    if loaded.pop("exchange", None) and (exchange := saved.state["optimizer"].get("exchange")):
+        loaded["exchange"] = {**exchange, "memories": None, "frozen": _frozen(state)}
     optimizer.load_state_dict(loaded)
 
 

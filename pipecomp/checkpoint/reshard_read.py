@@ -53,8 +53,8 @@ class Description:
         """Whether DeepSpeed can load the files into a pipeline like `own`: ZeRO's are cut by replicas too."""
         return self.cuts == own.cuts and (self.replicas == own.replicas or not self.zero)
 
-    def check(self, own: Description) -> None:
-        """Raise ConfigError or SplitError if the checkpoint is of another model, precision or kind of optimizer."""
+    def check(self, own: Description, *, with_optimizer: bool) -> None:
+        """Raise ConfigError or SplitError for another model, and with the optimizer what `check_optimizer` does."""
         if (self.model_class, self.cuts[-1]) != (own.model_class, own.cuts[-1]):
             raise SplitError(
                 f"the checkpoint is of {self.model_class} with {self.cuts[-1]} blocks, the model is {own.model_class} "
@@ -62,7 +62,8 @@ class Description:
             )
         allowed = f"{self.tie!r}, as the checkpoint has, where the pipeline is cut otherwise"
         require(self.tie == own.tie, "pipecomp.tie", own.tie, allowed)
-        self.check_optimizer(own)
+        if with_optimizer:
+            self.check_optimizer(own)
 
     def check_optimizer(self, own: Description) -> None:
         """Raise ConfigError if the optimizer's states are in the form of another precision or ZeRO stage."""
@@ -104,10 +105,12 @@ class SavedPipeline:
         """The stages' numbers."""
         return range(len(self.description.cuts) - 1)
 
-    def require_files(self) -> None:
+    def require_files(self, *, with_optimizer: bool) -> None:
         """Raise ConfigError if the files of a stage are missing here, or are in a form that cannot be cut anew."""
         for index in self.stages:
             self._weights_of(index)
+            if not with_optimizer:
+                continue
             if not isinstance(self._base(index), dict):
                 raise ConfigError(
                     "zero_optimization.elastic_checkpoint", True, "false for a checkpoint that is cut otherwise"

@@ -31,6 +31,8 @@ from pipecomp.config import Config
 from pipecomp.engine.gradient_exchange import load_residuals, save_residuals
 from pipecomp.errors import CheckpointError, ConfigError, PipecompError, StoreError, WireError, require
 from pipecomp.files import write_whole
+from pipecomp.optim import QuantizedAdam
+from pipecomp.optim.adam import thaw
 from pipecomp.plan.auto import wants_measuring
 from pipecomp.stages.link.handshake import summarize
 
@@ -199,6 +201,8 @@ class Checkpoints:
             )
         if path is None:
             return path, state
+        if with_optimizer:
+            self._settle_optimizer()
         own = (state or {}).pop(_STATE_KEY, None)
         if options["load_module_only"]:
             if engine.local is not None:
@@ -220,6 +224,16 @@ class Checkpoints:
                 self._take_bits(own.get("bits"), folder)
             self._go_on(own, folder, same)
         return path, state
+
+    def _settle_optimizer(self) -> None:
+        """Let what was loaded go on with this run's settings and kind of optimizer."""
+        engine = self._engine
+        if engine.zero_optimization():
+            engine.optimizer.clip_grad = engine.gradient_clipping()  # DeepSpeed takes the checkpoint's
+            if not engine.zero_load_from_fp32_weights():
+                engine.optimizer.refresh_fp32_params()  # DeepSpeed leaves the new model's in bf16
+        elif not isinstance(engine.optimizer, QuantizedAdam):
+            thaw(engine.optimizer)
 
     def _check_finished(self, folder: Path) -> None:
         """ConfigError for a checkpoint that is not there, or that a run did not live to finish."""

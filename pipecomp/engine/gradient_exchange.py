@@ -173,6 +173,21 @@ class ReplicaAdam(QuantizedAdam):
         state["exchange"]["memories"] = None
         return state
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this class, or of torch's Adam: its next steps warm up the variance, as long as they must.
+
+        Raises ConfigError for a state of another optimizer.
+        """
+        if "exchange" not in state_dict:
+            state = {}
+            for number, kept in state_dict["state"].items():
+                allowed = "'none' to go on with the states of another optimizer than Adam"
+                require(kept.keys() == {"step", "exp_avg", "exp_avg_sq"}, "gradients.method", "quantized_adam", allowed)
+                state[number] = {**kept, "step": int(kept["step"]), "frozen_at": 0, "unit": 1.0}
+            exchange: dict[str, Any] = {**self._exchange.settings, "frozen": [], "memories": None}
+            state_dict = {**state_dict, "state": state, "exchange": exchange}
+        super().load_state_dict(state_dict)
+
 
 def save_residuals(states: Iterable[tuple[str, State]], folder: Path, rank: int) -> None:
     """Write a rank's error-feedback residuals, by name, to files of its own in a checkpoint's folder."""

@@ -109,6 +109,21 @@ def freeze_variance(moments: Moments, bits: int) -> bool:
     return True
 
 
+def thaw(optimizer: torch.optim.Optimizer) -> None:
+    """Let torch's Adam go on with what `QuantizedAdam` kept of its parameters, after it was loaded.
+
+    Adam corrects a variance by its present step, not by that at which it was frozen: it is scaled for that.
+    """
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            moments = optimizer.state.get(p, {})
+            frozen_at = moments.pop("frozen_at", 0)
+            moments.pop("unit", None)
+            if frozen_at:
+                beta2 = group["betas"][1]
+                moments["exp_avg_sq"].mul_((1 - beta2 ** float(moments["step"])) / (1 - beta2**frozen_at))
+
+
 def _usual(variance: Tensor) -> float:
     """The power of two next to the root mean variance of the values that had a gradient; 0 if none had.
 

@@ -28,6 +28,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from transformers.utils import logging as transformers_logging
 
 from pipecomp.checkpoint import manifest
+from pipecomp.checkpoint.reshard_load import load_schedule
 from pipecomp.checkpoint.rng_state import random_state, set_random_state
 from pipecomp.checkpoint.writing import Attempts, in_words, write_state
 from pipecomp.cluster.collectives import broadcast, gathered
@@ -44,7 +45,6 @@ DEEPSPEED = "deepspeed"  # the tag of DeepSpeed's checkpoint, a folder
 EVALUATION, EPOCH_END = "evaluation", "epoch end"
 _DUE = "due"
 _KEY = "resume_from_checkpoint"
-_BY_GROUP = ("base_lrs", "lr_lambdas", "min_lrs", "max_lrs", "_init_lrs")  # of a schedule's state
 
 _log = transformers_logging.get_logger(__name__)
 
@@ -227,24 +227,7 @@ def load_engine(engine: Any, found: Found, scheduler: Any) -> None:
         scheduler.load_state_dict(state["scheduler"])
         set_random_state(state["random"])
     else:
-        _load_schedule(scheduler, engine.basic_optimizer.param_groups, state["scheduler"])
-
-
-def _load_schedule(scheduler: Any, groups: list[dict[str, Any]], saved: dict[str, Any]) -> None:
-    """Go on with the schedule of another stage, which may have more or fewer groups of parameters than this one.
-
-    groups: the optimizer's, as loaded. saved: the state; what it has for each group is not taken over but for the rate,
-    which is the same for all of Trainer's groups.
-    """
-    own = scheduler.state_dict()
-    state = saved | {key: own[key] for key in _BY_GROUP if key in own}
-    rates = saved.get("_last_lr")
-    if rates is not None:
-        if len(set(rates)) == 1:
-            for group in groups:
-                group["lr"] = rates[0]
-        state["_last_lr"] = [group["lr"] for group in groups]
-    scheduler.load_state_dict(state)
+        load_schedule(scheduler, engine.basic_optimizer.param_groups, state["scheduler"])
 
 
 def load_weights(engine: Any, folder: str) -> None:
