@@ -18,7 +18,7 @@ from pipecomp.cluster.interruption import Interruption, say_here
 from pipecomp.config import Config
 from pipecomp.errors import OutputError
 from pipecomp.recipes.report import Report
-from pipecomp.recipes.resume import REPLICAS, SAMPLES, RunCheckpoints, hold_folder
+from pipecomp.recipes.resume import REPLICAS, SAMPLES, STAGES, RunCheckpoints, hold_folder
 from pipecomp.recipes.steps import Plan, complete
 from pipecomp.recipes.trackers import Trackers
 from pipecomp.report.command import try_report
@@ -61,9 +61,8 @@ class Fit:
         self._compared = settings_of(self.config, "pipecomp", self.settings.shared())
         self._trained, self._unit, self._period = trained, unit, period
         step = plan.micro_batch * plan.accumulation * plan.replicas  # else steps that are made stand for other passes
-        self._checkpoints = RunCheckpoints(
-            args, self.config, self._compared, {**trained, SAMPLES: step, REPLICAS: plan.replicas}
-        )
+        counts = {SAMPLES: step, REPLICAS: plan.replicas, STAGES: stages}
+        self._checkpoints = RunCheckpoints(args, self.config, self._compared, {**trained, **counts})
         for argument, folder in (("--checkpoint", args.checkpoint), ("--run", args.run)):
             if folder is not None and dist.get_rank() == 0:
                 hold_folder(argument, folder)

@@ -59,7 +59,7 @@ MAY_DIFFER = frozenset(
         "seed",
     }
 )
-DATA, SAMPLES, REPLICAS = "hash of the training data", "samples of a step", "replicas"
+DATA, SAMPLES, REPLICAS, STAGES = "hash of the training data", "samples of a step", "replicas", "stages"
 _STATE_KEY, _TRAINED_KEY, _DUE_KEY = "recipe", "recipe_trained", "recipe_evaluation_due"
 _held: dict[str, int] = {}  # folders and their locks, of this process
 # Settings that change how bytes go and are kept, not what is trained: a run that timed out may get a longer timeout.
@@ -79,6 +79,8 @@ _HOW_A_STEP_IS_SHARED = (
     "scheduler.params.total_num_steps",
     "scheduler.params.warmup_num_steps",
 )
+# One stage, or one replica, exchanges nothing, and is refused settings of how.
+_HOW_SEVERAL_EXCHANGE = {STAGES: ("pipecomp.activations.", "pipecomp.store."), REPLICAS: ("pipecomp.gradients.",)}
 
 
 def add_arguments(parser: argparse.ArgumentParser, at_least: Callable[[int], Callable[[str], int]]) -> None:
@@ -283,9 +285,14 @@ class RunCheckpoints:
         saved = state.get(_STATE_KEY, {})
         # Older checkpoints lack all of what was trained, other versions some: what both know is compared.
         trained = state.get(_TRAINED_KEY, {})
-        both = (trained.keys() & self._trained.keys()) - {REPLICAS}
-        other_replicas = trained.get(REPLICAS) != self._trained.get(REPLICAS)
-        not_compared = (*_HOW_BYTES_GO, *(_HOW_A_STEP_IS_SHARED if SAMPLES in both and other_replicas else ()))
+        both = (trained.keys() & self._trained.keys()) - {REPLICAS, STAGES}
+        counts = {what: {trained.get(what), self._trained.get(what)} for what in _HOW_SEVERAL_EXCHANGE}
+        not_compared: tuple[str, ...] = _HOW_BYTES_GO
+        if SAMPLES in both and len(counts[REPLICAS]) > 1:
+            not_compared += _HOW_A_STEP_IS_SHARED
+        for what, settings in _HOW_SEVERAL_EXCHANGE.items():
+            if 1 in counts[what] and len(counts[what]) > 1:
+                not_compared += settings
         keys = {key for key in saved.keys() | self._settings.keys() if not key.startswith(not_compared)}
         differ = _differences(saved, self._settings, keys) + _differences(trained, self._trained, both)
         if differ:

@@ -136,6 +136,7 @@ def test_all_of_its_checkpoint_knows_what_was_trained(work: Path, metrics: list[
             "--unmatched": False,
             "samples of a step": 2 * (BATCH // 2),
             "replicas": 1,
+            "stages": 3,
             DATA: images.digest(),
         }
 

@@ -320,6 +320,32 @@ class TestWhoseTheyAre:
             fit(2, 2)._checkpoints.find()
         assert fit(2, 1)._checkpoints.find() == "goes on after step 3", "as many samples, otherwise shared"
 
+    def test_one_stage_or_one_replica_goes_on_without_settings_of_what_several_exchange(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)  # rank 0 would hold the folder
+        path = str(tmp_path / "checkpoints")
+        args = given("--checkpoint", path, "--resume", "auto")
+
+        def fit(stages: int, replicas: int, **section: dict) -> RunCheckpoints:
+            config = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 4 // replicas}
+            plan = steps.make_plan(config, samples=100, replicas=replicas, epochs=3, max_steps=None)
+            return Fit(args, {**config, "pipecomp": section}, plan, {}, stages=stages)._checkpoints
+
+        links = {"activations": {"method": "aqsgd"}, "store": {"bits": 8}}
+        replicas = {"gradients": {"method": "global_qsgd"}}
+        both = fit(2, 2, **links, **replicas)
+        checkpoint(Path(path), 3, recipe=both._settings, recipe_trained=both._trained)
+        assert fit(1, 2, **replicas).find() == "goes on after step 3"
+        assert fit(2, 1, **links).find() == "goes on after step 3"
+        with pytest.raises(ConfigError, match=r"pipecomp\.gradients\.method is \"none\" in this run"):
+            fit(1, 2).find()
+        with pytest.raises(ConfigError, match=r"pipecomp\.activations\.method is \"none\" in this run"):
+            fit(2, 1).find()
+        alone = fit(1, 1)
+        checkpoint(Path(path), 4, recipe=alone._settings, recipe_trained=alone._trained)
+        assert both.find() == "goes on after step 4", "with what has come back"
+
     def test_nor_where_another_machine_has_some(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("pipecomp.recipes.resume.gathered", lambda mine: [mine, [], [900], []])
         with pytest.raises(ConfigError, match="this one has step 900;"):
