@@ -61,9 +61,12 @@ class Attempts:
                 self.problem = in_words(path or self._folder, error)
         return None
 
-    def agree(self) -> None:
-        """Raise CheckpointError on every rank if one of them has a problem; all ranks must call this."""
-        for rank, problem in enumerate(gathered(self.problem)):
+    def agree(self, group: Any = None) -> None:
+        """Raise CheckpointError on every rank if one of them has a problem; all ranks must call this.
+
+        group: of all ranks, in which they wait for each other.
+        """
+        for rank, problem in enumerate(gathered(self.problem, group)):
             if problem is not None:
                 raise self.error(rank, problem)
 

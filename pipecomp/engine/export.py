@@ -8,6 +8,7 @@ was taken over could read and write files beside the folder.
 from __future__ import annotations
 
 import functools
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,9 @@ from pipecomp.stages.partition.saving import shard_name, write_index, write_shar
 from pipecomp.stages.partition.splitting import Stage
 
 _PIECE = 1 << 24  # bytes a send
+# Shards go one after the other, so that ranks wait for those before them: 100 GB over 10 Mbit/s. Of one that is lost
+# meanwhile the heartbeat tells.
+_PATIENCE = timedelta(days=1)
 
 
 @exchanged
@@ -57,7 +61,7 @@ def save_pretrained(stage: Stage, folder: str | Path, *, owners: list[int]) -> N
     try:
         attempts.agree()
         # Not before: ranks that make a group notice by its silence alone that one is gone which has not come for that.
-        group = dist.new_group(backend=host_backend())
+        group = dist.new_group(backend=host_backend(), timeout=_PATIENCE)
         mine = None if file is None else _Shard(stage.index, file.name, file.stat().st_size, file_crc(file))
         shards = _checked(gathered(mine, group), owners)
         lacking = [i for i, shard in enumerate(shards) if not _is_here(files[i], shard)] if rank == owners[0] else []
@@ -68,7 +72,7 @@ def save_pretrained(stage: Stage, folder: str | Path, *, owners: list[int]) -> N
                 _receive(files[index], shards[index].size_bytes, owners[index], group, attempts)
         if rank == owners[0]:
             attempts.attempt(lambda: write_index(stage, folder))
-        attempts.agree()
+        attempts.agree(group)
     except OutputError:
         for unfinished in folder.glob(f"*{UNFINISHED}"):
             unfinished.unlink(missing_ok=True)

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import time
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.constants import default_pg_timeout
 
 from pipecomp.cluster.local_ranks import run_ranks
+from pipecomp.cluster.rendezvous import _set_timeout
+from pipecomp.engine import export
 from pipecomp.errors import ConfigError
 from tests.dist.small import ds_config, gpt2, samples
 from tests.limits import HANG_S
@@ -66,8 +74,31 @@ def saving(rank, world, note, folder):
     engine.save_pretrained(own)
     evaluated = float(engine.eval_batch(iter(eval_data()), num_micro_batches=2))
     engine.save_pretrained(own)  # over what is there
+    with impatient_collectives():
+        engine.save_pretrained(f"{folder}/machine-{rank}/slow")
     engine.close()
     return out, evaluated
+
+
+@contextlib.contextmanager
+def impatient_collectives():
+    """All of torch's collectives but those of groups with a timeout of their own have a second while shards travel."""
+    with pytest.MonkeyPatch.context() as patch:
+        check, receive = export._checked, export._receive
+
+        def checked(*args):
+            _set_timeout(timedelta(seconds=1), dist.group.WORLD)
+            return check(*args)
+
+        def slowly(*args):
+            time.sleep(2)
+            receive(*args)
+
+        patch.setattr(distributed_c10d, "default_pg_timeout", timedelta(seconds=1))
+        patch.setattr(export, "_checked", checked)
+        patch.setattr(export, "_receive", slowly)
+        yield
+    _set_timeout(default_pg_timeout, dist.group.WORLD)
 
 
 def eval_data():
@@ -88,4 +119,6 @@ def test_checkpoints_and_folders(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "machine-0" / "model").eval()
     losses = [model(**b.inputs, labels=b.labels).loss.detach() for b in eval_data()]
     assert float(torch.stack(losses).mean()) == pytest.approx(ranks[0][1], rel=1e-6)
-    assert list((tmp_path / "machine-1" / "model").glob("*.safetensors*")) == []
+    for name in ("model", "slow"):
+        assert (tmp_path / "machine-0" / name / "model.safetensors.index.json").is_file()
+        assert list((tmp_path / "machine-1" / name).glob("*.safetensors*")) == []

@@ -31,14 +31,14 @@ class Run:
             "dist",
             SimpleNamespace(
                 get_rank=lambda: rank,
-                new_group=lambda backend: None,
+                new_group=lambda backend, timeout: None,
                 destroy_process_group=lambda group: None,
                 send=lambda piece, to, group: self.sent.append(bytes(piece.numpy())),
                 recv=lambda piece, source, group: piece.copy_(torch.tensor(list(CONTENT[1 - rank]))),
             ),
         )
         monkeypatch.setattr(export, "host_backend", lambda: "gloo")
-        monkeypatch.setattr(export.ModelAttempts, "agree", lambda attempts: None)
+        monkeypatch.setattr(export.ModelAttempts, "agree", lambda attempts, group=None: None)
         monkeypatch.setattr(export, "write_shard", self._write)
         monkeypatch.setattr(export, "write_index", lambda stage, folder: None)
         monkeypatch.setattr(export, "gathered", self._gathered)
@@ -75,7 +75,7 @@ def test_a_lost_rank_is_noticed_before_the_others_make_a_group(tmp_path: Path, m
         raise PeerLostError("lost rank 1", 1)
 
     monkeypatch.setattr(export.ModelAttempts, "agree", lost)
-    monkeypatch.setattr(export.dist, "new_group", lambda backend: pytest.fail("waits for rank 1"))
+    monkeypatch.setattr(export.dist, "new_group", lambda **given: pytest.fail("waits for rank 1"))
     with pytest.raises(PeerLostError):
         first.save()
 
