@@ -11,7 +11,7 @@ import hashlib
 import io
 import os
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +27,7 @@ T = TypeVar("T")
 END_OF_TEXT = "<|endoftext|>"
 TINY = {"n_embd": 128, "n_layer": 4, "n_head": 4}
 MAX_BLOCK = 1024
+_LINES_AT_ONCE = 1000  # while they are tokenized, each of their tokens takes more than a hundred bytes
 DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 
 
@@ -193,11 +194,13 @@ def blocks(
     Raises:
         DataError: If the model does not know a token, or the text does not fill one block.
     """
-    lines = list(lines)
-    encoded = tokenizer(lines, add_special_tokens=False)["input_ids"] if lines else []  # not all take an empty list
-    if end is not None:
-        encoded = [[*tokens, end] for tokens in encoded]
-    tokens = torch.tensor(list(chain.from_iterable(encoded)), dtype=torch.int32)
+    parts, rest = [torch.empty(0, dtype=torch.int32)], iter(lines)
+    while some := list(islice(rest, _LINES_AT_ONCE)):
+        encoded = tokenizer(some, add_special_tokens=False)["input_ids"]
+        if end is not None:
+            encoded = [[*tokens, end] for tokens in encoded]
+        parts.append(torch.tensor(list(chain.from_iterable(encoded)), dtype=torch.int32))
+    tokens = torch.cat(parts)
     if len(tokens) and int(tokens.max()) >= vocabulary:
         raise DataError(
             f"the tokenizer makes token {int(tokens.max())}, the model knows {vocabulary}: they do not belong together"

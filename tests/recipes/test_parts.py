@@ -332,6 +332,18 @@ class TestText:
             assert found[i]["labels"].tolist() == found[i]["input_ids"].tolist()
             assert found[i]["input_ids"].dtype == torch.int64
 
+    def test_a_long_text_is_tokenized_in_parts(self) -> None:
+        """All tokens at once, as Python's numbers, would take thirty times the memory of the tensor."""
+        asked = []
+
+        def words(lines: list[str], add_special_tokens: bool) -> dict[str, list[list[int]]]:
+            asked.append(len(lines))
+            return Words()(lines, add_special_tokens)
+
+        found = text.blocks(words, (str(n % 50) for n in range(2500)), 4, vocabulary=51, end=50)
+        assert found.tokens_NS.flatten().tolist() == [token for n in range(2500) for token in (n % 50, 50)]
+        assert asked == [1000, 1000, 500]
+
     def test_digest_tells_texts_apart(self) -> None:
         texts = ("1 2 3 4", "1 2 3 4", "1 2 4 3")
         one, again, other = (text.blocks(Words(), [words], 2, vocabulary=50) for words in texts)
