@@ -45,6 +45,8 @@ from pipecomp.stages.partition.modules import ModuleStage
 from pipecomp.stages.partition.planning import SplitPlan
 from pipecomp.stages.partition.splitting import Stage
 
+_NEVER = 10**9  # steps_per_print of those that report by themselves
+
 
 def _counted(part: str, instruction: Callable[..., None]) -> Callable[..., None]:
     """Wrap an instruction, its time in training counted to `part`."""
@@ -186,6 +188,8 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
             self.run_ahead.begin_step()
             self.reporting.begin_step(step)
             loss = super().train_batch(data_iter)
+            if (self.steps_per_print() or _NEVER) >= _NEVER:  # DeepSpeed forgets a step's times where it prints
+                self.timers(deepspeed_pipe.TRAIN_BATCH_TIMER).reset()
             self.run_ahead.end_step(time.perf_counter() - began)
             if self.local is not None:
                 self.local.end_step()
@@ -388,13 +392,13 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine):
             return self.reporting.last_step()
 
     def start_trace(self) -> None:
-        """Keep every event of the training steps from here on, for `save_trace`."""
+        """Keep the events of the training steps from here on, for `save_trace`: a rank's last 200,000."""
         self.reporting.start_trace()
 
     def save_trace(self, path: str | Path, *, title: str = "") -> None:
         """Write all ranks' events since `start_trace` to one file, and a picture of the last step beside it (.png).
 
-        Chrome's trace format. Every rank must call this; rank 0 writes.
+        Chrome's trace format; of a long run the last steps only. Every rank must call this; rank 0 writes.
         """
         with self.propagate_failure():
             self.reporting.save_trace(path, title)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from pipecomp.cluster.collectives import broadcast, gathered
-from pipecomp.engine.trace import Trace, TracedStore, chrome_events, draw_trace, write_trace
-from pipecomp.errors import OutputError, WireError
+from pipecomp.engine.trace import MOST_EVENTS, Trace, TracedStore, chrome_events, draw_trace, write_trace
+from pipecomp.errors import OutputError
 from pipecomp.stats import Seconds
+
+_log = logging.getLogger(__name__)
 
 
 class Reporting:
@@ -81,7 +84,7 @@ class Reporting:
         return chrome_events(dict(enumerate(gathered(self.trace.last_step()))))
 
     def start_trace(self) -> None:
-        """Keep every event from here on."""
+        """Keep events from here on, the last `MOST_EVENTS` of them."""
         if not self.trace.keep:
             self.trace.keep = True
             for end in self._engine.links:
@@ -96,13 +99,12 @@ class Reporting:
         """
         if Path(path).suffix == ".png":
             raise OutputError(f"{path}: a trace needs another ending than .png, which its picture has")
-        try:
-            by_rank = dict(enumerate(gathered(self.trace.events())))
-        except WireError as error:  # the same on all ranks: there are too many
-            raise OutputError(f"{path}: {error}") from error
+        by_rank = dict(enumerate(gathered(self.trace.events())))
         problem: str | None = None
         if self._engine.global_rank == 0:
             picture = Path(path).with_suffix(".png")
+            if any(len(events) >= MOST_EVENTS for events in by_rank.values()):
+                _log.warning("%s has the last steps only: each rank keeps its last %d events", path, MOST_EVENTS)
             try:
                 write_trace(path, by_rank)
                 path = picture

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from pipecomp.buffers.base import CachedActivation, MessageStore, Put, Settled
 from pipecomp.files import replacing, write_whole
 from pipecomp.plain_objects import exchanged
 
+MOST_EVENTS = 200_000  # of a rank: some 30 MB on their way to the others, and in the file
 TRACKS = ("compute", "wait", "quantize", "store", "reduce", "update", "send", "receive")
 # The parts that the engine counts its seconds under, and the track that shows them.
 TRACK_OF = {
@@ -66,12 +67,12 @@ class Event(NamedTuple):
 
 
 class Trace:
-    """The events of one rank: always those of the last step, of all steps while `keep` is true."""
+    """The events of one rank: always those of the last step, the last `MOST_EVENTS` while `keep` is true."""
 
     def __init__(self) -> None:
         self.keep = False
         self.step = 0
-        self._kept: list[Event] = []
+        self._kept: deque[Event] = deque(maxlen=MOST_EVENTS)
         self._last: list[Event] = []
         self._this: list[Event] = []
         self._offset = time.time() - time.perf_counter()
