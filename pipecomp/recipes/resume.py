@@ -12,6 +12,7 @@ import fcntl
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,8 @@ MAY_DIFFER = frozenset(
 )
 DATA, SAMPLES, REPLICAS, STAGES = "hash of the training data", "samples of a step", "replicas", "stages"
 _STATE_KEY, _TRAINED_KEY, _DUE_KEY = "recipe", "recipe_trained", "recipe_evaluation_due"
+_MEET_S = 60.0  # well within the time that a collective waits
+_Found = tuple[list[int] | None, dict[int, str]]
 _held: dict[str, int] = {}  # folders and their locks, of this process
 # Settings that change how bytes go and are kept, not what is trained: a run that timed out may get a longer timeout.
 _HOW_BYTES_GO = (
@@ -221,7 +224,7 @@ class RunCheckpoints:
     def find(self) -> str:
         """Look for what to go on from and set `step`; every rank must call this.
 
-        One rank of each machine reads its checkpoints, to see which are complete.
+        One rank of each machine reads its checkpoints, to see which are complete, from the newest one on.
 
         Returns:
             What was found, in words.
@@ -236,20 +239,9 @@ class RunCheckpoints:
         if not self._resume:
             self._check_unused(self.folder)
             return ""
-        good: list[int] | None = None
-        bad = {}
-        if _first_of_machine():
-            good = []
-            for step, path in reversed(manifest.steps(self.folder).items()):
-                problem = manifest.problem(path)
-                if problem is None:
-                    good.append(step)
-                else:
-                    bad[step] = problem
-        found = gathered((good, bad))
+        found = _read_until_good(self.folder)
         _check_everywhere(self.folder, found)
-        everywhere = set.intersection(*(set(steps) for steps, _ in found if steps is not None))
-        self.step = max(everywhere, default=0)
+        self.step = max(_on_all(found), default=0)
         problems = {step: problem for _, of_rank in found for step, problem in of_rank.items() if step > self.step}
         if self.step:
             self._check(self.folder / f"global_step{self.step}")
@@ -370,7 +362,49 @@ class RunCheckpoints:
         self._own = True
 
 
-def _check_everywhere(folder: Path, found: list[tuple[list[int] | None, dict[int, str]]]) -> None:
+def _read_until_good(folder: Path) -> list[_Found]:
+    """Read checkpoints, on each machine the newest first, until one is good on all; no older one is read then.
+
+    Returns:
+        By rank, as gathered: on a machine's first the steps of good ones, and what is wrong with others.
+    """
+    first = _first_of_machine()
+    unread = list(manifest.steps(folder).items()) if first else []
+    good, bad = list[int](), dict[int, str]()
+
+    def read() -> None:
+        if unread:
+            step, path = unread.pop()
+            problem = manifest.problem(path)
+            if problem is None:
+                good.append(step)
+            else:
+                bad[step] = problem
+
+    before = None
+    while True:
+        _while_others_wait(read)
+        found = gathered((list(good) if first else None, dict(bad)))
+        if found == before or _on_all(found):
+            return found
+        before = found
+
+
+def _while_others_wait(act: Callable[[], None]) -> None:
+    """Do what may take longer than a collective waits: all ranks, which must call this, meet meanwhile."""
+    with ThreadPoolExecutor(1) as pool:
+        acting = pool.submit(act)
+        while not all(gathered(bool(wait([acting], _MEET_S).done))):
+            pass
+    acting.result()
+
+
+def _on_all(found: list[_Found]) -> set[int]:
+    """Steps that are good on every machine."""
+    return set.intersection(*(set(steps) for steps, _ in found if steps is not None))
+
+
+def _check_everywhere(folder: Path, found: list[_Found]) -> None:
     """ConfigError where a run would begin anew that some machine has good checkpoints of: they would be deleted.
 
     So where another machine has none of it or only damaged ones, and where no step is good on all of them. A run that
@@ -378,7 +412,7 @@ def _check_everywhere(folder: Path, found: list[tuple[list[int] | None, dict[int
     """
     machines = {rank: (good, bad) for rank, (good, bad) in enumerate(found) if good is not None}
     some = sorted({step for good, _ in machines.values() for step in good})
-    if not some or set.intersection(*(set(good) for good, _ in machines.values())):
+    if not some or _on_all(found):
         return
     wanted = "a folder with the run's checkpoints on every machine"
     anew = "To begin anew, take another folder"

@@ -8,8 +8,8 @@ MUTANTS = (
     Mutant(
         "a checkpoint that one machine lacks",
         "pipecomp/recipes/resume.py",
-        "everywhere = set.intersection(",
-        "everywhere = set.union(",
+        "return set.intersection(",
+        "return set.union(",
         ("tests/recipes/test_resume.py",),
         "machines go on from different steps, or not at all",
     ),

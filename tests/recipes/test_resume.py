@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from pipecomp.recipes.fit import Fit
 from pipecomp.recipes.report import Report
 from pipecomp.recipes.resume import RunCheckpoints, hold_folder
 from pipecomp.stats import Traffic
+from tests.limits import HANG_S
 
 
 def checkpoint(folder: Path, step: int, *, seals: tuple[int, ...] = (0,), **state: dict) -> Path:
@@ -189,6 +191,31 @@ class TestResume:
         args = given("--checkpoint", str(tmp_path), "--resume", "auto", *more)
         checkpoints = RunCheckpoints(args, {}, settings or {"lr": 1}, trained or {"--crop": 4})
         return checkpoints, checkpoints.find()
+
+    def test_older_ones_than_a_good_one_are_not_read(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        read, look = [], manifest.problem
+        monkeypatch.setattr(manifest, "problem", lambda path: read.append(path.name) or look(path))
+        for step in (1, 2, 3):
+            checkpoint(tmp_path, step)
+        checkpoint(tmp_path, 4, seals=())
+        assert self.found(tmp_path)[1] == "goes on after step 3; passed over step 4: it was not finished"
+        assert read == ["global_step4", "global_step3"]
+
+    def test_ranks_meet_while_one_is_reading(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A collective waits half an hour; a checkpoint may take longer to read."""
+        met, three_times = [], threading.Event()
+
+        def gathered(mine: object) -> list:
+            met.append(mine)
+            if met.count(False) == 3:
+                three_times.set()
+            return [mine]
+
+        monkeypatch.setattr("pipecomp.recipes.resume.gathered", gathered)
+        monkeypatch.setattr("pipecomp.recipes.resume._MEET_S", 0.01)
+        monkeypatch.setattr(manifest, "problem", lambda path: None if three_times.wait(HANG_S) else "nobody met")
+        checkpoint(tmp_path, 3)
+        assert self.found(tmp_path)[1] == "goes on after step 3"
 
     def test_begins_where_there_is_none(self, tmp_path: Path) -> None:
         checkpoints, words = self.found(tmp_path)
