@@ -23,7 +23,7 @@ from pipecomp.recipes.steps import Plan, complete
 from pipecomp.recipes.trackers import Trackers
 from pipecomp.report.command import try_report
 from pipecomp.report.live import LinkMeter
-from pipecomp.report.record import Recorder, default_folder
+from pipecomp.report.record import Recorder, counted, default_folder
 from pipecomp.stats import Traffic
 
 
@@ -200,7 +200,8 @@ class Fit:
         What one of them could not write is said on all.
         """
         with engine.propagate_failure():
-            told = gathered((engine.comm_stats(), self._interruption.wanted, units, self._report.take_refused()))
+            own = counted([engine.comm_stats()])[0]
+            told = gathered((own, self._interruption.wanted, units, self._report.take_refused()))
         for rank, (*_, lines) in enumerate(told):
             for refused in lines:
                 say_here(f"rank {rank}: {refused}. The run goes on without it")

@@ -137,7 +137,7 @@ class Recorder:
         """
         if self._metrics is None:
             return
-        self._ranks["end"] = _counted(stats)
+        self._ranks["end"] = counted(stats)
         self._save(RANKS, self._ranks)
         if last_step:
             self._save(TRACE, {"traceEvents": list(last_step), "displayTimeUnit": "ms"})
@@ -167,10 +167,10 @@ class Recorder:
     def _keep(self, stats: Sequence[Mapping[str, Any]], *, halfway: bool) -> None:
         """Keep the ranks' times: those at half time for good, the others until there are newer ones."""
         if halfway and "halfway" not in self._ranks:
-            self._ranks["halfway"] = _counted(stats)
+            self._ranks["halfway"] = counted(stats)
         elif time.perf_counter() - self._written >= _EVERY_S:
             self._written = time.perf_counter()
-            self._save(RANKS, {**self._ranks, "end": _counted(stats)})
+            self._save(RANKS, {**self._ranks, "end": counted(stats)})
 
     # -- files
 
@@ -282,6 +282,6 @@ def _plus(now: Any, then: Any) -> Any:
     return [a + b for a, b in zip(now, then, strict=True)] if isinstance(now, list) else now + then
 
 
-def _counted(stats: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What is counted since the start; the last step's micro-batches are in the trace."""
+def counted(stats: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Leave what is counted since the start; the last step's micro-batches are in the trace."""
     return [{key: value for key, value in rank.items() if key != "micro_batches"} for rank in stats]

@@ -22,7 +22,8 @@ from tests.report.runs import AQSGD, MICRO_BATCHES, counters, made_step
 def test_speed_counts_the_tokens_of_each_replica_once(monkeypatch: pytest.MonkeyPatch, first: bool) -> None:
     """Replicas have samples of other lengths, and the last stage loads what the first one does."""
     told: dict[str, float] = {}
-    monkeypatch.setattr(fit, "gathered", lambda own: [own, ({}, 0, 50, ()), ({}, 0, 0, ())])
+    sent: list[Any] = []
+    monkeypatch.setattr(fit, "gathered", lambda own: sent.append(own) or [own, ({}, 0, 50, ()), ({}, 0, 0, ())])
     monkeypatch.setattr(fit.Traffic, "of", lambda stats: None)
     run: Any = object.__new__(Fit)
     run.plan, run._unit = SimpleNamespace(steps=9, epoch=lambda step: 1), "tokens"
@@ -34,12 +35,13 @@ def test_speed_counts_the_tokens_of_each_replica_once(monkeypatch: pytest.Monkey
     engine = SimpleNamespace(
         optimizer=SimpleNamespace(param_groups=[{"lr": 0.1}]),
         train_batch=lambda: torch.tensor(2.0),
-        comm_stats=dict,
+        comm_stats=lambda: {"steps": 3, "micro_batches": [{"micro_batch": 0, "forward_s": 0.1}]},
         is_first_stage=lambda: first,
         propagate_failure=nullcontext,
     )
     run._step(engine, 3, lambda: 30)
     assert told["per_s"] * told["step_s"] == pytest.approx(80 if first else 50)
+    assert sent[0][0] == {"steps": 3}, "micro-batches, of which a step may have hundreds, travel once, in the trace"
 
 
 def test_what_links_carry_in_a_second_is_of_training_steps(
