@@ -13,6 +13,8 @@ from pipecomp.errors import ConfigError, DataError
 from pipecomp.report.record import FORMAT, METRICS, PLAN, RANKS, RUN, TRACE, read_object
 
 _MAX_TRACE_BYTES = 256 << 20
+_MOST_COUNTED = 4000  # steps whose counters are kept, many times the points of a chart: others' take gigabytes
+_COUNTERS = ("links", "groups", "waits", "hits", "bits")
 _WAYS, _BYTES = ("forward", "backward"), ("bytes_raw", "bytes_sent")
 _SECONDS = ("forward", "backward", "encode", "decode", "wait", "reduce", "update")  # that a rank counts
 _OF_ANOTHER_FORM = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError)
@@ -133,11 +135,23 @@ def _check_version(run: Run, path: Path) -> None:
 def _read_metrics(run: Run, path: Path) -> None:
     if not path.is_file():
         return
-    broken = 0
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            counted = sum('"links"' in line for line in lines)
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            broken = _read_lines(run, lines, 1 + counted // _MOST_COUNTED)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+    if broken:
+        run.notes.append(
+            f"{path.name}: {broken} line(s) that are no step of this run (cut off, or changed) are left out"
+        )
+
+
+def _read_lines(run: Run, lines: Iterable[str], every: int) -> int:
+    """Take up lines; of steps with counters, only every so many and the last one keep them. Tells how many are none."""
+    broken = told = 0
+    before: dict[str, Any] = {}  # the last step with counters
     for line in lines:
         try:
             record = json.loads(line)
@@ -152,10 +166,12 @@ def _read_metrics(run: Run, path: Path) -> None:
             run.evaluations.append(record)
         else:
             run.steps.append(record)
-    if broken:
-        run.notes.append(
-            f"{path.name}: {broken} line(s) that are no step of this run (cut off, or changed) are left out"
-        )
+            if "links" in record:
+                if told % every != 1 % every:  # the first one keeps them
+                    for name in _COUNTERS:
+                        before.pop(name, None)
+                before, told = record, told + 1
+    return broken
 
 
 def _read_trace(run: Run, path: Path) -> None:

@@ -473,6 +473,22 @@ def test_a_long_curve_has_its_ends_and_what_stands_out_in_few_points(tmp_path):
             assert min(told_here) == pytest.approx(min(smooth[step] for step in part), abs=1e-6)
 
 
+def test_of_a_long_run_few_steps_keep_their_counters(tmp_path, monkeypatch):
+    """Evenly spaced ones, the first and the last; losses and evaluations stay."""
+    monkeypatch.setattr("pipecomp.report.read._MOST_COUNTED", 4)
+    lines = []
+    for step in range(1, 13):
+        lines.append({"step": step, "loss": 2.0, **({"links": {}, "hits": {"0->1": [step, step]}} if step > 1 else {})})
+    lines.insert(7, {"step": 7, "eval": {"loss": 3.0}, "links": {}, "groups": {}})
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run,) = read_runs([tmp_path / "long.jsonl"])
+    assert [line["loss"] for line in run.steps] == [2.0] * 12
+    assert [line["step"] for line in run.steps if "links" in line] == [2, 6, 10, 12]
+    assert [line["step"] for line in run.steps if "hits" in line] == [2, 6, 10, 12]
+    assert run.evaluations == [lines[7]]
+    assert hit_rates(run)[0] == [2, 6, 10, 12]
+
+
 def test_of_a_long_step_every_rank_has_its_end(monkeypatch):
     """Events come rank by rank."""
     monkeypatch.setattr(timeline_module, "MOST", 6)
