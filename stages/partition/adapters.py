@@ -20,6 +20,7 @@ from torch import Tensor
 
 from pipecomp.errors import SplitError
 from pipecomp.files import replacing
+from pipecomp.stages.partition.checkpoints import find_file
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -45,8 +46,15 @@ class Adapter:
 
 
 def without_peft(model: Any) -> Any:
-    """Take the Hugging Face model out of a PeftModel, with its adapters; any other model as it is."""
-    return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
+    """Take the Hugging Face model out of a PeftModel, with its adapters; any other model as it is.
+
+    SplitError for another method than LoRA, of which prompts and the like would stay behind in the PeftModel.
+    """
+    if not hasattr(model, "peft_config") or not hasattr(model, "get_base_model"):
+        return model
+    for config in model.peft_config.values():
+        _check(config)
+    return model.get_base_model()
 
 
 def adapter_of(model: Any) -> Adapter | None:
@@ -59,7 +67,6 @@ def adapter_of(model: Any) -> Adapter | None:
     ((name, config),) = found.items()
     _check(config)
     _check_ties(config)
-    _check_vocabulary(model, config)
     if _starts_as(config, _NOT_FOUND_AGAIN):
         raise SplitError(
             f"init_lora_weights: got {config.init_lora_weights!r}, which changes the base model in a way that nobody "
@@ -67,6 +74,22 @@ def adapter_of(model: Any) -> Adapter | None:
             "path_initial_model_for_weight_conversion=...), and give that folder, or start with 'pissa' or 'olora'"
         )
     return Adapter(config=config, name=name)
+
+
+def check_saved(model: Any) -> None:
+    """Refuse a whole model of which the adapter's folder would lack something that training changes or needs."""
+    adapter = adapter_of(model)
+    if adapter is None:
+        return
+    names = saved_names(model, adapter)
+    saved = {id(value) for name, value in model.state_dict(keep_vars=True).items() if name in names}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in saved:
+            raise SplitError(
+                f"{name}: is trained beside the adapter, whose folder would not have it: name its module in "
+                "LoraConfig.modules_to_save, or freeze it"
+            )
+    _check_vocabulary(model, adapter.config, saved)
 
 
 def _check(config: Any) -> None:
@@ -83,13 +106,12 @@ def _check(config: Any) -> None:
         )
 
 
-def _check_tokens(config: Any) -> None:
-    """Refuse rows of embeddings that are trained beside LoRA: what peft keeps of them begins with the base's values."""
-    tokens = getattr(config, "trainable_token_indices", None)
-    if tokens:
-        raise SplitError(
-            f"LoraConfig.trainable_token_indices: got {tokens!r}, allowed: None; or give a PeftModel in memory"
-        )
+def _check_values(config: Any) -> None:
+    """Refuse what peft makes beside LoRA only where there are values: trained rows of embeddings, and samplers."""
+    for key in ("trainable_token_indices", "monteclora_config"):
+        value = getattr(config, key, None)
+        if value:
+            raise SplitError(f"LoraConfig.{key}: got {value!r}, allowed: None; or give a PeftModel in memory")
 
 
 def _check_ties(config: Any) -> None:
@@ -102,21 +124,30 @@ def _check_ties(config: Any) -> None:
         )
 
 
-def _check_vocabulary(model: Any, config: Any) -> None:
-    """Refuse embeddings that got rows after they were loaded: neither the adapter nor its base would have them."""
+def _check_vocabulary(model: Any, config: Any, saved: set[int]) -> None:
+    """Refuse embeddings that got rows after they were loaded: neither the adapter nor its base would have them.
+
+    saved: ids of the parameters that the adapter's folder gets.
+    """
     base = getattr(config, "base_model_name_or_path", None)
-    file = Path(base or "") / "config.json"
-    if not base or not file.is_file() or getattr(config, "modules_to_save", None):
-        return
-    rows = json.loads(file.read_text(encoding="utf-8")).get("vocab_size")
     own = getattr(getattr(model, "config", None), "vocab_size", None)
+    try:
+        file = find_file(base, "config.json", cached=True) if base else None
+    except OSError:  # no folder, no longer perhaps, and no name that the hub could have
+        return
+    rows = json.loads(Path(file).read_text(encoding="utf-8")).get("vocab_size") if file else None
+    if not rows or not own or rows == own:
+        return
     tokens = getattr(config, "trainable_token_indices", None) or ()
-    trained = itertools.chain.from_iterable(tokens.values()) if isinstance(tokens, dict) else tokens
-    if rows and own and rows != own and not set(range(rows, own)) <= set(trained):  # those the adapter has, whole
+    trained = set(itertools.chain.from_iterable(tokens.values()) if isinstance(tokens, dict) else tokens)
+    has_rows = set(range(rows, own)) <= trained  # of the layers that peft has put tokens into
+    for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+        if layer is None or id(layer.weight) in saved or (has_rows and hasattr(layer, "token_adapter")):
+            continue
         raise SplitError(
             f"model: got a vocabulary of {own}, and {base}, the adapter's base, has {rows}: the new embeddings would "
             "be saved nowhere. Save the resized model first (save_pretrained), and put the adapter on that folder, or "
-            "name the embeddings in modules_to_save"
+            "name the embeddings and the output layer in modules_to_save"
         )
 
 
@@ -147,7 +178,7 @@ def read(path: str) -> Adapter:
     config = config_class.from_pretrained(path)
     config.inference_mode = False  # as it was saved
     _check(config)
-    _check_tokens(config)
+    _check_values(config)
     if _starts_as(config, _CHANGES_BASE):
         raise SplitError(
             f"{Path(path) / CONFIG_FILE}: init_lora_weights: got {config.init_lora_weights!r}, with which the adapter "
@@ -162,7 +193,7 @@ def as_adapter(lora: Any) -> Adapter:
     if isinstance(lora, str) or hasattr(lora, "__fspath__"):
         return read(str(lora))
     _check(lora)
-    _check_tokens(lora)
+    _check_values(lora)
     if getattr(lora, "init_lora_weights", None) not in (True, "gaussian") or getattr(lora, "use_dora", False):
         raise SplitError(
             "lora: init_lora_weights other than True and 'gaussian', and use_dora, start from the weights of the base "
@@ -177,6 +208,8 @@ def attach(model: Any, adapter: Adapter, base: str | None = None) -> Any:
     base: the model's folder or hub name, which the adapter's configuration notes; default: what is noted there.
     """
     config = copy.deepcopy(adapter.config)  # peft writes into it
+    if _starts_as(config, _CHANGES_BASE):
+        config.init_lora_weights = True  # of the same shapes; LoftQ would ask for a GPU
     model.name_or_path = base or config.base_model_name_or_path or ""
     made = _peft().get_peft_model(model, config, adapter_name=adapter.name).get_base_model()
     _check_ties(config)

@@ -100,15 +100,22 @@ def _open(path: str) -> Any:
         raise SplitError(f"{path} cannot be read as a checkpoint: {error}") from error
 
 
-def find_file(source: str, name: str) -> str | None:
-    """Path of a file in a folder, or of a hub repository, from its cache if possible; None if it has no such file."""
+def find_file(source: str, name: str, *, cached: bool = False) -> str | None:
+    """Path of a file in a folder, or of a hub repository, from its cache if possible; None if it has no such file.
+
+    cached: only from there. OSError for a source that is neither.
+    """
     if Path(source).is_dir():
         path = Path(source) / name
         return str(path) if path.is_file() else None
     from transformers.utils import cached_file
 
     return cached_file(
-        source, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+        source,
+        name,
+        local_files_only=cached,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
     )
 
 

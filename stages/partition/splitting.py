@@ -15,7 +15,7 @@ from torch import Tensor
 from pipecomp.errors import DataError, SplitError
 from pipecomp.stages.link.boundary import Crossing, Layout
 from pipecomp.stages.partition import losses
-from pipecomp.stages.partition.adapters import adapter_of, without_peft
+from pipecomp.stages.partition.adapters import adapter_of, check_saved, without_peft
 from pipecomp.stages.partition.architectures import architecture_of, head_name
 from pipecomp.stages.partition.batch_checks import BatchChecks, last_places
 from pipecomp.stages.partition.cutting import changed_on_the_way, cut
@@ -269,4 +269,5 @@ def take_stage(model: Any, plan: SplitPlan, index: int) -> Stage:
         )
     if not 0 <= index < plan.num_stages:
         raise SplitError(f"index: got {index}, allowed: 0 to {plan.num_stages - 1}")
+    check_saved(model)
     return Stage(cut(model, architecture, plan, index), plan, index)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -267,6 +268,20 @@ class TestRefused:
         with pytest.raises(SplitError, match="IA3"):
             split(model, num_stages=2)
 
+    def test_prompts(self) -> None:
+        """peft keeps them in the PeftModel, and the model in it as it was."""
+        config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+        with pytest.raises(SplitError, match=r"got PromptTuningConfig of type PROMPT_TUNING, allowed"):
+            split(peft.get_peft_model(base("llama"), config), num_stages=2)
+
+    @pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.2.input_layernorm.weight"])
+    def test_weights_trained_beside_the_adapter(self, name: str) -> None:
+        """As LongLoRA trains them: the adapter's folder would lack them."""
+        model = peft.get_peft_model(base("llama"), lora("llama"))
+        model.get_base_model().get_parameter(name).requires_grad_()
+        with pytest.raises(SplitError, match=rf"{name}: is trained beside the adapter.* LoraConfig\.modules_to_save"):
+            split(model, num_stages=2)
+
     def test_what_goes_by_the_tokens_of_a_sample(self) -> None:
         """Activated LoRA looks for its tokens in input_ids, which only the whole model is called with."""
         model = peft.get_peft_model(base("llama"), lora("llama", alora_invocation_tokens=[5, 6]))
@@ -295,10 +310,57 @@ class TestRefused:
         whole = type(model).from_pretrained(tmp_path / "resized")
         assert len(split(peft.get_peft_model(whole, lora("llama")), num_stages=2)) == 2
 
+    @pytest.mark.parametrize(
+        ("name", "more"),
+        [
+            ("llama, classes", {}),  # for which peft itself puts the head into modules_to_save
+            ("llama", {"modules_to_save": ["embed_tokens"]}),
+            ("llama", {"trainable_token_indices": [VOCABULARY, VOCABULARY + 1]}),
+        ],
+    )
+    def test_a_resized_vocabulary_of_which_the_adapter_has_a_part(
+        self, name: str, more: dict[str, Any], tmp_path: Path
+    ) -> None:
+        """Embeddings, or the output layer, which is not tied to them, would be saved nowhere."""
+        base(name).save_pretrained(tmp_path)
+        model = type(base(name)).from_pretrained(tmp_path)
+        model.resize_token_embeddings(VOCABULARY + 2)
+        with pytest.raises(SplitError, match="the new embeddings would be saved nowhere"):
+            split(peft.get_peft_model(model, lora(name, **more)), num_stages=2)
+
+    def test_a_resized_vocabulary_that_the_adapter_has_whole(self, tmp_path: Path) -> None:
+        base("llama").save_pretrained(tmp_path)
+        model = type(base("llama")).from_pretrained(tmp_path)
+        model.resize_token_embeddings(VOCABULARY + 2)
+        whole = peft.get_peft_model(model, lora("llama", modules_to_save=["embed_tokens", "lm_head"]))
+        assert len(split(whole, num_stages=2)) == 2
+
+    def test_a_resized_vocabulary_of_a_base_on_the_hub(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        """Its config is in the hub's cache. A name that leads nowhere is no error."""
+        base("llama").save_pretrained(tmp_path)
+        model = base("llama")
+        model.resize_token_embeddings(VOCABULARY + 2)
+        whole = peft.get_peft_model(model, lora("llama"))
+        config = whole.peft_config["default"]
+        config.base_model_name_or_path = "some/llama"
+        with monkeypatch.context() as patch:
+            patch.setattr("transformers.utils.cached_file", lambda *_, **__: str(tmp_path / "config.json"))
+            with pytest.raises(SplitError, match="some/llama, the adapter's base, has 61"):
+                split(whole, num_stages=2)
+        for nowhere in ("some/llama", str(tmp_path / "gone")):
+            config.base_model_name_or_path = nowhere
+            assert len(split(whole, num_stages=2)) == 2
+
     @pytest.mark.parametrize("more", [{"init_lora_weights": "pissa"}, {"use_dora": True}])
     def test_what_starts_from_the_weights(self, more: dict[str, Any]) -> None:
         with pytest.raises(SplitError, match="give a PeftModel in memory"):
             pretrained("anything", lora=lora("llama", **more))
+
+    def test_samplers_that_peft_makes_in_the_first_forward(self) -> None:
+        """On a stage that was read from a folder: after its optimizer."""
+        config = lora("llama", monteclora_config=peft.MontecloraConfig(num_samples=2))
+        with pytest.raises(SplitError, match=r"LoraConfig\.monteclora_config: got .* PeftModel in memory"):
+            pretrained("anything", lora=config)
 
     def test_trained_rows_of_embeddings(self, tmp_path: Path) -> None:
         """They begin as the base model's rows, which a model in memory has."""
@@ -329,6 +391,13 @@ class TestRefused:
         base("llama").save_pretrained(tmp_path / "base")
         with pytest.raises(SplitError, match=f"init_lora_weights: got '{init}'.* give a PeftModel in memory"):
             pretrained(str(tmp_path / "base"), lora=tmp_path / "adapter")
+
+    def test_loftq_is_saved_without_the_gpu_that_it_starts_on(self, tmp_path: Path) -> None:
+        model = shaken(peft.get_peft_model(base("llama"), lora("llama")))
+        model.peft_config["default"].init_lora_weights = "loftq"
+        model.peft_config["default"].loftq_config = {"loftq_bits": 4, "loftq_iter": 1}
+        save_pretrained(split(model, num_stages=2), tmp_path)
+        assert json.loads((tmp_path / "adapter_config.json").read_text())["init_lora_weights"] == "loftq"
 
     @pytest.mark.parametrize("init", ["pissa_niter_4", "corda", "lora_ga"])
     def test_a_start_that_no_folder_can_hold(self, init: str) -> None:
