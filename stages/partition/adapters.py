@@ -223,33 +223,67 @@ def name_in_the_base(name: str) -> str:
 
 def saved_names(model: Any, adapter: Adapter) -> dict[str, str]:
     """Those of the names in a model's state_dict that belong to the adapter -> their names in an adapter folder."""
+    # Without embeddings that it would save too, which never change here.
+    return {own: saved for saved, own in _chosen(model, adapter, save_embedding_layers=False).items()}
+
+
+def _chosen(model: Any, adapter: Adapter, **options: Any) -> dict[str, str]:
+    """What peft puts into an adapter folder -> the names in a model's state_dict, of which some come twice."""
     peft = _peft()
     names = model.state_dict()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about embeddings that it would save too, which never change here
+        warnings.simplefilter("ignore")
         # It chooses by names alone, so names do for values.
         chosen = peft.get_peft_model_state_dict(
-            model, state_dict={name: name for name in names}, adapter_name=adapter.name, save_embedding_layers=False
+            model, state_dict={name: name for name in names}, adapter_name=adapter.name, **options
         )
-    return {own: PREFIX + saved for saved, own in chosen.items()}
+    return {PREFIX + saved: own for saved, own in chosen.items()}
 
 
-def read_weights(adapter: Adapter, names: Mapping[str, str]) -> dict[str, Tensor]:
+def read_weights(adapter: Adapter, names: Mapping[str, str], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Values of an adapter's parameters from its folder; nothing for a new one.
 
-    names: see `saved_names`. Raises SplitError naming a tensor that is missing.
+    names: see `saved_names`. like: tensors of these names, with their shapes. Raises SplitError naming a tensor that is
+    missing, or has another shape.
     """
     if adapter.weights is None:
         return {}
-    from safetensors import safe_open
-
-    path = Path(adapter.weights) / WEIGHTS_FILE
-    with safe_open(str(path), framework="pt", backend="pread") as file:
+    found: dict[str, Tensor] = {}
+    with _open_weights(adapter.weights) as file:
         held = set(file.keys())
         for own, saved in names.items():
             if saved not in held:
-                raise SplitError(f"{path} has no {saved}, for the model's {own}")
-        return {own: file.get_tensor(saved) for own, saved in names.items()}
+                raise SplitError(f"{adapter.weights}/{WEIGHTS_FILE} has no {saved}, for the model's {own}")
+            found[own] = file.get_tensor(saved)
+            if found[own].shape != like[own].shape:
+                raise SplitError(
+                    f"{saved} in {adapter.weights}/{WEIGHTS_FILE}: its shape is {tuple(found[own].shape)}, the "
+                    f"model's is {tuple(like[own].shape)}"
+                )
+    return found
+
+
+def read_base(adapter: Adapter, whole: Any) -> dict[str, Tensor]:
+    """Embeddings of the base model that peft has saved beside the adapter -> by their names in its state_dict.
+
+    Raises SplitError naming a tensor that the model has no place for.
+    """
+    if adapter.weights is None:
+        return {}
+    chosen = _chosen(whole, adapter, save_embedding_layers=True)
+    adapted = saved_names(whole, adapter)
+    with _open_weights(adapter.weights) as file:
+        held = list(file.keys())
+        for saved in held:
+            if saved not in chosen:
+                raise SplitError(f"{saved} in {adapter.weights}/{WEIGHTS_FILE}: the model has no such tensor")
+        return {chosen[saved]: file.get_tensor(saved) for saved in held if chosen[saved] not in adapted}
+
+
+def _open_weights(folder: str) -> Any:
+    from safetensors import safe_open
+
+    return safe_open(str(Path(folder) / WEIGHTS_FILE), framework="pt", backend="pread")
 
 
 def write(folder: Path, adapter: Adapter, tensors: Mapping[str, Tensor]) -> Path:

@@ -248,12 +248,13 @@ def _read_stage(whole: Any, stage: Stage, checkpoint: Checkpoint, adapter: Adapt
     )
     found = {name: matched[plain] for name, plain in in_the_base.items() if plain in matched}
     adapted = {} if adapter is None else adapters.saved_names(stage._model, adapter)
-    tuned = {} if adapter is None else adapters.read_weights(adapter, adapted)
+    tuned = {} if adapter is None else adapters.read_weights(adapter, adapted, stage.state_dict())
     groups = aliases(whole)
     same: dict[str, list[str]] = {}  # by names in the base: what peft trains beside a tied weight begins as that
     for names in groups:
         for name in names:
             same.setdefault(in_the_base[name], []).extend(names)
+    _check_base(adapter, whole, checkpoint, found, same)
     new: set[str] = set()
     for names in aliases(stage):
         like = stage.get_parameter(names[0])
@@ -291,6 +292,22 @@ def _read_stage(whole: Any, stage: Stage, checkpoint: Checkpoint, adapter: Adapt
             f"; it also holds another head's {', '.join(sorted(others))}" if others else "",
         )
     return stage
+
+
+def _check_base(
+    adapter: Adapter | None, whole: Any, checkpoint: Checkpoint, found: dict[str, str], same: dict[str, list[str]]
+) -> None:
+    """Refuse other embeddings than the base's in an adapter's folder: peft would put them in their place."""
+    if adapter is None:
+        return
+    for name, value in adapters.read_base(adapter, whole).items():
+        names = [name, *same[adapters.name_in_the_base(name)]]
+        origin = next((found[other] for other in names if other in found), None)
+        if origin is None or not torch.equal(checkpoint.read(origin).to(value.dtype), value):
+            raise SplitError(
+                f"{name} in {adapter.weights}: allowed: the values of {checkpoint.source}, since it is neither trained "
+                "nor saved beside the adapter; save a base model that has these, and give its folder"
+            )
 
 
 def _read(checkpoint: Checkpoint, raw: str, like: nn.Parameter) -> torch.Tensor:

@@ -256,6 +256,52 @@ class TestFromDisk:
         assert first == second
 
 
+class TestFolders:
+    """What peft may have written into an adapter's folder beside LoRA's weights."""
+
+    @pytest.mark.parametrize("tied", [False, True])
+    def test_embeddings_of_the_base(self, tied: bool, tmp_path: Path) -> None:
+        whole = shaken(peft.get_peft_model(base("llama", tie_word_embeddings=tied), lora("llama"))).eval()
+        base("llama", tie_word_embeddings=tied).save_pretrained(tmp_path / "base")
+        whole.save_pretrained(tmp_path / "adapter", save_embedding_layers=True)
+        source = pretrained(str(tmp_path / "base"), lora=tmp_path / "adapter")
+        with torch.no_grad():
+            expected = whole(**batch()).logits
+            assert torch.equal(through([part.eval() for part in build(source, 2)]), expected)
+            whole.get_base_model().model.embed_tokens.weight[3] += 1
+        whole.save_pretrained(tmp_path / "adapter", save_embedding_layers=True)
+        with pytest.raises(
+            SplitError, match=r"(embed_tokens|lm_head)\.weight in .*adapter: allowed: the values of .*base"
+        ):
+            build(source, 2)
+
+    def test_what_peft_writes_twice(self, tmp_path: Path) -> None:
+        """Biases of a module that is trained whole."""
+        whole = shaken(peft.get_peft_model(base("bert"), peft.LoraConfig(**MODELS["bert"][3] | {"bias": "all"}))).eval()
+        base("bert").save_pretrained(tmp_path / "base")
+        whole.save_pretrained(tmp_path / "adapter")
+        parts = build(pretrained(str(tmp_path / "base"), lora=tmp_path / "adapter"), 2)
+        with torch.no_grad():
+            assert torch.equal(through([part.eval() for part in parts]), whole(**batch()).logits)
+
+    def test_tensors_that_do_not_fit(self, tmp_path: Path) -> None:
+        from safetensors.torch import load_file, save_file
+
+        base("llama").save_pretrained(tmp_path / "base")
+        peft.get_peft_model(base("llama"), lora("llama")).save_pretrained(tmp_path / "adapter")
+        file = tmp_path / "adapter" / "adapter_model.safetensors"
+        name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+        held, source = load_file(file), pretrained(str(tmp_path / "base"), lora=tmp_path / "adapter")
+        save_file(held | {name: held[name][:4].clone()}, file)
+        with pytest.raises(
+            SplitError, match=rf"{name} in .*{file.name}: its shape is \(4, 16\), the model's is \(8, 16\)"
+        ):
+            build(source, 2)
+        save_file(held | {name.replace("layers.0", "layers.3"): held[name].clone()}, file)
+        with pytest.raises(SplitError, match=r"layers\.3.* in .*: the model has no such tensor"):
+            build(source, 2)
+
+
 class TestRefused:
     def test_several_adapters(self) -> None:
         model = peft.get_peft_model(base("llama"), lora("llama"))
