@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from pipecomp.errors import ConfigError, writable
-from pipecomp.files import write_whole
 from pipecomp.json_tree import json_line
 from pipecomp.report.record import lines_until
 
@@ -57,7 +56,7 @@ class Lines(Written):
         after: The step that an earlier run has reached: its lines up to there stay.
 
     Attributes:
-        kept: Those lines.
+        kept: Those lines, without counters but for the last that has any.
 
     Raises:
         ConfigError: If it cannot be written.
@@ -68,10 +67,10 @@ class Lines(Written):
         self._file: TextIO | None = None
         with writable(self._option, path, "a file"):
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-            self.kept = lines_until(Path(path), after)
-            if self.kept:  # a run that ends here, too, leaves the file with them
-                write_whole(path, "".join(map(json_line, self.kept)))
+            self.kept, end = lines_until(Path(path), after)
             self._file = open(path, "a" if self.kept else "w", encoding="utf-8")  # noqa: SIM115 (closed in close)
+            if self.kept:
+                self._file.truncate(end)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Add a line."""

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from pipecomp.errors import ConfigError, DataError
-from pipecomp.report.record import FORMAT, METRICS, PLAN, RANKS, RUN, TRACE, read_object
+from pipecomp.report.record import FORMAT, METRICS, PLAN, RANKS, RUN, TRACE, drop_counters, read_object
 
 _MAX_TRACE_BYTES = 256 << 20
 _MOST_COUNTED = 4000  # steps whose counters are kept, many times the points of a chart: others' take gigabytes
-_COUNTERS = ("links", "groups", "waits", "hits", "bits")
 _WAYS, _BYTES = ("forward", "backward"), ("bytes_raw", "bytes_sent")
 _SECONDS = ("forward", "backward", "encode", "decode", "wait", "reduce", "update")  # that a rank counts
 _OF_ANOTHER_FORM = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError)
@@ -168,8 +167,7 @@ def _read_lines(run: Run, lines: Iterable[str], every: int) -> int:
             run.steps.append(record)
             if "links" in record:
                 if told % every != 1 % every:  # the first one keeps them
-                    for name in _COUNTERS:
-                        before.pop(name, None)
+                    drop_counters(before)
                 before, told = record, told + 1
     return broken
 

@@ -59,7 +59,7 @@ class Recorder:
         required: Whether a folder that cannot be written is an error, and not merely said.
 
     Attributes:
-        kept: Those lines.
+        kept: Those lines, without counters but for the last that has any.
 
     Raises:
         ConfigError: If the folder cannot be written and is `required`.
@@ -78,9 +78,9 @@ class Recorder:
             return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.kept = lines_until(self.folder / METRICS, after)
-            write_whole(self.folder / METRICS, "".join(map(json_line, self.kept)))
+            self.kept, end = lines_until(self.folder / METRICS, after)
             self._metrics = open(self.folder / METRICS, "a", encoding="utf-8")  # noqa: SIM115 (closed in _close)
+            self._metrics.truncate(end)
             for record in self.kept:
                 self._last |= record  # an evaluation's line may have no counters
         except OSError as error:
@@ -237,20 +237,36 @@ def read_object(path: Path, notes: list[str], without: str = "") -> dict[str, An
     return found
 
 
-def lines_until(path: Path, step: int) -> list[dict[str, Any]]:
-    """Read the complete lines of a metrics file that is there, up to a step; none for step 0."""
+def lines_until(path: Path, step: int) -> tuple[list[dict[str, Any]], int]:
+    """Read the complete lines of a metrics file that is there, up to a step; none for step 0.
+
+    Returns:
+        They, with counters only in the last one that has any, and the bytes of the file that they take.
+    """
     found: list[dict[str, Any]] = []
+    end, before = 0, dict[str, Any]()
     if step and path.is_file():
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                record = json.loads(line)
-                later = record["step"] > step
-            except (ValueError, KeyError, TypeError):
-                break  # a run that was killed while it wrote, or another program's file
-            if later:
-                break
-            found.append(record)
-    return found
+        with path.open("rb") as lines:
+            for line in lines:
+                try:
+                    record = json.loads(line.decode(errors="replace"))
+                    later = record["step"] > step
+                except (ValueError, KeyError, TypeError):
+                    break  # a run that was killed while it wrote, or another program's file
+                if later or not line.endswith(b"\n"):
+                    break
+                if "links" in record:
+                    drop_counters(before)
+                    before = record
+                found.append(record)
+                end += len(line)
+    return found, end
+
+
+def drop_counters(line: dict[str, Any]) -> None:
+    """Take away what a line of metrics has counted since the start: of a long run, many times the rest."""
+    for name in ("links", "groups", "waits", "hits", "bits"):
+        line.pop(name, None)
 
 
 def waits(stats: Sequence[Mapping[str, Any]]) -> dict[str, float]:

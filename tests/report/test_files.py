@@ -100,6 +100,14 @@ def test_a_resumed_run_goes_on_after_the_lines_of_the_first_part(folder):
     assert json.loads((folder / RUN).read_text())["started"] != begun["started"], "it has begun anew"
 
 
+def test_a_resumed_run_holds_the_counters_of_the_last_line_alone(folder):
+    whole = (folder / METRICS).read_text().splitlines(keepends=True)
+    recorder = Recorder(folder, after=10)
+    assert [line["step"] for line in recorder.kept if "links" in line or "bits" in line] == [10]
+    assert recorder.kept[-1] == json.loads(whole[9])
+    assert (folder / METRICS).read_text() == "".join(whole[:10])
+
+
 def test_an_evaluations_bytes_stay_in_a_run_that_goes_on_after_it(folder):
     """The checkpoint at an epoch's end is of after its evaluation, and the step's line of before."""
     stats = counters(made_step(Config.from_dict({"activations": AQSGD})), 1, 0.5)
@@ -267,7 +275,7 @@ def test_a_disk_that_is_full_when_a_run_is_resumed_keeps_the_lines_of_the_first_
     with caplog.at_level(logging.WARNING):
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, unlimited[1]))
         try:
-            Recorder(folder, after=STEPS)
+            Recorder(folder, after=STEPS).step(STEPS + 1, loss=1.0)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     assert "goes on without it" in caplog.text
