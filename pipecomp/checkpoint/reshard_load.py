@@ -135,13 +135,22 @@ def load(
 def load_schedule(scheduler: Any, groups: list[dict[str, Any]], saved: dict[str, Any]) -> None:
     """Go on with the schedule of another stage, which may have more or fewer groups of parameters, of other rates.
 
-    groups: the optimizer's, as loaded. saved: the state; what it has for each group is not taken over.
+    groups: the optimizer's, as loaded, whose rates count. saved: the state; what it has for each group is not taken.
     """
-    own = scheduler.state_dict()
+    rates: dict[str, Any] = {"_last_lr": [group["lr"] for group in groups]}
+    if all("initial_lr" in group for group in groups):
+        rates["base_lrs"] = [group["initial_lr"] for group in groups]
+    scheduler.load_state_dict(_of_groups(scheduler.state_dict(), saved, rates))
+
+
+def _of_groups(own: dict[str, Any], saved: dict[str, Any], rates: dict[str, Any]) -> dict[str, Any]:
+    """The saved state of a schedule, or of one of those that it is made of, with what belongs to other groups."""
     state = saved | {key: own[key] for key in _BY_GROUP if key in own}
-    if "_last_lr" in saved:
-        state["_last_lr"] = [group["lr"] for group in groups]
-    scheduler.load_state_dict(state)
+    state |= {key: value for key, value in rates.items() if key in saved}
+    if "_schedulers" in saved:
+        pairs = zip(own["_schedulers"], saved["_schedulers"], strict=True)
+        state["_schedulers"] = [_of_groups(part, before, rates) for part, before in pairs]
+    return state
 
 
 def load_optimizer(optimizer: Any, saved: SavedPipeline, groups: list[Names]) -> None:

@@ -223,6 +223,7 @@ def as_json(found: Found, network: Network, names: Sequence[str]) -> dict[str, A
         ],
         "config": configuration(found.choice),
         "dtype": NAMES[p.job.dtype],
+        "one_pass": p.config.store.clusters is not None,
         "profile": p.job.profile.as_dict(),
     }
 

@@ -214,6 +214,8 @@ class PlanOptions:
         require(isinstance(found, dict), "profile", str(self.profile), written)
         dtype = found.get("dtype", self.dtype)
         require(dtype == self.dtype, "dtype", self.dtype, f"{dtype}, in which the profile's seconds were measured")
+        one_pass = found.get("one_pass", self.one_pass)
+        require(one_pass == self.one_pass, "one-pass", self.one_pass, f"{one_pass}, as when the profile was measured")
         return dict(found)
 
     def noted_speeds(self) -> Speeds:

@@ -62,7 +62,9 @@ class Fit:
         self._trained, self._unit, self._period = trained, unit, period
         step = plan.micro_batch * plan.accumulation * plan.replicas  # else steps that are made stand for other passes
         counts = {SAMPLES: step, REPLICAS: plan.replicas, STAGES: stages}
-        self._checkpoints = RunCheckpoints(args, self.config, self._compared, {**trained, **counts})
+        given = config.get("scheduler", {}).get("params", {})
+        auto = [f"scheduler.params.{key}" for key, value in given.items() if value == "auto"]
+        self._checkpoints = RunCheckpoints(args, self.config, self._compared, {**trained, **counts}, auto)
         for argument, folder in (("--checkpoint", args.checkpoint), ("--run", args.run)):
             if folder is not None and dist.get_rank() == 0:
                 hold_folder(argument, folder)

@@ -11,7 +11,7 @@ import argparse
 import fcntl
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -75,15 +75,8 @@ _HOW_BYTES_GO = (
     "pipecomp.store.run",
     "pipecomp.store.on_write_error",
 )
-# More or fewer replicas share a step otherwise, and leave out other samples of an epoch: "auto" means other numbers.
-_HOW_A_STEP_IS_SHARED = (
-    "gradient_accumulation_steps",
-    "train_batch_size",
-    "scheduler.params.total_num_steps",
-    "scheduler.params.warmup_num_steps",
-)
-# One stage, or one replica, exchanges nothing, and is refused settings of how.
-_HOW_SEVERAL_EXCHANGE = {STAGES: ("pipecomp.activations.", "pipecomp.store."), REPLICAS: ("pipecomp.gradients.",)}
+_HOW_A_STEP_IS_SHARED = ("gradient_accumulation_steps", "train_batch_size")  # by more or fewer replicas
+_OF_LINKS, _OF_GRADIENTS = ("pipecomp.activations.", "pipecomp.store."), ("pipecomp.gradients.",)
 
 
 def add_arguments(parser: argparse.ArgumentParser, at_least: Callable[[int], Callable[[str], int]]) -> None:
@@ -181,6 +174,7 @@ class RunCheckpoints:
         config: DeepSpeed's configuration.
         settings: The same as JSON values by flat keys; they must be equal where a run goes on.
         trained: From `what_is_trained`; the same holds.
+        auto: Keys of the settings that were "auto" before the run's length was known.
 
     Attributes:
         step: Of the checkpoint that this run goes on from, 0 if it begins.
@@ -197,10 +191,11 @@ class RunCheckpoints:
         config: Mapping[str, Any],
         settings: Mapping[str, Any],
         trained: Mapping[str, Any],
+        auto: Sequence[str] = (),
     ) -> None:
         self.folder = None if args.checkpoint is None else Path(args.checkpoint)
         self._every, self._keep = args.save_every, args.keep or 2
-        self._settings, self._trained = dict(settings), dict(trained)
+        self._settings, self._trained, self._auto = dict(settings), dict(trained), tuple(auto)
         self._resume = args.resume is not None
         self.on_signal = self.folder is not None and args.save_on_signal is not False
         self.evaluation_due = False
@@ -278,13 +273,17 @@ class RunCheckpoints:
         # Older checkpoints lack all of what was trained, other versions some: what both know is compared.
         trained = state.get(_TRAINED_KEY, {})
         both = (trained.keys() & self._trained.keys()) - {REPLICAS, STAGES}
-        counts = {what: {trained.get(what), self._trained.get(what)} for what in _HOW_SEVERAL_EXCHANGE}
+        stages, replicas = ({run.get(what) for run in (trained, self._trained)} for what in (STAGES, REPLICAS))
+        alone = {run.get(STAGES) == run.get(REPLICAS) == 1 for run in (trained, self._trained)}
         not_compared: tuple[str, ...] = _HOW_BYTES_GO
-        if SAMPLES in both and len(counts[REPLICAS]) > 1:
-            not_compared += _HOW_A_STEP_IS_SHARED
-        for what, settings in _HOW_SEVERAL_EXCHANGE.items():
-            if 1 in counts[what] and len(counts[what]) > 1:
-                not_compared += settings
+        if SAMPLES in both and len(replicas) > 1:
+            # They leave out other samples at the end of an epoch, too: "auto" means other numbers.
+            not_compared += _HOW_A_STEP_IS_SHARED + self._auto
+        # One stage, one replica and one process have nothing to exchange, and are refused settings of how.
+        if 1 in stages and len(stages) > 1:
+            not_compared += _OF_LINKS
+        if (1 in replicas and len(replicas) > 1) or len(alone) > 1:
+            not_compared += _OF_GRADIENTS
         keys = {key for key in saved.keys() | self._settings.keys() if not key.startswith(not_compared)}
         differ = _differences(saved, self._settings, keys) + _differences(trained, self._trained, both)
         if differ:

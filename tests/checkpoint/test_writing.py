@@ -53,7 +53,7 @@ def test_what_is_written_is_what_torch_writes(tmp_path: Path) -> None:
 
 
 def test_an_error_of_one_rank_is_one_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writing, "gathered", lambda mine: [mine, "/disk/file: No space left on device"])
+    monkeypatch.setattr(writing, "gathered", lambda mine, group=None: [mine, "/disk/file: No space left on device"])
     with pytest.raises(CheckpointError) as caught:
         Attempts("/disk/c").agree()
     told = "the checkpoint /disk/c cannot be written: rank 1: /disk/file: No space left on device. Nothing of it"

@@ -719,6 +719,8 @@ def test_a_profile_is_of_the_precision_that_it_was_measured_in(folder):
     other = CliRunner().invoke(app, [*given, "--profile", str(out)])
     assert other.exit_code == 1
     assert "dtype: got 'fp32', allowed: bf16, in which" in " ".join(other.output.split())
+    other = CliRunner().invoke(app, [*given, "--profile", str(out), "--dtype", "bf16", "--one-pass"])
+    assert "one-pass: got True, allowed: False, as when" in " ".join(other.output.split())
 
 
 def test_the_command_recomputes(folder):

@@ -333,9 +333,9 @@ class TestWhoseTheyAre:
         path = str(tmp_path / "checkpoints")
         args = given("--checkpoint", path, "--resume", "auto")
 
-        def fit(replicas: int, micro_batches: int) -> Fit:
+        def fit(replicas: int, micro_batches: int, total: int | str = "auto") -> Fit:
             config = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": micro_batches}
-            config["scheduler"] = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}
+            config["scheduler"] = {"type": "WarmupDecayLR", "params": {"total_num_steps": total}}
             plan = steps.make_plan(config, samples=100, replicas=replicas, epochs=3, max_steps=None)
             return Fit(args, config, plan, {}, stages=1)
 
@@ -346,6 +346,8 @@ class TestWhoseTheyAre:
         with pytest.raises(ConfigError, match="samples of a step is 16 in this run, 8 in the checkpoint"):
             fit(2, 2)._checkpoints.find()
         assert fit(2, 1)._checkpoints.find() == "goes on after step 3", "as many samples, otherwise shared"
+        with pytest.raises(ConfigError, match="total_num_steps is 500 in this run"):
+            fit(2, 1, 500)._checkpoints.find()
 
     def test_one_stage_or_one_replica_goes_on_without_settings_of_what_several_exchange(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -369,9 +371,12 @@ class TestWhoseTheyAre:
             fit(1, 2).find()
         with pytest.raises(ConfigError, match=r"pipecomp\.activations\.method is \"none\" in this run"):
             fit(2, 1).find()
+        tied = fit(2, 1, **links, **replicas)  # whose two stages share weights
+        checkpoint(Path(path), 4, recipe=tied._settings, recipe_trained=tied._trained)
+        assert fit(1, 1).find() == "goes on after step 4"
         alone = fit(1, 1)
-        checkpoint(Path(path), 4, recipe=alone._settings, recipe_trained=alone._trained)
-        assert both.find() == "goes on after step 4", "with what has come back"
+        checkpoint(Path(path), 5, recipe=alone._settings, recipe_trained=alone._trained)
+        assert both.find() == "goes on after step 5", "with what has come back"
 
     def test_nor_where_another_machine_has_some(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("pipecomp.recipes.resume.gathered", lambda mine: [mine, [], [900], []])
