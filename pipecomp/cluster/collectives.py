@@ -7,7 +7,10 @@ Here sizes are limited, and the rest is zeros.
 
 from __future__ import annotations
 
-from typing import Any, BinaryIO
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +21,8 @@ from pipecomp.errors import WireError
 from pipecomp.plain_objects import decode, encode
 
 MOST_BYTES = 1 << 28  # of a rank's object
+_MEET_S = 10.0  # well within the time that a collective waits
+_Value = TypeVar("_Value")
 
 
 def gathered(value: Any, group: Any = None) -> list[Any]:
@@ -49,6 +54,26 @@ def broadcast(value: Any, src: int = 0, group: Any = None) -> Any:
     content = _tensor(data).to(device) if mine else torch.empty(int(size), dtype=torch.uint8, device=device)
     dist.broadcast(content, src, group=group)
     return _value(content)
+
+
+def while_others_wait(act: Callable[[], _Value], group: Any = None) -> _Value:
+    """Return or raise what `act` does, which may take longer than a collective waits: all ranks must call this.
+
+    They meet meanwhile, until all have done theirs.
+    """
+    acting: Future[_Value] = Future()
+
+    def run() -> None:
+        try:
+            acting.set_result(act())
+        except BaseException as error:
+            acting.set_exception(error)
+
+    # Not an executor's, which would let nothing end this process before it has done.
+    threading.Thread(target=run, name="pipecomp-acting", daemon=True).start()
+    while not all(gathered(bool(wait([acting], _MEET_S).done), group)):
+        pass
+    return acting.result()
 
 
 def exchange_objects_as_json() -> None:

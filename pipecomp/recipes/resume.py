@@ -12,7 +12,6 @@ import fcntl
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from pipecomp.checkpoint import manifest
 from pipecomp.checkpoint.run_id import model_values
 from pipecomp.checkpoint.writing import private
 from pipecomp.cluster.agreement import differences
-from pipecomp.cluster.collectives import gathered
+from pipecomp.cluster.collectives import gathered, while_others_wait
 from pipecomp.cluster.interruption import say_here
 from pipecomp.config import Store
 from pipecomp.errors import CheckpointError, ConfigError, require, writable
@@ -62,7 +61,6 @@ MAY_DIFFER = frozenset(
 )
 DATA, SAMPLES, REPLICAS, STAGES = "hash of the training data", "samples of a step", "replicas", "stages"
 _STATE_KEY, _TRAINED_KEY, _DUE_KEY = "recipe", "recipe_trained", "recipe_evaluation_due"
-_MEET_S = 60.0  # well within the time that a collective waits
 _Found = tuple[list[int] | None, dict[int, str]]
 _held: dict[str, int] = {}  # folders and their locks, of this process
 # Settings that change how bytes go and are kept, not what is trained: a run that timed out may get a longer timeout.
@@ -341,9 +339,8 @@ class RunCheckpoints:
             engine.save_checkpoint(str(self.folder), client_state=state)
         except CheckpointError as error:
             say_here(f"{error}. It is tried again without the older ones, but for the last")
-            if _first_of_machine():
-                manifest.keep_last_good(self.folder)
-            gathered(None)  # they are gone on every machine
+            folder = self.folder  # from which they are gone then, on every machine
+            while_others_wait(lambda: manifest.keep_last_good(folder) if _first_of_machine() else None)
             try:
                 engine.save_checkpoint(str(self.folder), client_state=state)
             except CheckpointError as again:
@@ -382,20 +379,11 @@ def _read_until_good(folder: Path) -> list[_Found]:
 
     before = None
     while True:
-        _while_others_wait(read)
+        while_others_wait(read)
         found = gathered((list(good) if first else None, dict(bad)))
         if found == before or _on_all(found):
             return found
         before = found
-
-
-def _while_others_wait(act: Callable[[], None]) -> None:
-    """Do what may take longer than a collective waits: all ranks, which must call this, meet meanwhile."""
-    with ThreadPoolExecutor(1) as pool:
-        acting = pool.submit(act)
-        while not all(gathered(bool(wait([acting], _MEET_S).done))):
-            pass
-    acting.result()
 
 
 def _on_all(found: list[_Found]) -> set[int]:

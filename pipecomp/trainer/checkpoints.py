@@ -31,7 +31,7 @@ from pipecomp.checkpoint import manifest
 from pipecomp.checkpoint.reshard_load import load_schedule
 from pipecomp.checkpoint.rng_state import random_state, set_random_state
 from pipecomp.checkpoint.writing import Attempts, in_words, write_state
-from pipecomp.cluster.collectives import broadcast, gathered
+from pipecomp.cluster.collectives import broadcast, gathered, while_others_wait
 from pipecomp.cluster.start import all_ranks
 from pipecomp.config import read_json_object
 from pipecomp.errors import ConfigError, WireError, require
@@ -123,8 +123,11 @@ def _last_whole(output_dir: str, group: Any) -> str | None:
         folder = Path(output_dir) / _named(name)
         sealed = folder / DEEPSPEED
         first = os.environ["LOCAL_RANK"] == "0"
-        own = (manifest.finished(sealed), manifest.problem(sealed)) if first else (False, None)
-        told = gathered(own, group)
+
+        def read(sealed: Path = sealed, first: bool = first) -> tuple[bool, str | None]:
+            return (manifest.finished(sealed), manifest.problem(sealed)) if first else (False, None)
+
+        told = gathered(while_others_wait(read, group), group)
         problems = [f"on rank {rank}'s machine {said}" for rank, (_, said) in enumerate(told) if said]
         if not problems or not any(finished for finished, _ in told):  # of older versions none is sealed
             return str(folder)

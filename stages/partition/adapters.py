@@ -136,7 +136,7 @@ def _check_vocabulary(model: Any, config: Any, saved: set[int]) -> None:
     except OSError:  # no folder, no longer perhaps, and no name that the hub could have
         return
     rows = json.loads(Path(file).read_text(encoding="utf-8")).get("vocab_size") if file else None
-    if not rows or not own or rows == own:
+    if not rows or not own or own <= rows:
         return
     tokens = getattr(config, "trainable_token_indices", None) or ()
     trained = set(itertools.chain.from_iterable(tokens.values()) if isinstance(tokens, dict) else tokens)

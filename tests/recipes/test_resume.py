@@ -178,8 +178,9 @@ class Engine:
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank."""
+    monkeypatch.setattr("pipecomp.cluster.collectives.gathered", lambda mine, group: [mine])
     monkeypatch.setattr("pipecomp.recipes.resume.gathered", lambda mine: [mine])
-    monkeypatch.setattr("pipecomp.checkpoint.writing.gathered", lambda mine: [mine])
+    monkeypatch.setattr("pipecomp.checkpoint.writing.gathered", lambda mine, group=None: [mine])
     monkeypatch.setenv("LOCAL_RANK", "0")
 
 
@@ -211,8 +212,9 @@ class TestResume:
                 three_times.set()
             return [mine]
 
+        monkeypatch.setattr("pipecomp.cluster.collectives.gathered", lambda mine, group: gathered(mine))
         monkeypatch.setattr("pipecomp.recipes.resume.gathered", gathered)
-        monkeypatch.setattr("pipecomp.recipes.resume._MEET_S", 0.01)
+        monkeypatch.setattr("pipecomp.cluster.collectives._MEET_S", 0.01)
         monkeypatch.setattr(manifest, "problem", lambda path: None if three_times.wait(HANG_S) else "nobody met")
         checkpoint(tmp_path, 3)
         assert self.found(tmp_path)[1] == "goes on after step 3"
@@ -485,6 +487,7 @@ def test_the_checkpoint_that_is_good_on_every_machine(tmp_path: Path, monkeypatc
         checkpoint(tmp_path, step)
 
     told = [(None, {}), ([40, 20, 10], {30: "it was not finished"}), (None, {})]
+    monkeypatch.setattr("pipecomp.recipes.resume.while_others_wait", lambda act: act())
     monkeypatch.setattr("pipecomp.recipes.resume.gathered", lambda mine: [mine, *told])
     monkeypatch.setenv("LOCAL_RANK", "0")
     checkpoints = RunCheckpoints(given("--checkpoint", str(tmp_path), "--resume", "auto"), {}, {"lr": 1}, {})
@@ -501,6 +504,7 @@ def test_a_run_does_not_begin_anew_where_one_machine_alone_has_lost_its_checkpoi
         checkpoint(tmp_path, step)
     others: list[tuple] = [(None, {}), ([], {}), (None, {})]
 
+    monkeypatch.setattr("pipecomp.recipes.resume.while_others_wait", lambda act: act())
     monkeypatch.setattr("pipecomp.recipes.resume.gathered", lambda mine: [mine, *others])
     checkpoints = RunCheckpoints(given("--checkpoint", str(tmp_path), "--resume", "auto"), {}, {"lr": 1}, {})
     with pytest.raises(ConfigError, match="that of rank 2 has none, and others have step 10, 20"):

@@ -355,6 +355,8 @@ class TestRefused:
         model.save_pretrained(tmp_path / "resized")
         whole = type(model).from_pretrained(tmp_path / "resized")
         assert len(split(peft.get_peft_model(whole, lora("llama")), num_stages=2)) == 2
+        whole.resize_token_embeddings(VOCABULARY - 2)  # which the adapter's base has all of
+        assert len(split(peft.get_peft_model(whole, lora("llama")), num_stages=2)) == 2
 
     @pytest.mark.parametrize(
         ("name", "more"),

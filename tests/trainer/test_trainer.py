@@ -944,6 +944,7 @@ def test_the_last_checkpoint_is_one_that_is_whole_on_every_machine(
     monkeypatch.setattr(checkpoints.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(checkpoints, "broadcast", lambda value, group: value)
     theirs: dict[str, Any] = {}
+    monkeypatch.setattr(checkpoints, "while_others_wait", lambda act, group: act())
     monkeypatch.setattr(checkpoints, "gathered", lambda own, group: [own, theirs.get("now", own), (False, None)])
     for step in (600, 700):
         whole(tmp_path, step)
@@ -962,6 +963,7 @@ def test_a_checkpoint_that_is_passed_over_is_not_trained_from(tmp_path: Path, mo
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setattr(checkpoints.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(checkpoints, "broadcast", lambda value, group: value)
+    monkeypatch.setattr(checkpoints, "while_others_wait", lambda act, group: act())
     monkeypatch.setattr(checkpoints, "gathered", lambda own, group: [own])
     (whole(tmp_path, 700) / checkpoints.DEEPSPEED / "weights.pt").write_text("weighty")
     told = "True only where a checkpoint is whole: checkpoint-700: on rank 0's machine weights.pt was changed"

@@ -246,14 +246,22 @@ def test_a_schedule_goes_on_where_a_stage_has_another_number_of_groups(
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     args = TrainingArguments(output_dir=str(tmp_path), lr_scheduler_type=kind, eval_strategy="epoch")
 
+    saved: dict[str, float] = {}
+
     def made(count: int) -> tuple[Any, Any]:
         groups = [{"params": [torch.nn.Parameter(torch.ones(2))], "weight_decay": 0.0} for _ in range(count)]
         optimizer = torch.optim.SGD(groups, lr=0.1)
-        engine = SimpleNamespace(
-            basic_optimizer=optimizer,
-            save_checkpoint=lambda folder, tag: None,
-            load_checkpoint=lambda folder, tag: (folder, {}),
-        )
+
+        def save(folder: str, tag: str) -> None:
+            first = optimizer.param_groups[0]
+            saved.update({key: first[key] for key in ("lr", "initial_lr") if key in first})
+
+        def load(folder: str, tag: str) -> tuple[str, dict]:
+            for group in optimizer.param_groups:
+                group.update(saved)
+            return folder, {}
+
+        engine = SimpleNamespace(basic_optimizer=optimizer, save_checkpoint=save, load_checkpoint=load)
         return engine, make_scheduler(args, optimizer, None, 20)
 
     def steps(engine: Any, scheduler: Any, count: int) -> list[list[float]]:
