@@ -28,7 +28,7 @@ def victim(folder, bits, samples, links):
     environment = LmdbEnvironment(folder, bits=bits, map_bytes=1 << 18, prefetch=1)
     stores = [environment.link(f"link-{i}", {}) for i in range(links)]
     step = 1 + max((line.version for line in stores[0].inventory()), default=0)
-    print("ready", flush=True)
+    os.write(1, b"ready\\n")
     while True:
         for store in stores:
             store.prefetch(range(0, samples, 2))
@@ -50,8 +50,9 @@ for line in sys.stdin:
         except BaseException:
             traceback.print_exc()
         os._exit(1)
-    print("victim", child, flush=True)
-    print("ended", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    # Lines in one piece: where nothing is buffered, print writes a line in several, and two processes write here.
+    os.write(1, b"victim %d\\n" % child)
+    os.write(1, b"ended %d\\n" % os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
