@@ -238,9 +238,9 @@ def _line(row: Row) -> str:
 
 def compute_seconds(runs: Runs, cases: Sequence[tuple[str]]) -> float:
     """Of a stage and a micro-batch: as in the rows that are there, else measured if any case is missing."""
-    if runs.rows or not runs.missing(cases):
-        return runs.rows[0]["compute_s"] if runs.rows else 0.0
-    return reference_compute(MODEL, STAGES, REFERENCES)
+    if runs.rows:
+        return float(runs.rows[0]["compute_s"])
+    return reference_compute(MODEL, STAGES, REFERENCES) if runs.missing(cases) else 0.0
 
 
 def main(argv: Sequence[str]) -> None:

@@ -88,7 +88,6 @@ def one_rank(
 
 
 def _engine(name: str, epochs: int, data: Path, cache: Path, store: str) -> Any:
-
     import pipecomp
     from benchmarks.wikitext import pretrained_model, wikitext_task
     from pipecomp.bench.stock_deepspeed import stock_engine

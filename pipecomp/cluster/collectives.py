@@ -7,9 +7,8 @@ Here sizes are limited, and the rest is zeros.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from typing import Any, BinaryIO, TypeVar
 
 import torch
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from pipecomp.cluster.failure import start_aside
 from pipecomp.errors import WireError
 from pipecomp.plain_objects import decode, encode
 
@@ -61,16 +61,7 @@ def while_others_wait(act: Callable[[], _Value], group: Any = None) -> _Value:
 
     They meet meanwhile, until all have done theirs.
     """
-    acting: Future[_Value] = Future()
-
-    def run() -> None:
-        try:
-            acting.set_result(act())
-        except BaseException as error:
-            acting.set_exception(error)
-
-    # Not an executor's, which would let nothing end this process before it has done.
-    threading.Thread(target=run, name="pipecomp-acting", daemon=True).start()
+    _, acting = start_aside(act, "pipecomp-acting")
     while not all(gathered(bool(wait([acting], _MEET_S).done), group)):
         pass
     return acting.result()

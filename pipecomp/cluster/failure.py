@@ -35,12 +35,8 @@ class StoreSilentError(RuntimeError):
     """The key-value store does not answer: the process that serves it is stopped."""
 
 
-def bounded(call: Callable[[], _Value], limit_s: float) -> _Value:
-    """Return or raise what `call` does; StoreSilentError after `limit_s` seconds.
-
-    torch's store waits without end for the answer of a server that is stopped, whatever its timeout; the thread that
-    does so is left behind.
-    """
+def start_aside(call: Callable[[], _Value], name: str) -> tuple[threading.Thread, Future[_Value]]:
+    """Start a call on a thread for which this process does not wait when it ends; the future has what becomes of it."""
     future: Future[_Value] = Future()
 
     def run() -> None:
@@ -49,8 +45,18 @@ def bounded(call: Callable[[], _Value], limit_s: float) -> _Value:
         except BaseException as error:
             future.set_exception(error)
 
-    thread = threading.Thread(target=run, name=_BOUNDED, daemon=True)
+    thread = threading.Thread(target=run, name=name, daemon=True)
     thread.start()
+    return thread, future
+
+
+def bounded(call: Callable[[], _Value], limit_s: float) -> _Value:
+    """Return or raise what `call` does; StoreSilentError after `limit_s` seconds.
+
+    torch's store waits without end for the answer of a server that is stopped, whatever its timeout; the thread that
+    does so is left behind.
+    """
+    thread, future = start_aside(call, _BOUNDED)
     thread.join(limit_s)
     if not future.done():
         raise StoreSilentError(f"torch.distributed's key-value store has not answered for {limit_s:g} s")

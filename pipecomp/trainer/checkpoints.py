@@ -18,6 +18,7 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -121,13 +122,7 @@ def _last_whole(output_dir: str, group: Any) -> str | None:
     damaged: list[str] = []
     for name in reversed(broadcast(there, group=group)):
         folder = Path(output_dir) / _named(name)
-        sealed = folder / DEEPSPEED
-        first = os.environ["LOCAL_RANK"] == "0"
-
-        def read(sealed: Path = sealed, first: bool = first) -> tuple[bool, str | None]:
-            return (manifest.finished(sealed), manifest.problem(sealed)) if first else (False, None)
-
-        told = gathered(while_others_wait(read, group), group)
+        told = gathered(while_others_wait(partial(_look, folder / DEEPSPEED), group), group)
         problems = [f"on rank {rank}'s machine {said}" for rank, (_, said) in enumerate(told) if said]
         if not problems or not any(finished for finished, _ in told):  # of older versions none is sealed
             return str(folder)
@@ -136,6 +131,12 @@ def _last_whole(output_dir: str, group: Any) -> str | None:
             _log.warning(f"{folder} is passed over: {problems[0]}")
     require(not damaged, _KEY, True, f"True only where a checkpoint is whole: {'; '.join(damaged)}")
     return None
+
+
+def _look(sealed: Path) -> tuple[bool, str | None]:
+    """Whether it is finished, and what is wrong with it, as the first rank of a machine sees it."""
+    first = os.environ["LOCAL_RANK"] == "0"
+    return (manifest.finished(sealed), manifest.problem(sealed)) if first else (False, None)
 
 
 def _last(output_dir: str) -> Path:

@@ -80,6 +80,12 @@ def longest_sample(samples: Samples, seed: int) -> int:
     return int(batch.inputs["input_ids"].shape[1])
 
 
+def tell_epoch(data: Any, epoch: int) -> None:
+    """Tell a dataset that changes by epoch which one it is, as Trainer does."""
+    if hasattr(data, "set_epoch"):
+        data.set_epoch(epoch)
+
+
 def check_draws(samples: Samples, micro_batch: int, seed: int, name: str) -> None:
     """Check that both ends of a pipeline would make the same micro-batch of the first samples.
 
@@ -181,14 +187,13 @@ class StepLoader(TrainLoader):
     def begin_epoch(self, epoch: int, number: int) -> None:
         """Go on in `epoch` with micro-batch `number`, counted from the start of training.
 
-        A dataset with `set_epoch` is told, as by Trainer; worker processes get it anew, unless they are to stay.
+        The dataset is told; worker processes get it anew, unless they are to stay.
         """
         if number != self.taken:
             self.taken = number
             self._ahead.clear()
             self._source = None
-        if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(epoch)
+        tell_epoch(self.dataset, epoch)
 
     def begin_step(self, micro_batches: int) -> list[MicroBatch]:
         """Make a step's micro-batches, which are then handed out."""

@@ -26,7 +26,7 @@ from pipecomp.errors import require, writable
 from pipecomp.trainer import alike, arguments, callbacks, checkpoints, model_io, overrides, setup
 from pipecomp.trainer.callbacks import fire
 from pipecomp.trainer.evaluation import Evaluation, check_ignored, dataset_named
-from pipecomp.trainer.feeding import EvalLoaders, Samples, check_draws, data_seed, longest_sample
+from pipecomp.trainer.feeding import EvalLoaders, Samples, check_draws, data_seed, longest_sample, tell_epoch
 from pipecomp.trainer.losses import StepLoss
 from pipecomp.trainer.training import Training
 
@@ -241,8 +241,7 @@ class PipelineTrainer:
             require(trial is None, "trial", trial, "None: hyperparameters are not searched here")
             check_ignored("ignore_keys_for_eval", ignore_keys_for_eval)
             samples = self._samples(self.train_dataset, "train_dataset")
-            if hasattr(samples.data, "set_epoch"):
-                samples.data.set_epoch(0)  # an earlier training may have left it at another, and facts are compared
+            tell_epoch(samples.data, 0)  # an earlier training may have left it at another, and facts are compared
             facts = self._facts(samples, self.args.per_device_train_batch_size, "train_dataset")
         resumes = bool(resume_from_checkpoint) if resume_from_checkpoint in (None, True, False) else "from a folder"
         alike.check_arguments(ranks, self.args, **facts, resumes=resumes, save_on_signal=self._save_on_signal)

@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -292,6 +293,14 @@ class TestResume:
             assert engine.saved[-1][1] == {**engine.saved[0][1], "recipe_evaluation_due": True}
 
 
+def fitted(folder: Path, micro_batches: int, replicas: int, stages: int = 1, **config: Any) -> Fit:
+    """A recipe that goes on from a folder of checkpoints. config: DeepSpeed's, beside the samples of a step."""
+    args = given("--checkpoint", str(folder), "--resume", "auto")
+    config |= {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": micro_batches}
+    plan = steps.make_plan(config, samples=100, replicas=replicas, epochs=3, max_steps=None)
+    return Fit(args, config, plan, {}, stages=stages)
+
+
 class Writing(Engine):
     """Writes checkpoints, whole ones, but as often as is said none."""
 
@@ -332,18 +341,15 @@ class TestWhoseTheyAre:
     ) -> None:
         """As with another number of replicas: steps that are made would stand for other passes over the data."""
         monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)  # rank 0 would hold the folder
-        path = str(tmp_path / "checkpoints")
-        args = given("--checkpoint", path, "--resume", "auto")
+        path = tmp_path / "checkpoints"
 
         def fit(replicas: int, micro_batches: int, total: int | str = "auto") -> Fit:
-            config = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": micro_batches}
-            config["scheduler"] = {"type": "WarmupDecayLR", "params": {"total_num_steps": total}}
-            plan = steps.make_plan(config, samples=100, replicas=replicas, epochs=3, max_steps=None)
-            return Fit(args, config, plan, {}, stages=1)
+            scheduler = {"type": "WarmupDecayLR", "params": {"total_num_steps": total}}
+            return fitted(path, micro_batches, replicas, scheduler=scheduler)
 
         assert fit(1, 2).plan.steps != fit(2, 1).plan.steps, "an epoch leaves out other samples"
         one = fit(1, 2)._checkpoints
-        checkpoint(Path(path), 3, recipe=one._settings, recipe_trained=one._trained)
+        checkpoint(path, 3, recipe=one._settings, recipe_trained=one._trained)
         assert one.find() == "goes on after step 3"
         with pytest.raises(ConfigError, match="samples of a step is 16 in this run, 8 in the checkpoint"):
             fit(2, 2)._checkpoints.find()
@@ -355,18 +361,15 @@ class TestWhoseTheyAre:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)  # rank 0 would hold the folder
-        path = str(tmp_path / "checkpoints")
-        args = given("--checkpoint", path, "--resume", "auto")
+        path = tmp_path / "checkpoints"
 
         def fit(stages: int, replicas: int, **section: dict) -> RunCheckpoints:
-            config = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 4 // replicas}
-            plan = steps.make_plan(config, samples=100, replicas=replicas, epochs=3, max_steps=None)
-            return Fit(args, {**config, "pipecomp": section}, plan, {}, stages=stages)._checkpoints
+            return fitted(path, 4 // replicas, replicas, stages, pipecomp=section)._checkpoints
 
         links = {"activations": {"method": "aqsgd"}, "store": {"bits": 8}}
         replicas = {"gradients": {"method": "global_qsgd"}}
         both = fit(2, 2, **links, **replicas)
-        checkpoint(Path(path), 3, recipe=both._settings, recipe_trained=both._trained)
+        checkpoint(path, 3, recipe=both._settings, recipe_trained=both._trained)
         assert fit(1, 2, **replicas).find() == "goes on after step 3"
         assert fit(2, 1, **links).find() == "goes on after step 3"
         with pytest.raises(ConfigError, match=r"pipecomp\.gradients\.method is \"none\" in this run"):
@@ -374,10 +377,10 @@ class TestWhoseTheyAre:
         with pytest.raises(ConfigError, match=r"pipecomp\.activations\.method is \"none\" in this run"):
             fit(2, 1).find()
         tied = fit(2, 1, **links, **replicas)  # whose two stages share weights
-        checkpoint(Path(path), 4, recipe=tied._settings, recipe_trained=tied._trained)
+        checkpoint(path, 4, recipe=tied._settings, recipe_trained=tied._trained)
         assert fit(1, 1).find() == "goes on after step 4"
         alone = fit(1, 1)
-        checkpoint(Path(path), 5, recipe=alone._settings, recipe_trained=alone._trained)
+        checkpoint(path, 5, recipe=alone._settings, recipe_trained=alone._trained)
         assert both.find() == "goes on after step 5", "with what has come back"
 
     def test_nor_where_another_machine_has_some(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
