@@ -52,6 +52,7 @@ _FLAG_CHECKSUM = 1
 _FLAGS_AT = 7  # byte of the header
 
 
+@enum.unique
 class Kind(enum.IntEnum):
     """What a packet is for."""
 
@@ -61,6 +62,7 @@ class Kind(enum.IntEnum):
     INVENTORY = 4
 
 
+@enum.unique
 class Method(enum.IntEnum):
     """How the payload's values are coded."""
 
@@ -71,6 +73,7 @@ class Method(enum.IntEnum):
     CLUSTERED = 5  # numbers of cluster centers, then as quantized: the changes from them
 
 
+@enum.unique
 class Form(enum.IntEnum):
     """What a sample's rows are."""
 
@@ -80,6 +83,7 @@ class Form(enum.IntEnum):
     NOT_KEPT = 3  # a first visit that its sender does not keep; in a gradient: one that this end did not keep
 
 
+@enum.unique
 class DType(enum.IntEnum):
     """Wire name of a floating-point dtype."""
 

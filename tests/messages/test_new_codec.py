@@ -117,7 +117,7 @@ def test_the_files_that_the_page_names_make_a_codec(tmp_path: Path) -> None:
     copy = PackageCopy(tmp_path)
     copy.edit(
         "pipecomp/messages/wire.py",
-        ("    TABLE = 4  # an inventory\n", "    TABLE = 4  # an inventory\n    FLOAT8 = 5\n"),
+        (": the changes from them\n", ": the changes from them\n    FLOAT8 = 6\n"),
     )
     copy.edit("pipecomp/messages/codecs.py", ("\n\ndef _check_length(", f"{CODEC}\n\ndef _check_length("))
     copy.edit(
