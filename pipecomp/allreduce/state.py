@@ -21,7 +21,6 @@ from pipecomp.allreduce.call import Call, Counters, Name, Slices
 from pipecomp.allreduce.error_feedback import Residuals
 from pipecomp.allreduce.group import Group
 from pipecomp.allreduce.method import Average, Stateful
-from pipecomp.allreduce.methods.powersgd_layers import LayerwisePowerSgd
 from pipecomp.allreduce.methods.torch_hooks import LoneBucket
 from pipecomp.allreduce.options import Gradients
 from pipecomp.errors import ConfigError, ShapeError
@@ -269,7 +268,7 @@ class State:
     def layer_values(self) -> dict[Any, Any]:
         """Tell what each layer has of the option that is adaptive, by parameter number or key; empty before a plan."""
         worker = self._average if self._hook is None else self._hook
-        return dict(worker.values) if isinstance(worker, (AdaptiveAverage, LayerwisePowerSgd)) else {}
+        return dict(getattr(worker, "values", {}))
 
     def _kept(self) -> Stateful | None:
         """What keeps more than residuals."""

@@ -44,11 +44,9 @@ class Casq(Method):
     measured: ClassVar = ({"bits": 4},)
 
     def check(self, name: str) -> None:
-        """See Method."""
         one_width(self.bits, name, least=1)
 
     def average(self, residuals: Residuals) -> Average:
-        """See Method."""
         return CasqAverage(self, residuals)
 
     def plan(self, d: int, n: int, shapes: Shapes | None = None) -> Plan:

@@ -40,19 +40,15 @@ class DoubleSqueeze(Method):
     measured: ClassVar[Any] = ({"bits": 4},)
 
     def check(self, name: str) -> None:
-        """See Method."""
         one_width(self.bits, name, least=1)
 
     def adaptable(self) -> tuple[str, tuple[Any, ...]] | None:
-        """See Method."""
         return "bits", (1, 2, 3, 4, 5, 6, 8)
 
     def average(self, residuals: Residuals) -> Average:
-        """See Method."""
         return SqueezedAverage(self, residuals)
 
     def plan(self, d: int, n: int, shapes: Shapes | None = None) -> Plan:
-        """See Method."""
         return Plan((to_all(16, n),), (scattered(d, n, self.encoded_bytes),))
 
     @property
@@ -79,7 +75,6 @@ class MomentumSqueeze(DoubleSqueeze):
     measured: ClassVar = ()
 
     def adaptable(self) -> tuple[str, tuple[Any, ...]] | None:
-        """See Method."""
         return None
 
 

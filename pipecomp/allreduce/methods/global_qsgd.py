@@ -77,7 +77,6 @@ class GlobalQsgd(Method):
         return found
 
     def check(self, name: str) -> None:
-        """See Method."""
         (exponential_width if self._exponential else one_width)(self.bits, name)
         if self.sparse and self.norm != 2:
             raise ConfigError("gradients.norm", self.norm, "2 with sparse (others leave few zeros)")
@@ -97,13 +96,11 @@ class GlobalQsgd(Method):
         return float(q), float(p)
 
     def average(self, residuals: Residuals) -> Average:
-        """See Method."""
         kind: Any = GatheredAverage if self.sparse else DitheredAverage
         average: Average = kind(self.bits, self.exponents, exponential=self._exponential)
         return average
 
     def plan(self, d: int, n: int, shapes: Shapes | None = None) -> Plan:
-        """See Method."""
         norm = (to_all(8, n),)
         if self.sparse:
             return Plan(norm, (_sparse(d, n, self.bits, linear=not self._exponential),), exact=False)

@@ -52,7 +52,6 @@ class GrandKMn(Method):
     measured: ClassVar = ({"k": 10_000},)
 
     def check(self, name: str) -> None:
-        """See Method."""
         one_width(self.bits, name)
         if self.rescale and self.error_feedback:
             raise ConfigError("gradients.rescale", True, "false with error_feedback: what is kept would be sent twice")
@@ -62,11 +61,9 @@ class GrandKMn(Method):
         return ("k", (self.k / 4, self.k / 2, min(2 * self.k, 0.99))) if isinstance(self.k, float) else None
 
     def average(self, residuals: Residuals) -> Average:
-        """See Method."""
         return RandomKAverage(DitheredAverage(self.bits, MAX_OF_L2), self, residuals)
 
     def plan(self, d: int, n: int, shapes: Shapes | None = None) -> Plan:
-        """See Method."""
         return Plan(_told_before(n), (linear_plan(self.kept(d), n, self.bits),))
 
     def kept(self, d: int) -> int:
@@ -81,15 +78,12 @@ class GrandKMnTs(GrandKMn):
     bits: Any = option((4, 8), widths)
 
     def check(self, name: str) -> None:
-        """See Method."""
         many_widths(self.bits, name)
 
     def average(self, residuals: Residuals) -> Average:
-        """See Method."""
         return RandomKAverage(MultiScaleAverage(self.bits), self, residuals)
 
     def plan(self, d: int, n: int, shapes: Shapes | None = None) -> Plan:
-        """See Method."""
         return Plan(_told_before(n), multi_scale_plan(self.kept(d), n, self.bits))
 
 

@@ -17,11 +17,9 @@ class Qsgd(LinearLevels):
     """`qsgd`: linear levels of the L2 norm. bits: of a value. Source: arXiv:1610.02132."""
 
     def average(self, residuals: Residuals) -> Average:
-        """See Method."""
         return GatheredAverage(self.bits, 2.0)
 
     def plan(self, d: int, n: int, shapes: Shapes | None = None) -> Plan:
-        """See Method."""
         return gathered_plan(d, n, self.bits)
 
 
@@ -34,15 +32,12 @@ class NuQsgd(Qsgd):
     measured: ClassVar = ({"bits": 4},)
 
     def check(self, name: str) -> None:
-        """See Method."""
         exponential_width(self.bits, name)
 
     def adaptable(self) -> tuple[str, tuple[Any, ...]] | None:
-        """See Method."""
         return "bits", (4, 8)
 
     def average(self, residuals: Residuals) -> Average:
-        """See Method."""
         return GatheredAverage(self.bits, 2.0, exponential=True)
 
 
@@ -51,9 +46,7 @@ class TernGrad(Method):
     """`terngrad`: −1, 0 or 1 of the largest magnitude. Source: arXiv:1705.07878."""
 
     def average(self, residuals: Residuals) -> Average:
-        """See Method."""
         return GatheredAverage(2, math.inf)
 
     def plan(self, d: int, n: int, shapes: Shapes | None = None) -> Plan:
-        """See Method."""
         return gathered_plan(d, n, 2)

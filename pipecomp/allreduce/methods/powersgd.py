@@ -38,11 +38,9 @@ class PowerSgd(Method):
     measured: ClassVar = ({"rank": 1}, {"rank": 2})
 
     def adaptable(self) -> tuple[str, tuple[Any, ...]] | None:
-        """See Method."""
         return "rank", (max(1, self.rank // 4), max(1, self.rank // 2), 2 * self.rank, 4 * self.rank)
 
     def hook(self, group: Any, adaptive: Adaptive | None = None) -> HookAverage:
-        """See Method."""
         group = started("powersgd", group)
         return PowerSgdHook(self.rank, group) if adaptive is None else LayerwisePowerSgd(self.rank, adaptive, group)
 

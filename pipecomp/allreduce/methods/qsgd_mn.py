@@ -35,11 +35,9 @@ class QsgdMn(LinearLevels):
     """`qsgd_mn`. bits: of a value."""
 
     def average(self, residuals: Residuals) -> Average:
-        """See Method."""
         return DitheredAverage(self.bits, MAX_OF_L2)
 
     def plan(self, d: int, n: int, shapes: Shapes | None = None) -> Plan:
-        """See Method."""
         return Plan((to_all(8, n),), (linear_plan(d, n, self.bits),))
 
 
@@ -52,15 +50,12 @@ class QsgdMnTs(Method):
     measured: ClassVar = ({"bits": (4, 8)},)
 
     def check(self, name: str) -> None:
-        """See Method."""
         many_widths(self.bits, name)
 
     def average(self, residuals: Residuals) -> Average:
-        """See Method."""
         return MultiScaleAverage(self.bits)
 
     def plan(self, d: int, n: int, shapes: Shapes | None = None) -> Plan:
-        """See Method."""
         return Plan((to_all(8, n),), multi_scale_plan(d, n, self.bits))
 
 

@@ -25,7 +25,6 @@ class Half(Method):
     """`fp16`: half precision."""
 
     def hook(self, group: Any, adaptive: Adaptive | None = None) -> HookAverage:
-        """See Method."""
         return HalfHook(started("fp16", group))
 
     def plain_hook(self, group: Any) -> Callable[[Any], Any]:
@@ -33,7 +32,6 @@ class Half(Method):
         return lambda bucket: default_hooks.fp16_compress_hook(group, bucket)
 
     def plan(self, d: int, n: int, shapes: Shapes | None = None) -> Plan:
-        """See Method."""
         return Plan((), ((Piece(ring(2 * d, n)),),))
 
 

@@ -19,7 +19,6 @@ class Uncompressed(Method):
     """`none`: values in the dtype that they have."""
 
     def average(self, residuals: Residuals) -> Average:
-        """See Method."""
         return PlainAverage()
 
     def plan(self, d: int, n: int, shapes: Shapes | None = None) -> Plan:
