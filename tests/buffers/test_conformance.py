@@ -54,7 +54,7 @@ def message(sample: int, version: int, n: int = 3) -> torch.Tensor:
 
 
 def stored(m_nH: torch.Tensor, bits: int, group_size: int | None = None) -> torch.Tensor:
-    """deq(Q_z(m)); test_store_value compares this with a reference of its own."""
+    """deq(Q_z(m)); test_value.py compares this with a reference of its own."""
     return unpack(ValueFormat(bits, group_size).pack(0, 0, m_nH, "here"), "here").m_nH
 
 

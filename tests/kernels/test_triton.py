@@ -1,6 +1,6 @@
 """Triton kernels compiled for a GPU that need not be there: they compile, and nothing in them rounds differently.
 
-What they compute is tested in Triton's interpreter (test_kernels_backends.py) and on a GPU (gpu/test_kernels_gpu.py).
+What they compute is tested in Triton's interpreter (test_backends.py) and on a GPU (../gpu/test_kernels_gpu.py).
 """
 
 from __future__ import annotations
