@@ -1,8 +1,8 @@
-"""Which checkpoints are good: a seal over all files of a folder, written last.
+"""Which checkpoints are good: a manifest of all files of a folder, written last.
 
 A checkpoint is many files of many ranks; a run that is killed meanwhile leaves some of them. So when all ranks have
 written, one rank of each machine lists every file that it sees, with its size and CRC-32, in a file of its own that
-appears whole. A folder is good where its seals are there and every file is as listed.
+appears whole. A folder is good where its manifests are there and every file is as listed.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 from pipecomp.files import UNFINISHED, file_crc, write_whole
 
 NOT_FINISHED = "it was not finished"
-_SEAL = "pipecomp-seal-{}.json"
-_SEALS = "pipecomp-seal-*.json"
+_MANIFEST = "pipecomp-seal-{}.json"
+_MANIFESTS = "pipecomp-seal-*.json"
 _WRITTEN = ("*_states.pt", "pipecomp-*")  # by DeepSpeed, and beside it
 _STEP = re.compile(r"global_step(\d+)")
 
@@ -29,9 +29,9 @@ def messages_copy(folder: Path, rank: int) -> Path:
 
 
 def remove(folder: Path) -> None:
-    """Take the seals away: the files are about to change, and nothing vouches for them."""
-    for seal in folder.glob(_SEALS):
-        seal.unlink(missing_ok=True)
+    """Take the manifests away: the files are about to change, and nothing vouches for them."""
+    for path in folder.glob(_MANIFESTS):
+        path.unlink(missing_ok=True)
 
 
 def clear(folder: Path) -> None:
@@ -48,26 +48,26 @@ def clear(folder: Path) -> None:
 
 
 def write(folder: Path, rank: int) -> None:
-    """Vouch for all files of the folder; call it when every rank has written. rank: names the seal."""
+    """Vouch for all files of the folder; call it when every rank has written. rank: names the manifest."""
     files = {
         str(path.relative_to(folder)): [path.stat().st_size, file_crc(path)]
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and not path.match(_SEALS) and not path.name.endswith((UNFINISHED, ".tmp"))
+        if path.is_file() and not path.match(_MANIFESTS) and not path.name.endswith((UNFINISHED, ".tmp"))
     }
-    write_whole(folder / _SEAL.format(rank), json.dumps({"format": 1, "files": files}, indent=0) + "\n")
+    write_whole(folder / _MANIFEST.format(rank), json.dumps({"format": 1, "files": files}, indent=0) + "\n")
 
 
 def finished(folder: Path) -> bool:
     """Whether somebody vouches for a checkpoint; that its files are still as they were, only `problem` finds out."""
-    return any(folder.glob(_SEALS))
+    return any(folder.glob(_MANIFESTS))
 
 
 def problem(folder: Path) -> str | None:
     """Find out what is wrong with a checkpoint; None if it is good."""
-    seals = sorted(folder.glob(_SEALS))
-    if not seals:
+    manifests = sorted(folder.glob(_MANIFESTS))
+    if not manifests:
         return NOT_FINISHED
-    for path in seals:
+    for path in manifests:
         try:
             listed = json.loads(path.read_text(encoding="utf-8"))["files"]
             for name, (size, crc) in listed.items():

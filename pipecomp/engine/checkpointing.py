@@ -5,7 +5,7 @@ TAG/   DeepSpeed's checkpoint
     pipecomp-messages-rank-R/data.mdb      the stores themselves, with store.in_checkpoints
     pipecomp-gradients-…-rank-R            error-feedback residuals of compressed gradients
     pipecomp-local-steps-stage-S-replica-R.pt   a replica's own weights and optimizer states, with local steps
-    pipecomp-seal-R.json                   commit marker, written last, see `checkpoint.manifest`
+    pipecomp-seal-R.json                   manifest, written last, see `checkpoint.manifest`
 latest   DeepSpeed's file, which names the last TAG that is whole
 """
 
@@ -240,7 +240,7 @@ class Checkpoints:
         with AllRanks(missed=self._engine.guard.missed).collective_errors():
             require(folder.is_dir(), "load_dir", str(folder), "a checkpoint's folder on the machine of every rank")
             state = reshard_load.read_state(folder)
-        # A seal on any machine says that all have written. DeepSpeed's own checkpoints have none.
+        # A manifest on any machine says that all have written. DeepSpeed's own checkpoints have none.
         told = gathered((state is None or _STATE_KEY in state, manifest.finished(folder)))
         whole = any(finished for _, finished in told) or not all(ours for ours, _ in told)
         require(whole, "load_dir", str(folder), "a finished checkpoint: this one has no seal; give the tag of another")

@@ -124,7 +124,7 @@ def _last_whole(output_dir: str, group: Any) -> str | None:
         folder = Path(output_dir) / _named(name)
         told = gathered(while_others_wait(partial(_look, folder / DEEPSPEED), group), group)
         problems = [f"on rank {rank}'s machine {said}" for rank, (_, said) in enumerate(told) if said]
-        if not problems or not any(finished for finished, _ in told):  # of older versions none is sealed
+        if not problems or not any(finished for finished, _ in told):  # older versions wrote no manifest
             return str(folder)
         damaged.append(f"{name}: {problems[0]}")
         if dist.get_rank() == 0:
@@ -133,10 +133,10 @@ def _last_whole(output_dir: str, group: Any) -> str | None:
     return None
 
 
-def _look(sealed: Path) -> tuple[bool, str | None]:
+def _look(folder: Path) -> tuple[bool, str | None]:
     """Whether it is finished, and what is wrong with it, as the first rank of a machine sees it."""
     first = os.environ["LOCAL_RANK"] == "0"
-    return (manifest.finished(sealed), manifest.problem(sealed)) if first else (False, None)
+    return (manifest.finished(folder), manifest.problem(folder)) if first else (False, None)
 
 
 def _last(output_dir: str) -> Path:

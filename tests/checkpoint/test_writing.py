@@ -34,7 +34,7 @@ def test_a_full_disk_is_noted_with_its_path_and_without_a_stack() -> None:
 def test_what_is_written_is_on_the_disk_before_anything_vouches_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a power failure an empty file beside its seal would be all that is left: older checkpoints are gone."""
+    """After a power failure an empty file beside its manifest would be all that is left: older checkpoints are gone."""
     synced: list[tuple[int, int]] = []
     fsync = os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: (synced.append((os.fstat(fd).st_ino, os.fstat(fd).st_size)), fsync(fd)))

@@ -72,8 +72,8 @@ def kept(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
 
     dist.barrier()
     if rank == 0:
-        for seal in Path(common, "0").glob("pipecomp-seal-*"):
-            seal.unlink()
+        for manifest in Path(common, "0").glob("pipecomp-seal-*"):
+            manifest.unlink()
     dist.barrier()
     out["cut off"] = error_of(lambda: engine.load_checkpoint(common))
     dist.barrier()

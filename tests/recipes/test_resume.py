@@ -24,7 +24,7 @@ from pipecomp.stats import Traffic
 from tests.limits import HANG_S
 
 
-def checkpoint(folder: Path, step: int, *, seals: tuple[int, ...] = (0,), **state: dict) -> Path:
+def checkpoint(folder: Path, step: int, *, manifests: tuple[int, ...] = (0,), **state: dict) -> Path:
     """state: of the recipe, beside the weights."""
     path = folder / f"global_step{step}"
     (path / "inner").mkdir(parents=True)
@@ -32,14 +32,14 @@ def checkpoint(folder: Path, step: int, *, seals: tuple[int, ...] = (0,), **stat
     (path / "weights.pt").write_bytes(bytes(range(200)) * 7)
     (path / "inner" / "data.mdb").write_bytes(b"m" * 999)
     (path / "data.tmp").write_bytes(b"left by somebody")
-    for rank in seals:
+    for rank in manifests:
         manifest.write(path, rank)
     return path
 
 
 class TestSeals:
     def test_a_whole_one_is_good(self, tmp_path: Path) -> None:
-        path = checkpoint(tmp_path, 3, seals=(0, 4))
+        path = checkpoint(tmp_path, 3, manifests=(0, 4))
         assert manifest.problem(path) is None
         (path / "data.tmp").unlink()  # nobody vouches for it
         assert manifest.problem(path) is None
@@ -59,7 +59,7 @@ class TestSeals:
         assert not manifest.finished(path)
 
     def test_without_a_seal_it_was_not_finished(self, tmp_path: Path) -> None:
-        assert manifest.problem(checkpoint(tmp_path, 3, seals=())) == "it was not finished"
+        assert manifest.problem(checkpoint(tmp_path, 3, manifests=())) == "it was not finished"
         path = checkpoint(tmp_path, 4)
         manifest.remove(path)
         assert manifest.problem(path) == "it was not finished"
@@ -76,11 +76,11 @@ class TestSeals:
         (path / name).unlink()
         assert manifest.problem(path) == f"{name} is missing"
 
-    def test_a_damaged_seal(self, tmp_path: Path) -> None:
+    def test_a_damaged_manifest(self, tmp_path: Path) -> None:
         path = checkpoint(tmp_path, 3)
-        (seal,) = path.glob("pipecomp-seal-*")
+        (listed,) = path.glob("pipecomp-seal-*")
         for text in ("", "{}", "[]", '{"files": {"weights.pt": 3}}'):
-            seal.write_text(text)
+            listed.write_text(text)
             assert "cannot be read" in str(manifest.problem(path)), text
 
     def test_the_oldest_are_removed(self, tmp_path: Path) -> None:
@@ -108,8 +108,8 @@ class TestSeals:
         assert manifest.problem(tmp_path / "global_step5") is None, "it is whole"
 
     def test_the_one_just_written_stays_and_unfinished_ones_do_not_count(self, tmp_path: Path) -> None:
-        for step, seals in ((5, (0,)), (10, (0, 4)), (12, ()), (15, (0,)), (20, ())):
-            checkpoint(tmp_path, step, seals=seals)
+        for step, manifests in ((5, (0,)), (10, (0, 4)), (12, ()), (15, (0,)), (20, ())):
+            checkpoint(tmp_path, step, manifests=manifests)
         manifest.remove_old(tmp_path, 3, written=10)
         assert list(manifest.steps(tmp_path)) == [5, 10, 15]
         manifest.remove_old(tmp_path, 1, written=10)
@@ -199,7 +199,7 @@ class TestResume:
         monkeypatch.setattr(manifest, "problem", lambda path: read.append(path.name) or look(path))
         for step in (1, 2, 3):
             checkpoint(tmp_path, step)
-        checkpoint(tmp_path, 4, seals=())
+        checkpoint(tmp_path, 4, manifests=())
         assert self.found(tmp_path)[1] == "goes on after step 3; passed over step 4: it was not finished"
         assert read == ["global_step4", "global_step3"]
 
@@ -231,7 +231,7 @@ class TestResume:
         checkpoint(tmp_path, 5)
         checkpoint(tmp_path, 10)
         (checkpoint(tmp_path, 15) / "weights.pt").write_bytes(b"")
-        checkpoint(tmp_path, 20, seals=())
+        checkpoint(tmp_path, 20, manifests=())
         checkpoints, words = self.found(tmp_path)
         assert checkpoints.step == 10
         assert words == (
@@ -330,7 +330,7 @@ class TestWhoseTheyAre:
         args = given("--checkpoint", str(tmp_path))
         assert RunCheckpoints(args, {}, {"lr": 1}, {}).find() == ""
         checkpoint(tmp_path, 900)
-        checkpoint(tmp_path, 1000, seals=())
+        checkpoint(tmp_path, 1000, manifests=())
         with pytest.raises(ConfigError) as caught:
             RunCheckpoints(args, {}, {"lr": 1}, {}).find()
         told = "a folder without checkpoints: this one has step 900, 1000; --resume auto goes on from the last good one"
@@ -390,8 +390,8 @@ class TestWhoseTheyAre:
 
     def test_what_it_was_taken_back_from_goes_before_it_writes(self, tmp_path: Path) -> None:
         """Killed while it wrote step 187, after which another machine has lost step 120."""
-        for step, seals in ((50, (0,)), (100, (0,)), (120, (0,)), (187, ())):
-            checkpoint(tmp_path, step, seals=seals)
+        for step, manifests in ((50, (0,)), (100, (0,)), (120, (0,)), (187, ())):
+            checkpoint(tmp_path, step, manifests=manifests)
         checkpoints = RunCheckpoints(given("--checkpoint", str(tmp_path), "--resume", "auto"), {}, {"lr": 1}, {})
         checkpoints.find()
         checkpoints.step = 100
@@ -404,7 +404,7 @@ class TestWhoseTheyAre:
             assert manifest.problem(tmp_path / f"global_step{engine.global_steps}") is None
 
     def test_a_run_that_finds_none_that_is_good_keeps_its_own(self, tmp_path: Path) -> None:
-        checkpoint(tmp_path, 900, seals=())
+        checkpoint(tmp_path, 900, manifests=())
         checkpoints = RunCheckpoints(given("--checkpoint", str(tmp_path), "--resume", "auto"), {}, {"lr": 1}, {})
         checkpoints.find()
         engine = Writing()

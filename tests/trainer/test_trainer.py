@@ -926,7 +926,7 @@ def test_rank_0_names_no_checkpoint_elsewhere(tmp_path: Path, monkeypatch: pytes
 
 
 def whole(folder: Path, step: int) -> Path:
-    """A checkpoint that is complete and sealed."""
+    """A checkpoint that is complete and has a manifest."""
     made = folder / f"checkpoint-{step}"
     (made / checkpoints.DEEPSPEED).mkdir(parents=True)
     (made / checkpoints.DEEPSPEED / "weights.pt").write_text("weights")
@@ -939,7 +939,7 @@ def whole(folder: Path, step: int) -> Path:
 def test_the_last_checkpoint_is_one_that_is_whole_on_every_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another machine may have lost its newest one, or have it without a seal."""
+    """Another machine may have lost its newest one, or have it without a manifest."""
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setattr(checkpoints.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(checkpoints, "broadcast", lambda value, group: value)
