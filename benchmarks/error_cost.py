@@ -97,7 +97,7 @@ def sends(x: Sequence[Tensor], method: str, error: float) -> tuple[int, list[Cal
     return bits, calls
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str]) -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("rounds", 60), ("threads", 1)):
@@ -120,7 +120,3 @@ def main(argv: Sequence[str] | None = None) -> None:
                         f"{tokens:>5} x {hidden:<5} {error:<5} {method:<7} {what:<8} {bits} bits  "
                         f"{fitted:6.3f} / {fixed:6.3f} ms = {fitted / fixed:.2f}"
                     )
-
-
-if __name__ == "__main__":
-    main()

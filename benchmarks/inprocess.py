@@ -133,7 +133,6 @@ class InProcessPipeline:
         training_data: Any,
         *,
         collate_fn: Callable[[list], Any] | None = None,
-        shuffle: bool = True,
         cuts: Sequence[int] | None = None,
         loss_fn: Callable[[Tensor, Tensor], Tensor] | None = None,
         lr_scheduler: Callable[[Any], Any] | None = None,
@@ -163,9 +162,7 @@ class InProcessPipeline:
         self._loss = loss_fn or default_loss(self.stages[-1].config)
         micro_batch = int(config["train_micro_batch_size_per_gpu"])
         self.micro_batches = int(config["train_batch_size"]) // micro_batch
-        self._sampler: Sampler = sampler or ShardedSampler(
-            len(training_data), micro_batch, seed=settings.seed, shuffle=shuffle
-        )
+        self._sampler: Sampler = sampler or ShardedSampler(len(training_data), micro_batch, seed=settings.seed)
         self._batches = iter(TrainLoader(training_data, self._sampler, collate_fn))
         self.global_steps = 0
         self._evaluations = 0

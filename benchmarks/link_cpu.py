@@ -147,7 +147,7 @@ def work(rank: int, world: int, note: Any, given: argparse.Namespace, folder: st
     return rounds
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str]) -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("rounds", 8), ("steps", 8), ("tokens", 36), ("hidden", 384)):
@@ -165,7 +165,3 @@ def main(argv: Sequence[str] | None = None) -> None:
             threads = {t for one in rounds for t in one[rank]}
             means = {t: statistics.median(one[rank].get(t, 0.0) for one in rounds) for t in threads}
             print(f"    rank {rank}:", ", ".join(f"{t} {m:.3f}" for t, m in sorted(means.items()) if m >= 0.002))
-
-
-if __name__ == "__main__":
-    main()

@@ -82,9 +82,13 @@ def train_epochs(
     }
 
 
-def byte_columns(first: str = "forward sent", after: str = "after epoch 1", back: str = "backward sent") -> Any:
+def byte_columns() -> Any:
     """The tables' columns with the bytes of `train_epochs`, for groups of rows that all sent as much."""
-    columns = {first: "forward_bytes_{}", after: "forward_bytes_{}_after_first_epoch", back: "backward_bytes_{}"}
+    columns = {
+        "forward sent": "forward_bytes_{}",
+        "after epoch 1": "forward_bytes_{}_after_first_epoch",
+        "backward sent": "backward_bytes_{}",
+    }
     return {heading: lambda group, key=key: sent(group[0], key) for heading, key in columns.items()}
 
 

@@ -141,7 +141,7 @@ def steps(run: gpu_steps.Run, say: Callable[[str], None]) -> Row:
     rows: list[Row] = []
     found: Row = {"compute_ms": 1e3 * compute_s, "rows": rows}
     try:
-        for row in gpu_steps.measure_steps(gpu_steps.GPT2, gpu_steps.RATES, compute_s, run=run):
+        for row in gpu_steps.measure_steps(gpu_steps.GPT2, gpu_steps.RATES, compute_s, run):
             rows.append(row)
             say(f"r = {row['r']:g}, {row['line']}: {row['ms']:.1f} ms")
     except PipecompError as error:

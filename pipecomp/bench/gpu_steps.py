@@ -36,19 +36,19 @@ Run = Callable[..., dict[int, Any]]
 
 
 def measure_steps(
-    model: Model, rates: Sequence[float], compute_s: float, steps: int = STEPS, run: Run | None = None
+    model: Model, rates: Sequence[float], compute_s: float, run: Run, steps: int = STEPS
 ) -> Iterator[Row]:
     """Measure every line at r = 0 (no limit), and at others in `rates` all but uncompressed ones of pipecomp.
 
     A row: "line", "against", "r", "bits_per_s" (None without a limit), "ms" (median step), "least", "most", "loss" (of
     the second step), "sent" (bytes, all steps), "links" (what slows them down). compute_s: of a micro-batch on one
-    stage, see `stage_seconds`. run: called as `run(lab, function, *args)` in place of `lab.run`.
+    stage, see `stage_seconds`. run: called as `run(lab, function, *args)`, as `Lab.run` with a limit is.
     """
     for r in rates:
         rate = rate_for(model, r, compute_s) if r else None
         for line in LINES if not r else (LINES[0], LINES[-1]):
             with shared_lab(rate) as lab, tempfile.TemporaryDirectory() as folder:
-                ranks = (run or Lab.run)(lab, train, line, model, steps, folder)
+                ranks = run(lab, train, line, model, steps, folder)
                 sent = sum(node.sent for node in lab.bytes())
             times = [1e3 * max(rank["seconds"][i] for rank in ranks.values()) for i in range(steps)]
             yield {
@@ -139,10 +139,10 @@ def train(rank: int, world: int, note: Any, line: Line, model: Model, steps: int
     return {"seconds": seconds, "loss": losses[1]}
 
 
-def look(model: Model, run: Run | None = None) -> dict[int, Row]:
+def look(model: Model, run: Run) -> dict[int, Row]:
     """Look at two steps with everything on, without a limit: by rank "waits" and "activity", see `examine`."""
     with shared_lab(None) as lab, tempfile.TemporaryDirectory() as folder:
-        return (run or Lab.run)(lab, examine, LINES[-1], model, folder)
+        return run(lab, examine, LINES[-1], model, folder)
 
 
 def examine(rank: int, world: int, note: Any, line: Line, model: Model, folder: str) -> Row:

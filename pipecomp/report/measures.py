@@ -10,6 +10,7 @@ from typing import Any
 from pipecomp.report.read import Run, number
 
 SMOOTH = 8  # steps
+_POINTS = 60  # of a curve over the whole run, at least where there are as many steps
 PARTS = ("compute", "quantize + store", "wait for packets", "reduce", "update", "other")
 
 
@@ -132,12 +133,11 @@ def _last_counters(run: Run) -> dict[str, Any]:
     return next((line for line in reversed(run.steps) if isinstance(line.get("links"), dict)), {})
 
 
-def hit_rates(run: Run, parts: int = 60) -> tuple[list[int], list[float]]:
+def hit_rates(run: Run) -> tuple[list[int], list[float]]:
     """The store's hit rate over the run, over all links: steps, and the rate since the one before."""
     told = [line for line in run.steps if isinstance(line.get("hits"), dict) and line["hits"]]
-    kept = [line for i, line in enumerate(told) if i % max(1, len(told) // parts) == 0]
     steps, rates, before = [], [], (0, 0)
-    for line in kept:
+    for line in told[:: max(1, len(told) // _POINTS)]:
         now = tuple(sum(int(pair[i]) for pair in line["hits"].values()) for i in (0, 1))
         if now[1] > before[1]:
             steps.append(line["step"])
@@ -146,7 +146,7 @@ def hit_rates(run: Run, parts: int = 60) -> tuple[list[int], list[float]]:
     return steps, rates
 
 
-def bits(run: Run, parts: int = 60) -> tuple[list[int], list[list[float | None]]]:
+def bits(run: Run) -> tuple[list[int], list[list[float | None]]]:
     """Bits of a quantized value over the run, over all links: steps; forward and back the means since the one before.
 
     None where nothing was quantized.
@@ -155,7 +155,7 @@ def bits(run: Run, parts: int = 60) -> tuple[list[int], list[list[float | None]]
     steps: list[int] = []
     means: list[list[float | None]] = [[], []]
     before = [0, 0, 0, 0]
-    for line in told[:: max(1, len(told) // parts)]:
+    for line in told[:: max(1, len(told) // _POINTS)]:
         now = [sum(int(counts[i]) for counts in line["bits"].values()) for i in range(4)]
         steps.append(line["step"])
         for way, told_means in enumerate(means):

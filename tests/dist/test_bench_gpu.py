@@ -26,7 +26,7 @@ def software(monkeypatch):
 @pytest.mark.soak
 def test_lines_train_alike_over_a_throttle_that_holds_stock_deepspeed_back_too():
     compute_s = gpu_steps.stage_seconds(SMALL, "cpu", repeats=1)
-    rows = list(gpu_steps.measure_steps(SMALL, [5.8], compute_s, steps=2, run=run))
+    rows = list(gpu_steps.measure_steps(SMALL, [5.8], compute_s, run, steps=2))
     stock, small = rows
     assert [row["line"] for row in rows] == ["DeepSpeed BF16", gpu_steps.EVERYTHING]
     assert small["loss"] == pytest.approx(stock["loss"], rel=0.02)
