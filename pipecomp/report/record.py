@@ -1,8 +1,7 @@
 """A run's folder: what happened in each step, where each rank's time went, and the last step, as files of JSON.
 
-`FILES` names them. All but the trace and the report are written while the run goes on, so that one that was killed has
-them too. A run is worth more than its report: once one of these files cannot be written, that is said, and the run goes
-on without them.
+All but the trace and the report are written while the run goes on, so that one that was killed has them too. A run is
+worth more than its report: once one of these files cannot be written, that is said, and the run goes on without them.
 """
 
 from __future__ import annotations
@@ -22,23 +21,13 @@ from pipecomp.json_tree import json_line
 from pipecomp.stats import Traffic, code_bits
 
 FORMAT = 1
-RUN, METRICS, RANKS, TRACE, PLAN, PAGE = (
-    "run.json",
-    "metrics.jsonl",
-    "ranks.json",
-    "trace.json",
-    "plan.json",
-    "report.html",
-)
+RUN = "run.json"  # what was run: model, stages, settings, links
+METRICS = "metrics.jsonl"  # a line for each step: loss, seconds, bytes and bits of codes of each link since the start
+RANKS = "ranks.json"  # where each rank's time went: half way, and at the end
+TRACE = "trace.json"  # what every rank did in the last step, in Chrome's trace format
+PLAN = "plan.json"  # what was predicted before: of `pipecomp train`, or put there by `pipecomp plan --json`
+PAGE = "report.html"
 CHECKPOINTS = "checkpoints"  # beside them, of `pipecomp train`
-FILES = {
-    RUN: "what was run: model, stages, settings, links",
-    METRICS: "a line for each step: loss, seconds, bytes and bits of codes of each link since the start",
-    RANKS: "where each rank's time went: half way, and at the end",
-    TRACE: "what every rank did in the last step, in Chrome's trace format",
-    PLAN: "what was predicted before: of `pipecomp train`, or put there by `pipecomp plan --json`",
-    PAGE: "the report",
-}
 _EVERY_S = 30.0  # so often the ranks' times are written while the run goes on
 _log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pipecomp.report.read import read_runs
-from pipecomp.report.record import FILES, PLAN
+from pipecomp.report.record import METRICS, PAGE, RANKS, RUN, TRACE
 from tests.recipes.recipe_runs import Ended, launch, launch_deepspeed, run_script
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -112,7 +112,7 @@ def test_leaves_a_folder_with_a_report_and_says_what_the_links_do(work: Path, en
     assert said is not None
     folder = (work / said[1]).parent
     assert folder.name.startswith("gpt2_wikitext2-")
-    assert {path.name for path in folder.iterdir()} == set(FILES) - {PLAN}
+    assert {path.name for path in folder.iterdir()} == {RUN, METRICS, RANKS, TRACE, PAGE}
     (run,) = read_runs([folder])
     assert run.notes == []
     assert len(run.evaluations) == EPOCHS
