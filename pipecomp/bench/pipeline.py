@@ -257,13 +257,11 @@ def _stock(line: Line, whole: Any, tokens: Any, stages: int, folder: str) -> Any
 def pipeline_table(rows: Sequence[Row]) -> Table:
     """Tabulate the rows for people, each against stock DeepSpeed in float32 over the same link."""
     every = {(row["r"], row["line"]): row["seconds"] for row in rows}
-    twice = {row["line"]: TWICE for row in rows if row["replicas"] > 1}
-    against = {row["line"]: STOCK for row in rows} | twice
     free = {row["line"]: row["seconds"] for row in rows if row["r"] == UNTHROTTLED}
     cells = []
     for row in rows:
         mbit = "" if row["bits_per_s"] is None else f"{row['bits_per_s'] / 1e6:.1f}"
-        base = every.get((row["r"], against.get(row["line"], "")))
+        base = every.get((row["r"], TWICE if row["replicas"] > 1 else STOCK))
         faster = "" if base is None else f"{base / row['seconds']:.2f}"
         share = f"{free[row['line']] / row['seconds']:.2f}" if row["line"] in free else ""
         ahead = "" if row["in_flight"] is None else str(row["in_flight"])

@@ -16,6 +16,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from pipecomp.netlab import filters, wireguard
@@ -171,17 +172,9 @@ class KernelNetwork:
         """See Network."""
         if self.delay_by != "software":
             return None
-        shape = self._shape
-        unlimited: list[int | None] = [None] * shape.nodes
-        return ThrottleSettings(
-            state=str(self._state),
-            node=node,
-            procs_per_node=procs_per_node,
-            up=unlimited,
-            down=unlimited,
-            delay_s=shape.delay_s,
-            jitter_s=shape.jitter_s,
-        ).text()
+        unlimited = (None,) * self._shape.nodes  # the kernel keeps the rates
+        only_delay = replace(self._shape, up=unlimited, down=unlimited)
+        return ThrottleSettings.of(only_delay, self._state, node, procs_per_node).text()
 
     def bytes(self) -> list[NodeBytes]:
         """See Network."""

@@ -37,16 +37,7 @@ class SoftwareNetwork:
 
     def settings(self, node: int, procs_per_node: int) -> str | None:
         """See Network."""
-        shape = self._shape
-        return ThrottleSettings(
-            state=str(self._path),
-            node=node,
-            procs_per_node=procs_per_node,
-            up=list(shape.up),
-            down=list(shape.down),
-            delay_s=shape.delay_s,
-            jitter_s=shape.jitter_s,
-        ).text()
+        return ThrottleSettings.of(self._shape, self._path, node, procs_per_node).text()
 
     def bytes(self) -> list[NodeBytes]:
         """See Network."""

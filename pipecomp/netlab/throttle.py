@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from pipecomp.errors import LinkError, require
-from pipecomp.netlab.shape import burst_bytes
+from pipecomp.netlab.shape import Shape, burst_bytes
 from pipecomp.rates import SEGMENT, wire_bytes
 
 VARIABLE = "PIPECOMP_NETLAB"
@@ -91,6 +91,19 @@ class ThrottleSettings:
     down: list[int | None]
     delay_s: float
     jitter_s: float
+
+    @classmethod
+    def of(cls, shape: Shape, state: Path, node: int, procs_per_node: int) -> ThrottleSettings:
+        """Take what a lab's links are like; state: the file of its `SharedState`."""
+        return cls(
+            state=str(state),
+            node=node,
+            procs_per_node=procs_per_node,
+            up=list(shape.up),
+            down=list(shape.down),
+            delay_s=shape.delay_s,
+            jitter_s=shape.jitter_s,
+        )
 
     def text(self) -> str:
         """Write the variable's value."""

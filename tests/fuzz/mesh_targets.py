@@ -21,7 +21,7 @@ from pipecomp.cluster import failure
 from pipecomp.cluster.heartbeat import Heartbeat, _Sign
 from pipecomp.errors import PeerLostError, PipecompError, WireError
 from pipecomp.mesh.connection import Connection
-from pipecomp.mesh.frames import CONTENT_BYTES, EAGER_BYTES, HEADER_BYTES, LINKS, Header, Kind, pack, unpack
+from pipecomp.mesh.frames import CONTENT_BYTES, EAGER_BYTES, HEADER_BYTES, LINKS, Header, Kind, pack
 from pipecomp.mesh.inbox import EARLY_BYTES, Inbox
 from pipecomp.mesh.outbox import KEPT_BYTES, Outbox
 from pipecomp.mesh.store import ENTRY_BYTES, MOST_BYTES, Table
@@ -152,9 +152,6 @@ def repaired_frames(data: bytes) -> bytes:
         content = data[at : at + min(size % 5000, len(data) - at)]
         at += len(content)
         out += pack(Header(known, len(content), where, tag % 8, length if total % 2 else len(content))) + content
-    with contextlib.suppress(PipecompError):
-        if len(out) >= HEADER_BYTES:
-            unpack(memoryview(out)[:HEADER_BYTES])
     return bytes(out)
 
 

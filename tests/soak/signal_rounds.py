@@ -28,6 +28,7 @@ import psutil
 
 from pipecomp.cluster.network_interfaces import free_port
 from pipecomp.recipes.resume import manifest
+from tests.small_text import write_text
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "gpt2_wikitext2" / "train.py"
@@ -58,8 +59,7 @@ class Round(NamedTuple):
 
 def make_work(folder: Path, *, lines: int = 150) -> Path:
     """Write a text, a tiny model with dropout, and a configuration whose checkpoints have the message stores."""
-    text = "".join(f"line {i} of {i * i} , as {i % 7} is to {i % 11} .\n" for i in range(lines))
-    (folder / "text.txt").write_text(text)
+    write_text(folder / "text.txt", lines)
     model = {"model_type": "gpt2", "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2}
     model |= {"vocab_size": 300, "bos_token_id": 0, "eos_token_id": 0}
     (folder / "model.json").write_text(json.dumps(model))
