@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import IO
@@ -22,6 +22,7 @@ from typing import IO
 from pipecomp.cluster.launch import LAUNCHER, STDIN
 from pipecomp.cluster.network_interfaces import address_towards, free_port, is_loopback, list_interfaces
 from pipecomp.errors import ConfigError, require
+from pipecomp.processes import exit_status, handled
 
 PORT = 29500  # where ranks of several machines meet, as with other launchers, unless MASTER_PORT says another
 # Routers forget connections on which nothing is said, and ranks but the first say nothing for hours. For how long a
@@ -211,7 +212,7 @@ def run_ranks_of(ranks: Sequence[Rank]) -> int:
                 process.send_signal(number)
         passed.add(number)
 
-    with _handled(forward):
+    with handled(forward, signal.SIGINT, signal.SIGTERM):
         try:
             for rank in ranks:
                 running.append(_started(rank))
@@ -280,7 +281,7 @@ def _failed(ranks: Sequence[Rank], running: Sequence[subprocess.Popen[bytes]]) -
     for rank, process in zip(ranks, running, strict=True):
         code = process.poll()
         if code:
-            return rank, code if code > 0 else 128 - code
+            return rank, exit_status(code)
     return None
 
 
@@ -294,13 +295,3 @@ def _tell(rank: Rank, status: int) -> None:
         file=sys.stderr,
         flush=True,
     )
-
-
-@contextlib.contextmanager
-def _handled(handler: signal._HANDLER) -> Iterator[None]:
-    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)

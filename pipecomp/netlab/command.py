@@ -13,6 +13,7 @@ from rich.table import Table
 
 from pipecomp.netlab.lab import Finished, Lab
 from pipecomp.netlab.shape import Shape
+from pipecomp.processes import handled
 from pipecomp.rates import rate_text
 from pipecomp.tables import COMPACT, table
 
@@ -40,12 +41,8 @@ def stopping() -> Iterator[None]:
         _ignore_signals()
         raise Stopped(number)
 
-    before = {each: signal.signal(each, stop) for each in _SIGNALS}
-    try:
+    with handled(stop, *_SIGNALS):
         yield
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
 
 
 def run_in_lab(

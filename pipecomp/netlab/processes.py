@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import IO
 
 from pipecomp.netlab.network import NetlabError
+from pipecomp.processes import exit_status
 
 OnLine = Callable[[str, str, str], None]  # label, "stdout" or "stderr", line
 _TERM_S, _KILL_S = 5.0, 10.0
@@ -90,7 +91,7 @@ class Processes:
         ended = []
         for index, child in enumerate(self._children):
             if self.statuses[index] is None and (code := child.poll()) is not None:
-                self.statuses[index] = code if code >= 0 else 128 - code
+                self.statuses[index] = exit_status(code)
                 ended.append(index)
         return ended
 

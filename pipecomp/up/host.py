@@ -8,7 +8,8 @@ import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from types import FrameType
 
@@ -21,7 +22,7 @@ from pipecomp.keys.certificates import identify, ranks_text
 from pipecomp.keys.folder import AUTHORITY_KEY, MACHINE, KeyFolder
 from pipecomp.keys.invitation import Invitation, authority_print, join, parse_address, plain_fingerprint
 from pipecomp.keys.listener import Address
-from pipecomp.processes import python_module
+from pipecomp.processes import exit_status, handled, python_module
 
 _END_S = 30.0  # for the other ranks to end once one has
 _POLL_S = 0.2
@@ -159,7 +160,7 @@ def start_ranks(run: Run, keys: str, listen: str | None, checks: Checks, *, say:
         "MASTER_PORT": str(run.address.port),
     }
     ranks: list[subprocess.Popen] = []
-    with _Forwarding(ranks):
+    with _forwarding(ranks):
         for local, rank in enumerate(mine):
             own = common | {"RANK": str(rank), "LOCAL_RANK": str(local)}
             if listen is not None and (local == 0 or listen == "none"):
@@ -179,26 +180,22 @@ def _wait(ranks: Sequence[subprocess.Popen], say: Say) -> int:
             for rank in ranks:
                 rank.kill()
         time.sleep(_POLL_S)
-    return max((128 - code if code < 0 else code for code in (rank.returncode for rank in ranks)), default=0)
+    return max((exit_status(rank.returncode) for rank in ranks), default=0)
 
 
-class _Forwarding:
-    """Passes SIGTERM and SIGINT on to processes while it is entered."""
+@contextmanager
+def _forwarding(processes: Sequence[subprocess.Popen]) -> Iterator[None]:
+    """Pass SIGTERM and SIGINT on to processes, and kill at the end what is left of them."""
 
-    def __init__(self, processes: Sequence[subprocess.Popen]) -> None:
-        self._processes = processes
-
-    def __enter__(self) -> None:
-        self._before = {number: signal.signal(number, self._pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
-
-    def __exit__(self, *_: object) -> None:
-        for process in self._processes:
-            if process.poll() is None:
-                process.kill()
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _pass_on(self, number: int, _: FrameType | None) -> None:
-        for process in self._processes:
+    def pass_on(number: int, _: FrameType | None) -> None:
+        for process in processes:
             if process.poll() is None:
                 process.send_signal(number)
+
+    with handled(pass_on, signal.SIGTERM, signal.SIGINT):
+        try:
+            yield
+        finally:
+            for process in processes:
+                if process.poll() is None:
+                    process.kill()

@@ -153,12 +153,12 @@ def test_the_worst_status_counts_and_who_stays_after_a_failure_is_ended(monkeypa
 
 def test_ranks_get_this_processs_signals_and_end_with_it() -> None:
     told, left = python(STAYS), python(STAYS)
-    with host._Forwarding([told]):
+    with host._forwarding([told]):
         assert told.stdout is not None
         told.stdout.readline()
         os.kill(os.getpid(), signal.SIGTERM)
         assert told.wait(HANG_S) == 5
-    with pytest.raises(KeyError), host._Forwarding([left]):
+    with pytest.raises(KeyError), host._forwarding([left]):
         raise KeyError  # whatever ends it
     assert left.wait(HANG_S) == -signal.SIGKILL
 
