@@ -32,16 +32,23 @@ MOST_SEED = 2**32 - 1
 class Store:
     """Where both ends of a link keep the cached activations of "aqsgd".
 
-    backend: "lmdb" (on disk, survives restarts) or "memory". path: folder for "lmdb"; each rank writes below it.
-    bits: 2, 4, 8, 16 or 32 bits a stored value (paper, H.5). max_bytes: budget per link end, None for no limit.
-    prefetch: micro-batches whose cached activations are loaded ahead, 0 for none. drift_check: every so many steps both
-    ends of a link compare digests of the cached activations that changed, None for never. in_checkpoints: copy the
-    store into every checkpoint, so that training goes on with the same losses; it takes as much space again. run: a
-    name for the run; a store that is of a run with another name is refused. None: a random one, which a run that goes
-    on from a checkpoint takes from there. on_write_error: "stop", or "continue" without storing new samples while the
-    disk refuses writes. pinned_bytes: most host memory of a rank that its GPU copies from and to, None for 256 MiB; of
-    no effect, and so refused, where stages compute on the CPU. clusters: keep so many cluster centers of tokens'
-    activations in place of every sample's, None to keep samples (docs/algorithms.md, 1.8).
+    Attributes:
+        backend: "lmdb" (on disk, survives restarts) or "memory".
+        path: folder for "lmdb"; each rank writes below it.
+        bits: 2, 4, 8, 16 or 32 bits a stored value (paper, H.5).
+        max_bytes: budget per link end, None for no limit.
+        prefetch: micro-batches whose cached activations are loaded ahead, 0 for none.
+        drift_check: every so many steps both ends of a link compare digests of the cached activations that changed,
+            None for never.
+        in_checkpoints: copy the store into every checkpoint, so that training goes on with the same losses; it takes as
+            much space again.
+        run: a name for the run; a store that is of a run with another name is refused. None: a random one, which a run
+            that goes on from a checkpoint takes from there.
+        on_write_error: "stop", or "continue" without storing new samples while the disk refuses writes.
+        pinned_bytes: most host memory of a rank that its GPU copies from and to, None for 256 MiB; of no effect, and so
+            refused, where stages compute on the CPU.
+        clusters: keep so many cluster centers of tokens' activations in place of every sample's, None to keep samples
+            (docs/algorithms.md, 1.8).
     """
 
     backend: str = "lmdb"
@@ -100,12 +107,15 @@ class Store:
 class Transport:
     """How bytes travel between stages.
 
-    backend: "tls" lets everything between ranks go over connections that are encrypted, and open only to machines
-    with keys of this run; "gloo" sends from host memory over TCP as it is; "auto" takes "tls" where PIPECOMP_KEYS names
-    keys, else "gloo". checksum: a CRC-32 over every packet.
-    timeout_s: seconds of silence after which a peer counts as lost, three quarters of them in a collective over gloo.
-    keys: this machine's folder of keys, for "tls"; None: PIPECOMP_KEYS. trusted_network: "gloo" also at an address that
-    the whole internet may reach.
+    Attributes:
+        backend: "tls" lets everything between ranks go over connections that are encrypted, and open only to machines
+            with keys of this run; "gloo" sends from host memory over TCP as it is; "auto" takes "tls" where
+            PIPECOMP_KEYS names keys, else "gloo".
+        checksum: a CRC-32 over every packet.
+        timeout_s: seconds of silence after which a peer counts as lost, three quarters of them in a collective over
+            gloo.
+        keys: this machine's folder of keys, for "tls"; None: PIPECOMP_KEYS.
+        trusted_network: "gloo" also at an address that the whole internet may reach.
     """
 
     backend: str = "auto"
@@ -135,10 +145,13 @@ class Transport:
 class Config:
     """The whole section.
 
-    seed: for shuffling, stochastic rounding and random weights. tie: keep weights tied that the model ties.
-    in_flight: micro-batches that the first stage may run ahead of their backwards, later ones fewer, the last none;
-    "auto" finds out.
-    kernels: what quantizes: "native" (CPU tensors), "triton" (GPU tensors), "torch" (slow, anywhere), or "auto".
+    Attributes:
+        activations, store, gradients, transport: the sections of these names.
+        seed: for shuffling, stochastic rounding and random weights.
+        tie: keep weights tied that the model ties.
+        kernels: what quantizes: "native" (CPU tensors), "triton" (GPU tensors), "torch" (slow, anywhere), or "auto".
+        in_flight: micro-batches that the first stage may run ahead of their backwards, later ones fewer, the last none;
+            "auto" finds out.
     """
 
     activations: Activations = field(default_factory=Activations)
