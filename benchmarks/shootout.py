@@ -28,7 +28,7 @@ from benchmarks.rivals import Changes, Unchanged, Whole
 from benchmarks.runner import SHARED, Runs, arguments, chosen, digest
 from benchmarks.training import byte_counts, train_epochs
 from pipecomp.messages.codecs import Quantized, TopK
-from pipecomp.plan.auto import ERRORS
+from pipecomp.plan.search import ERRORS
 
 BITS = convergence.BITS
 FIRST_BITS = 8  # of first visits, for every method that has them

@@ -7,7 +7,7 @@ A number of bits is given, or follows an error (`ConstantError`), whose most bit
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -42,6 +42,11 @@ class ConstantError:
         rates = "/".join(f"{rate:g}" for rate in each_link(self.mbit_per_s) if rate is not None)
         within = f", within {rates} Mbit/s" if rates else ""
         return f"{self.min} to {self.max} (error {self.error:g}{within})"
+
+    def at_most(self, bits: int) -> int | ConstantError:
+        """Limit it to so many bits, and to no rate; a number of bits where that leaves only one."""
+        made = dataclasses.replace(self, max=min(bits, self.max), mbit_per_s=None)
+        return made.min if made.max <= made.min else made
 
     @classmethod
     def of(cls, key: str, given: object) -> ConstantError:
@@ -225,6 +230,12 @@ class Activations:
 def each_link(setting: Any) -> tuple[Any, ...]:
     """All that a setting has: one for each link, or the one of all."""
     return setting if isinstance(setting, tuple) else (setting,)
+
+
+def per_link(settings: Iterable[Any]) -> Any:
+    """Make a setting of one for each link: the one of all where they are alike."""
+    found = tuple(settings)
+    return found[0] if len(set(found)) == 1 else found
 
 
 def bits_of_link(bits: Bits, link: int) -> int | str | ConstantError:

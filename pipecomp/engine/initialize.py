@@ -36,7 +36,6 @@ from pipecomp.engine.assemble import (
     trainable,
 )
 from pipecomp.engine.connect import open_links, open_transports, tied_groups
-from pipecomp.engine.dropout import fewest_bits, warn_of_dropout
 from pipecomp.engine.engine import PipelineEngine
 from pipecomp.engine.matching import match_tied, optimizer_facts
 from pipecomp.engine.starting import device_that_is_there, patient_groups
@@ -45,6 +44,7 @@ from pipecomp.kernels import dispatch, ops
 from pipecomp.kernels.staging_cuda import staging_for
 from pipecomp.mesh.process_group import current_mesh
 from pipecomp.plan.auto import Batch, sample_length, settle, wants_measuring
+from pipecomp.plan.dropout import fewest_bits, warn_of_dropout
 from pipecomp.stages.partition.splitting import Stage
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from pipecomp.activation_config import FEWEST, Activations, Bits, ConstantError, bits_of_link, each_link
+from pipecomp.activation_config import FEWEST, Activations, Bits, ConstantError, bits_of_link, each_link, per_link
 from pipecomp.cluster.collectives import broadcast, gathered
 from pipecomp.config import Config
 from pipecomp.doctor.measure import Measured
@@ -27,15 +27,13 @@ from pipecomp.plan.network import TCP_SHARE, Line, Network
 from pipecomp.plan.prediction import best_in_flight
 from pipecomp.plan.probe import measure_links, network_of
 from pipecomp.plan.profile import most_tokens
-from pipecomp.plan.search import PAYS, choose_bits
+from pipecomp.plan.search import PAYS, choose_bits, keeping_error
 from pipecomp.plan.simulation import StageCosts, Step
 from pipecomp.plan.timing import time_link, time_stage
 from pipecomp.rates import bits_per_second
 from pipecomp.stages.link.transport import Transport
 from pipecomp.stages.partition.splitting import Stage
 
-ERRORS = {"forward_bits": 0.05, "backward_bits": 0.1}
-"""What "auto" keeps, of values themselves and of changes; benchmarks/constant_error.py trains with these errors."""
 _WAYS = ("forward", "back")
 _TOKENS = 512
 LOOKED_AT = 32  # samples
@@ -47,7 +45,7 @@ class Seen(NamedTuple):
     """What one rank measured.
 
     link: to the next stage; None on the last one, and where rates are given. fewest: bits forward that this stage's
-    dropout leaves, see `pipecomp.engine.dropout`.
+    dropout leaves, see `pipecomp.plan.dropout`.
     """
 
     stage: int
@@ -189,18 +187,13 @@ def _found(a: Activations, key: str, most: Bits, links: int, fewest: int = FEWES
     if given == "auto":
         if key == "backward_bits" and a.backward_top_k is not None:
             return most  # its error is in what it leaves out
-        least = fewest if key == "forward_bits" else ConstantError.min
-        given = ConstantError(error=ERRORS[key], min=least)
-    found = tuple(_within(bits_of_link(given, k), bits_of_link(most, k)) for k in range(links))
-    return found[0] if len(set(found)) == 1 else found
+        return keeping_error(key, most, fewest)
+    return per_link(_within(bits_of_link(given, k), bits_of_link(most, k)) for k in range(links))
 
 
 def _within(given: Any, most: Any) -> int | ConstantError:
-    """Limit an error to so many bits; a number where that leaves only one, and numbers stay."""
-    if not isinstance(given, ConstantError):
-        return int(given)
-    made = replace(given, max=min(most, given.max), mbit_per_s=None)
-    return made.min if made.max <= made.min else made
+    """Limit an error within a rate to so many bits; a number where that leaves only one, and numbers stay."""
+    return given.at_most(most) if isinstance(given, ConstantError) else int(given)
 
 
 def _reason(

@@ -10,10 +10,11 @@ from typing import Any
 
 from rich.console import Console
 
-from pipecomp.activation_config import Activations
+from pipecomp.activation_config import FEWEST, Activations
 from pipecomp.cluster.launch import Launch, read_launch
 from pipecomp.config import Config
 from pipecomp.gradient_config import Gradients
+from pipecomp.plan.dropout import fewest_bits
 from pipecomp.plan.network import Line, Network, chain
 from pipecomp.plan.options import PlanOptions, Rates, Wanted, aqsgd, methods
 from pipecomp.plan.prediction import Job, Prediction, Speeds, as_row, predict, tied_seconds
@@ -118,6 +119,8 @@ def plan(wanted: Wanted, profile: Profile, rates: Sequence[Rates], speeds: Speed
     def network(split: SplitPlan, index: int) -> Network:
         return measured if measured is not None and index == 0 else chain(split.num_stages, *rates[index])
 
+    config = _config(wanted)
+    fewest = FEWEST["forward_bits"] if wanted.one_pass else fewest_bits(model, config.activations)
     choices: list[Choice] = []
     averages: dict[int, list[tuple[str, float]]] = {}  # by stages
     too_large = math.inf
@@ -126,12 +129,12 @@ def plan(wanted: Wanted, profile: Profile, rates: Sequence[Rates], speeds: Speed
         slowdowns = wanted.stage_slowdowns(K)
         split = balanced(model, profile, K, tie=wanted.tie, slowdowns=slowdowns)
         tied = tied_values(model, split)
-        config = _config(wanted)
+        made = config
         if replicas > 1 and wanted.gradients is None:
             averages[K] = choose_average(
                 config, max(split.parameters), replicas, network(split, 0), speeds, wanted.dtype
             )
-            config = replace(config, gradients=Gradients(method=averages[K][0][0]))
+            made = replace(config, gradients=Gradients(method=averages[K][0][0]))
         for samples, micro_batches in shares(wanted.batch, replicas, wanted.micro_batch):
             job = Job(
                 profile=profile,
@@ -144,11 +147,11 @@ def plan(wanted: Wanted, profile: Profile, rates: Sequence[Rates], speeds: Speed
                 slowdowns=slowdowns,
             )
             if K == 1:
-                alone = predict(job, replace(config, activations=Activations()), network(split, 0), speeds)
+                alone = predict(job, replace(made, activations=Activations()), network(split, 0), speeds)
                 found = Choice(forward_bits=8, backward_bits=8, prediction=alone, plain=alone, fits=True)
             else:
                 choosing = choose_with_tied if replicas == 1 and wanted.gradients is None else choose
-                found = choosing(job, config, network(split, 0), speeds)
+                found = choosing(job, made, network(split, 0), speeds, fewest)
             needs = max(found.taken.memory_bytes())
             too_large = min(too_large, needs)
             if needs <= wanted.memory_bytes:

@@ -12,21 +12,20 @@ from typing import Any
 
 import torch
 
-from pipecomp.activation_config import Bits
+from pipecomp.activation_config import Bits, plain_bits
 from pipecomp.cluster.launch import Launch
 from pipecomp.config import Config
 from pipecomp.errors import ConfigError, require
 from pipecomp.plan.network import TCP_SHARE
 from pipecomp.plan.prediction import Speeds
 from pipecomp.plan.profile import Profile, count, most_tokens
-from pipecomp.plan.search import AVERAGES
+from pipecomp.plan.search import AVERAGES, ERRORS
 from pipecomp.rates import MAX_DELAY_S, parse_rate, parse_time, rate_text
 from pipecomp.stages.partition.loading import resolve
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 RATES = ("10gbit", "1gbit", "500mbit", "300mbit", "100mbit")
 _TOKENS = 1024
-FIRST_VISIT = 8  # bits that training does not notice: benchmarks/results/first_visit.md
 CLUSTERS = 256  # centers that changes build on where no sample comes back: benchmarks/results/one_pass.md
 _OTHERS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("none", {"method": "none"}),
@@ -38,11 +37,16 @@ Rates = tuple[tuple[float, ...], float]  # bits per second of content, of all li
 
 
 def aqsgd(forward: Bits, backward: Bits, *, one_pass: bool) -> dict[str, Any]:
-    """Make AQ-SGD's sections. one_pass: whether no sample comes back, so that changes build on cluster centers."""
-    activations = {"method": "aqsgd", "forward_bits": forward, "backward_bits": backward}
+    """Make AQ-SGD's sections, with changes both ways and first visits that keep an error.
+
+    one_pass: whether no sample comes back: then changes build on cluster centers, and gradients are sent themselves.
+    """
+    activations = {"method": "aqsgd", "forward_bits": plain_bits(forward), "backward_bits": plain_bits(backward)}
     if one_pass:
         return {"activations": activations, "store": {"clusters": CLUSTERS}}
-    return {"activations": {**activations, "first_visit": FIRST_VISIT}}
+    first = {"first_visit": ERRORS["forward_bits"], "backward_first_visit": ERRORS["backward_bits"]}
+    errors = {key: {"error": error} for key, error in first.items()}
+    return {"activations": {**activations, **errors, "backward_method": "delta"}}
 
 
 def methods(stages: int, tie: bool, *, one_pass: bool = False) -> list[tuple[str, Config]]:

@@ -9,11 +9,11 @@ from typing import Any
 
 from rich.table import Table
 
-from pipecomp.activation_config import bits_text
+from pipecomp.activation_config import FEWEST, Bits, bits_text, each_link
 from pipecomp.plan.network import Network
 from pipecomp.plan.options import DTYPES, aqsgd
 from pipecomp.plan.prediction import Job, Prediction
-from pipecomp.plan.search import FEWEST_AVERAGES, TIED, Choice, choose_local_steps
+from pipecomp.plan.search import ERRORS, FEWEST_AVERAGES, TIED, Choice, choose_local_steps, keeping_error
 from pipecomp.rates import bits_per_second, milliseconds
 from pipecomp.tables import table
 
@@ -91,9 +91,12 @@ def advice(
     said = []
     if p.job.plan.num_stages > 1:
         gain = plain.step_s / p.step_s
-        bits = f"AQ-SGD with {bits_text(choice.forward_bits)} bits forward and {bits_text(choice.backward_bits)} back"
+        bits = f"{bits_text(choice.forward_bits)} bits forward and {bits_text(choice.backward_bits)} back"
         if (clusters := _clusters(choice)) is not None:
-            bits += f", as changes from {clusters} cluster centers, since no sample comes back"
+            bits = f"AQ-SGD with {bits}, as changes from {clusters} cluster centers, since no sample comes back"
+        else:
+            errors = "errors of {forward_bits} forward and {backward_bits} back".format(**ERRORS)
+            bits = f"AQ-SGD with changes both ways and at most {bits} (fewer in packets that keep {errors} with them)"
         differs = abs(p.first_epoch_s - p.step_s) > 0.03 * p.step_s
         first = f" ({p.first_epoch_s:.3g} s in the first epoch)" if differs else ""
         if not choice.pays:
@@ -107,10 +110,11 @@ def advice(
                 f"Take {bits}: {p.step_s:.3g} s per step{first} instead of {plain.step_s:.3g} s ({gain:.2f}×), "
                 f"{p.samples_per_s:.3g} samples/s; the limit is {limit}."
             )
-            said.append(
-                'With "auto" instead these are about the most bits that a packet has: one that keeps its error with '
-                "fewer has fewer, and a step takes at most as long."
-            )
+            if choice.fewest > FEWEST["forward_bits"] and choice.fewest in each_link(choice.forward_bits):
+                said.append(
+                    f"Fewer than {choice.fewest} bits forward may cost more than 1 % of the training loss, as this model "
+                    "trains with dropout."
+                )
         if untouched_s is not None:
             said.append(_of_compressed(choice.taken, untouched_s))
         elif tied:
@@ -179,13 +183,23 @@ def _clusters(choice: Choice) -> int | None:
     return choice.prediction.config.store.clusters
 
 
+def _errors(choice: Choice) -> tuple[Bits, Bits]:
+    """Let packets have at most the bits of a choice, forward and back."""
+    return (
+        keeping_error("forward_bits", choice.forward_bits, choice.fewest),
+        keeping_error("backward_bits", choice.backward_bits),
+    )
+
+
 def configuration(choice: Choice) -> dict[str, Any]:
     """Make what to write into DeepSpeed's configuration."""
     job = choice.prediction.job
     section: dict[str, Any] = {}
     if choice.pays and job.plan.num_stages > 1:
-        section |= aqsgd(choice.forward_bits, choice.backward_bits, one_pass=_clusters(choice) is not None)
-        if "store" in section:
+        if _clusters(choice) is None:
+            section |= aqsgd(*_errors(choice), one_pass=False)
+        else:
+            section |= aqsgd(choice.forward_bits, choice.backward_bits, one_pass=True)
             section["store"]["in_checkpoints"] = True  # few bytes, and nothing else brings centers back
     gradients = choice.prediction.config.gradients
     if gradients.method != "none":

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from pipecomp.activation_config import FEWEST, Bits, ConstantError, bits_of_link
+from pipecomp.activation_config import FEWEST, Bits, ConstantError, bits_of_link, each_link, per_link
 from pipecomp.config import Config
 from pipecomp.errors import require
 from pipecomp.gradient_config import Gradients
@@ -22,6 +22,8 @@ from pipecomp.plan.prediction import Job, Prediction, Speeds, average_seconds, p
 
 PAIRS = ((8, 8), (7, 8), (6, 8), (5, 8), (4, 8), (3, 6), (2, 4))
 """Forward and backward bits, the gentlest first; the last three are the paper's. Fewer are for people to choose."""
+ERRORS = {"forward_bits": 0.05, "backward_bits": 0.1}
+"""What is kept of values themselves and of changes; benchmarks/constant_error.py trains with these errors."""
 ALMOST = 1.02  # a step that takes at most so much longer takes as long
 FREE = 1.001  # so much longer it may be for more bits on a fast link
 FASTER = 2.0  # a link is fast that has so many times the slowest one's rate
@@ -38,7 +40,8 @@ TIED = Gradients(method="double_squeeze", bits=8)
 class Choice:
     """Bits that are chosen. forward_bits, backward_bits: one number or one for each link.
 
-    prediction: with them. plain: without compression. fits: whether fewer bits would not make a step faster.
+    prediction: with them. plain: without compression. fits: whether fewer bits would not make a step faster. fewest:
+    bits forward that were not gone below.
     """
 
     forward_bits: Bits
@@ -46,6 +49,7 @@ class Choice:
     prediction: Prediction
     plain: Prediction
     fits: bool
+    fewest: int = FEWEST["forward_bits"]
 
     @property
     def pays(self) -> bool:
@@ -126,8 +130,7 @@ def _fast(network: Network) -> list[tuple[int, tuple[bool, bool]]]:
 
 def _by_way(chosen: Sequence[tuple[int, int]]) -> tuple[Bits, Bits]:
     """Forward bits and backward bits: one number, or one for each link."""
-    ways = [tuple(pair[way] for pair in chosen) for way in (0, 1)]
-    forward, backward = (bits[0] if len(set(bits)) == 1 else bits for bits in ways)
+    forward, backward = (per_link(pair[way] for pair in chosen) for way in (0, 1))
     return forward, backward
 
 
@@ -151,8 +154,22 @@ def _ladder(forward: tuple[int, int], backward: tuple[int, int]) -> list[tuple[i
     return list(dict.fromkeys(within))
 
 
-def choose(job: Job, config: Config, network: Network, speeds: Speeds | None = None) -> Choice:
-    """Choose the bits for a configuration whose method quantizes, "auto" or not."""
+def keeping_error(key: str, most: Bits, fewest: int = FEWEST["forward_bits"]) -> Bits:
+    """Let packets have as many bits as keep an error of ERRORS, and at most those that were chosen.
+
+    Args:
+        key: "forward_bits" or "backward_bits".
+        most: Chosen bits, one number or one for each link.
+        fewest: Bits forward.
+    """
+    made = ConstantError(error=ERRORS[key], min=fewest if key == "forward_bits" else ConstantError.min)
+    return per_link(made.at_most(bits) for bits in each_link(most))
+
+
+def choose(
+    job: Job, config: Config, network: Network, speeds: Speeds | None = None, fewest: int = FEWEST["forward_bits"]
+) -> Choice:
+    """Choose the bits for a configuration whose method quantizes, "auto" or not. fewest: as of `choose_bits`."""
     a = config.activations
     seen: dict[tuple[Bits, Bits], Prediction] = {}
 
@@ -161,17 +178,19 @@ def choose(job: Job, config: Config, network: Network, speeds: Speeds | None = N
             seen[f, b] = predict(job, with_bits(config, f, b), network, speeds)
         return seen[f, b].step_s
 
-    f, b, fits = choose_bits(predicted, network, a.forward_bits, a.backward_bits)
+    f, b, fits = choose_bits(predicted, network, a.forward_bits, a.backward_bits, fewest)
     plain = predict(job, Config(gradients=config.gradients, in_flight=config.in_flight), network, speeds)
-    return Choice(forward_bits=f, backward_bits=b, prediction=seen[f, b], plain=plain, fits=fits)
+    return Choice(forward_bits=f, backward_bits=b, prediction=seen[f, b], plain=plain, fits=fits, fewest=fewest)
 
 
-def choose_with_tied(job: Job, config: Config, network: Network, speeds: Speeds) -> Choice:
+def choose_with_tied(
+    job: Job, config: Config, network: Network, speeds: Speeds, fewest: int = FEWEST["forward_bits"]
+) -> Choice:
     """Choose bits as `choose` does, and TIED for the gradients of tied weights if these take much of a step."""
-    found = choose(job, config, network, speeds)
+    found = choose(job, config, network, speeds, fewest)
     if found.taken.tied_s <= SHARE * found.taken.step_s:
         return found
-    other = choose(job, replace(config, gradients=TIED), network, speeds)
+    other = choose(job, replace(config, gradients=TIED), network, speeds, fewest)
     return other if found.taken.step_s > PAYS * other.taken.step_s else found
 
 

@@ -31,6 +31,7 @@ from pipecomp.plan.options import aqsgd
 from pipecomp.plan.prediction import Speeds
 from pipecomp.plan.probe import measure_links, network_of
 from pipecomp.plan.profile import Cost, Profile, check_tokens
+from pipecomp.plan.search import keeping_error
 from pipecomp.plan.timing import time_average, time_link, time_model, time_update
 from pipecomp.stages.link.gloo import GlooTransport, neighbour_groups
 from pipecomp.stages.link.tls import TlsTransport
@@ -75,7 +76,8 @@ def survey_machine(
     device = own_device()
     profile = time_model(model, tokens, dtype, device, samples=samples)
     size = (samples, tokens, profile.hidden, dtype, device)
-    encode_s, decode_s = time_link(Config.from_dict(aqsgd(4, 8, one_pass=one_pass)), *size)
+    most = (8, 8) if one_pass else (keeping_error("forward_bits", 8), keeping_error("backward_bits", 8))
+    encode_s, decode_s = time_link(Config.from_dict(aqsgd(*most, one_pass=one_pass)), *size)
     cast_s = sum(time_link(Config(), *size)) / 2
     with (
         writable("store", store),

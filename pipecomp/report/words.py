@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pipecomp.rates import bits_per_second
 from pipecomp.report import measures
@@ -154,14 +155,24 @@ def planned_seconds(one: Told) -> float | None:
 
 
 def planned(run: Run) -> dict | None:
-    """The row of plan.json that is of this run's method, bits and number of stages; None without one."""
+    """The row of plan.json that is of this run's method, bits and number of stages; None without one.
+
+    Of bits that follow an error the most count, as in the plan.
+    """
     a = run.facts.get("settings", {}).get("activations", {})
     quantized = a.get("method") in ("direct", "aqsgd")
     wanted = [
         run.facts.get("stages"),
         a.get("method"),
-        *([a.get("forward_bits"), a.get("backward_bits")] if quantized else [None, None]),
+        *([_most(a.get("forward_bits")), _most(a.get("backward_bits"))] if quantized else [None, None]),
     ]
     rows = [run.plan.get("chosen"), run.plan.get("plain"), *(run.plan.get("methods") or [])]
     keys = ("stages", "method", "forward_bits", "backward_bits")
     return next((row for row in rows if isinstance(row, dict) and [row.get(k) for k in keys] == wanted), None)
+
+
+def _most(bits: Any) -> Any:
+    """Of bits as JSON has them, one or one for each link, the most that packets may have."""
+    if isinstance(bits, list):
+        return [_most(each) for each in bits]
+    return bits.get("max") if isinstance(bits, dict) else bits

@@ -38,6 +38,7 @@ from pipecomp.plan.search import (
     choose_local_steps,
     choose_tied,
     dividing,
+    keeping_error,
     layouts,
     shares,
 )
@@ -621,9 +622,13 @@ def test_the_command(folder):
     assert found["cuts"][0] == 0
     assert found["cuts"][-1] == 8
     assert found["pays"]
-    assert f"Take AQ-SGD with {found['chosen']['forward_bits']} bits forward" in text
-    activations = found["config"]["pipecomp"]["activations"]
-    assert (activations["method"], activations["first_visit"]) == ("aqsgd", 8)
+    most = found["chosen"]["forward_bits"], found["chosen"]["backward_bits"]
+    assert most == (2, 4), "10 Mbit/s are the limit"
+    assert "Take AQ-SGD with changes both ways and at most 2 bits forward and 4 back (fewer in packets that" in text
+    assert found["config"]["pipecomp"]["activations"] == {
+        **{"method": "aqsgd", "forward_bits": 2, "backward_bits": {"error": 0.1, "min": 2, "max": 4}},
+        **{"first_visit": {"error": 0.05}, "backward_first_visit": {"error": 0.1}, "backward_method": "delta"},
+    }
     assert len(found["methods"]) == 7 * 2
     at = {(row["name"], row["network"]): row["step_s"] for row in found["methods"]}
     assert at["AQ-SGD fw2 bw4", "10 Mbit/s"] < at["AQ-SGD fw4 bw8", "10 Mbit/s"] < at["none", "10 Mbit/s"]
@@ -673,6 +678,38 @@ def test_tied_weights_are_named_with_what_they_take(folder):
     assert "gradients" not in json.loads(out.read_text())["config"]["pipecomp"]
     done = CliRunner().invoke(app, [*arguments, "--gradients", "topk"])
     assert "gradients: got 'topk', allowed: none, fp16, global_qsgd, double_squeeze" in " ".join(done.output.split())
+
+
+def test_with_dropout_no_fewer_bits_are_proposed_than_its_changes_take(tmp_path):
+    """Masks are new at each visit; cluster centers do not know them."""
+    arguments = ["plan", "--model", str(tmp_path), "--tokens", "64", "--stages", "2", "--speed", "1", "--json"]
+    arguments += [str(tmp_path / "plan.json"), "--bandwidth", "1mbit"]
+
+    def told(dropout: float, *more: str) -> tuple[object, bool]:
+        config = transformers.GPT2Config(n_layer=4, n_embd=64, n_head=2, vocab_size=256, bos_token_id=0, eos_token_id=0)
+        config.resid_pdrop, config.embd_pdrop, config.attn_pdrop = dropout, 0.0, 0.0
+        config.architectures = ["GPT2LMHeadModel"]
+        config.save_pretrained(tmp_path)
+        done = CliRunner().invoke(app, [*arguments, *more])
+        assert done.exit_code == 0, done.output
+        section = json.loads((tmp_path / "plan.json").read_text())["config"]["pipecomp"]
+        bits = section.get("activations", {}).get("forward_bits")
+        return bits, "Fewer than 3 bits forward may cost" in " ".join(done.output.split())
+
+    assert told(0.0) == (2, False)
+    assert told(0.1) == (3, True)
+    assert told(0.1, "--one-pass") == (2, False)
+    assert told(0.1, "--bandwidth", "10gbit", "--speed", "0.0001") == (None, False)
+
+
+def test_bits_of_a_plan_are_the_most_of_an_error():
+    assert keeping_error("forward_bits", 8) == ConstantError(error=0.05)
+    assert keeping_error("backward_bits", (6, 2)) == (ConstantError(error=0.1, max=6), 2)
+    assert keeping_error("forward_bits", (8, 3, 4), 3) == (
+        ConstantError(error=0.05, min=3),
+        3,
+        ConstantError(error=0.05, min=3, max=4),
+    )
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
@@ -795,7 +832,8 @@ def test_links_and_machines_that_differ(folder):
     assert found["bits"][0] == [8, 8]
     assert found["bits"][1][0] < 8
     section = Config.from_dict(found["config"]["pipecomp"])
-    assert [list(section.activations.bits(k)) for k in range(2)] == found["bits"]
+    assert section.activations.forward_bits == keeping_error("forward_bits", tuple(f for f, _ in found["bits"]))
+    assert section.activations.backward_bits == keeping_error("backward_bits", tuple(b for _, b in found["bits"]))
 
 
 class TestWithoutASpeed:

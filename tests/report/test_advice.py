@@ -242,8 +242,12 @@ def test_settings_that_are_not_known_give_no_advice_on_bits(tmp_path):
     assert not [change for change in changes(run, now) if "bits" in change.what]
 
 
-def test_a_plan_is_compared_where_it_is_of_the_runs_settings(tmp_path):
+@pytest.mark.parametrize("bits", [3, {"error": 0.05, "min": 2, "max": 3}])
+def test_a_plan_is_compared_where_it_is_of_the_runs_settings(bits, tmp_path):
     make_run(tmp_path, network=slow())
+    facts = json.loads((tmp_path / RUN).read_text())
+    facts["settings"]["activations"]["forward_bits"] = bits
+    (tmp_path / RUN).write_text(json.dumps(facts))
     rows = [
         {"stages": stages, "method": "aqsgd", "forward_bits": b, "backward_bits": 6, "step_s": stages * b / 20}
         for stages in (4, 2)

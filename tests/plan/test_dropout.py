@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from pipecomp.activation_config import Activations
-from pipecomp.engine.dropout import (
+from pipecomp.plan.dropout import (
     CLASSIFIERS_FEWEST_BITS,
     FEWEST_BITS,
     advice,
@@ -24,6 +24,11 @@ AQSGD: dict[str, Any] = {"method": "aqsgd", "backward_bits": 8}
 def test_the_largest_share_counts():
     assert dropout_of(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1), nn.Sequential(nn.Dropout(0.3)))) == 0.3
     assert dropout_of(nn.Linear(2, 2)) == 0.0
+
+
+def test_dropout_before_adapters_does_not_count():
+    adapted = nn.ModuleDict({"lora_dropout": nn.ModuleDict({"default": nn.Dropout(0.3)}), "block": nn.Dropout(0.1)})
+    assert dropout_of(adapted) == 0.1
 
 
 FEW = {"error": 0.07, "min": 1, "max": FEWEST_BITS - 1}
