@@ -61,10 +61,11 @@ class Codec(Protocol):
     def payload_bytes(self, tokens: int, hidden: int) -> int:
         """Bytes of an encoded [tokens, hidden]."""
 
-    def encode(self, x_TH: Tensor, payload: Tensor, seed: int = 0) -> list[ops.Verdict]:
+    def encode(self, x_TH: Tensor, payload: Tensor, seed: int = 0, packet: Tensor | None = None) -> list[ops.Verdict]:
         """Write the payload, uint8 [payload_bytes] beside x. `seed` drives stochastic rounding.
 
-        Returns what tells whether x could be encoded, to be checked before the payload is used; nothing if all can.
+        packet: in which the payload lies; what quantizes makes its check on the way, see `ops.encode_batch`. Returns
+        what tells whether x could be encoded, to be checked before the payload is used; nothing if all can.
         """
 
     def decode(self, payload: Tensor, tokens: int, hidden: int) -> Tensor:
@@ -88,7 +89,7 @@ class Cast:
         """Count the bytes of an encoded [tokens, hidden]; see Codec."""
         return tokens * hidden * self.dtype.itemsize
 
-    def encode(self, x_TH: Tensor, payload: Tensor, seed: int = 0) -> list[ops.Verdict]:
+    def encode(self, x_TH: Tensor, payload: Tensor, seed: int = 0, packet: Tensor | None = None) -> list[ops.Verdict]:
         """Write the payload; see Codec."""
         y_TH = x_TH.detach().to(self.dtype)
         payload.copy_(as_bytes(y_TH))
@@ -160,9 +161,9 @@ class Quantized:
         """Undo `before`, of decoded values."""
         return y_TH
 
-    def encode(self, x_TH: Tensor, payload: Tensor, seed: int = 0) -> list[ops.Verdict]:
+    def encode(self, x_TH: Tensor, payload: Tensor, seed: int = 0, packet: Tensor | None = None) -> list[ops.Verdict]:
         """Write the payload; see Codec."""
-        return [ops.encode_batch([ops.Visit(self.before(x_TH), None, self.options(seed))], payload)]
+        return [ops.encode_batch([ops.Visit(self.before(x_TH), None, self.options(seed))], payload, packet=packet)]
 
     def decode(self, payload: Tensor, tokens: int, hidden: int) -> Tensor:
         """Undo `encode`; see Codec."""
@@ -198,13 +199,13 @@ class TopK:
         kept, inner = self._kept(hidden)
         return tokens * ops.position_bytes(hidden, kept)[1] + inner.payload_bytes(tokens, kept)
 
-    def encode(self, x_TH: Tensor, payload: Tensor, seed: int = 0) -> list[ops.Verdict]:
+    def encode(self, x_TH: Tensor, payload: Tensor, seed: int = 0, packet: Tensor | None = None) -> list[ops.Verdict]:
         """Write the payload; see Codec."""
         kept, inner = self._kept(x_TH.shape[-1])
         cut = x_TH.shape[0] * ops.position_bytes(x_TH.shape[-1], kept)[1]
         values_TK, index_TK = ops.top_k_select(x_TH.detach(), self.share, group_size=self.group_size)
         payload[:cut] = ops.pack_positions(index_TK, x_TH.shape[-1]).reshape(-1)
-        return inner.encode(values_TK, payload[cut:], seed)
+        return inner.encode(values_TK, payload[cut:], seed, packet)
 
     def decode(self, payload: Tensor, tokens: int, hidden: int) -> Tensor:
         """Undo `encode`; see Codec."""

@@ -46,8 +46,8 @@ MUTANTS = (
     Mutant(
         "top-k's rounding without the seed",
         "pipecomp/messages/codecs.py",
-        "inner.encode(values_TK, payload[cut:], seed)",
-        "inner.encode(values_TK, payload[cut:])",
+        "inner.encode(values_TK, payload[cut:], seed, packet)",
+        "inner.encode(values_TK, payload[cut:], 0, packet)",
         ("tests/stages/test_link_exact.py::test_rounding_draws_anew_for_another",),
         "the same rounding noise in every step: errors that should average out add up",
     ),

@@ -221,16 +221,15 @@ class Endpoint:
             return self.header(kind, codec, x_TH, samples, layout, at, x_TH.dtype)
 
         most, seed = codec.payload_bytes(*x_TH.shape), self.draw(kind, at)
-        if isinstance(codec, Quantized) and codec.error is not None:
-            fitting = codec
+        if not isinstance(codec, Quantized) or codec.error is None:
+            return self.pack(header(codec), most, lambda payload, whole: codec.encode(x_TH, payload, seed, whole), at)
 
-            def fit(payload: Tensor) -> tuple[Header, int, list[Verdict]]:
-                visit = ops.Visit(fitting.before(x_TH), None, fitting.options(seed))
-                fitted, verdict = fitting.encode_fewest([visit], payload)
-                return header(fitted), fitted.payload_bytes(*x_TH.shape), [verdict]
+        def fit(payload: Tensor) -> tuple[Header, int, list[Verdict]]:
+            visit = ops.Visit(codec.before(x_TH), None, codec.options(seed))
+            fitted, verdict = codec.encode_fewest([visit], payload)
+            return header(fitted), fitted.payload_bytes(*x_TH.shape), [verdict]
 
-            return self.pack_fitted(len(samples), most, fit, at)
-        return self.pack(header(codec), most, lambda payload, _: codec.encode(x_TH, payload, seed), at)
+        return self.pack_fitted(len(samples), most, fit, at)
 
     def _send(self, packet: Packet) -> None:
         self.transport.send(packet.buffer if self.staging.immediate else packet)

@@ -305,6 +305,19 @@ def test_a_packet_is_sealed_by_the_call_that_encodes():
     assert int.from_bytes(packet[-4:].tobytes(), "little") == ops.crc32(packet[:-4])
 
 
+@pytest.mark.parametrize("how", [{}, {"rotation": True}, {"backward_top_k": 0.3}])
+def test_quantized_packets_come_sealed_from_the_call_that_encodes(monkeypatch, how):
+    monkeypatch.setattr("pipecomp.stages.link.packet.seal", None)
+    config = Config.from_dict({"activations": {"method": "direct", **how}})
+    a, b = loopback_pair()
+    up, down = LinkSender(0, config, a, None), LinkReceiver(0, config, b, None)
+    layout, at = LAYOUTS[0], Position(0, 0)
+    up.send_activation(torch.randn(3, S, H), layout, at)
+    down.recv_activation(at)  # WireError for a wrong check
+    down.send_gradient(torch.randn(3, S, H), layout, at)
+    up.recv_gradient(layout, at)
+
+
 def test_a_verdict_keeps_no_tensor():
     """It waits with its packet, maybe for a slow link, and would keep the memory of a GPU."""
     x, m, o = torch.randn(3, H), torch.randn(3, H), ops.Options(4, None)
