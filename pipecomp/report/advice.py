@@ -58,30 +58,18 @@ class Change:
 def changes(run: Run, now: Simulated) -> list[Change]:
     """Try changes in the simulation, those that pay first, by what they gain."""
     packets = _Packets.of(run, now)
-    found = [
-        Change(
-            what=what,
-            step_s=seconds,
-            gain=now.seconds / seconds,
-            why=why,
-            costs_nothing=kind == _FREE,
-            assumes=kind == _ASSUMES,
-        )
-        for what, seconds, why, kind in [*_bits(packets, now), *_others(run, packets, now)]
-    ]
+    found = [*_bits(packets, now), *_others(run, packets, now)]
     if now.limited:
         seconds, why = play(now.step, _faster(now.network)).seconds, "what a faster line is worth"
-        found.append(
-            Change(what="links of twice the rate", step_s=seconds, gain=now.seconds / seconds, why=why, setting=False)
-        )
+        found.append(_change(now, "links of twice the rate", seconds, why, setting=False))
     return sorted(found, key=lambda change: (not change.pays, change.costs_nothing, change.assumes, -change.gain))
 
 
-_FASTER, _FREE, _ASSUMES = range(3)
-_Tried = tuple[str, float, str, int]
+def _change(now: Simulated, what: str, step_s: float, why: str, **more: bool) -> Change:
+    return Change(what=what, step_s=step_s, gain=now.seconds / step_s, why=why, **more)
 
 
-def _bits(packets: _Packets | None, now: Simulated) -> Iterator[_Tried]:
+def _bits(packets: _Packets | None, now: Simulated) -> Iterator[Change]:
     """Other methods and bits of activations."""
     if packets is None:
         return
@@ -96,25 +84,28 @@ def _bits(packets: _Packets | None, now: Simulated) -> Iterator[_Tried]:
     for key, old, new, name in fewer:
         if new < old:
             made = with_bits(config, new, b) if key == "forward_bits" else with_bits(config, f, new)
-            yield f"{key} {old} → {new}", packets.seconds(made), f"fewer bytes {name}; the loss may end higher", _FASTER
+            why = f"fewer bytes {name}; the loss may end higher"
+            yield _change(now, f"{key} {old} → {new}", packets.seconds(made), why)
     if len(fewer) == 2 and all(old > least for (_, old, _, _), least in zip(fewer, _LEAST, strict=True)):
         why = "the paper's fewest; the loss may end higher"
-        yield _in_words(_LEAST), packets.seconds(with_bits(config, *_LEAST)), why, _FASTER
+        yield _change(now, _in_words(_LEAST), packets.seconds(with_bits(config, *_LEAST)), why)
     if not any(isinstance(bits, ConstantError) for k in range(len(now.mean_bits)) for bits in a.bits(k)):
         pair = _chosen(packets, config)
         if pair != (f, b) and _sum(pair) > _sum((f, b)):
-            yield _in_words(pair), packets.seconds(with_bits(config, *pair)), "the most bits that cost no time", _FREE
-    yield "method none", packets.seconds(Config()), "exact, and without a message store", _FREE
+            seconds, why = packets.seconds(with_bits(config, *pair)), "the most bits that cost no time"
+            yield _change(now, _in_words(pair), seconds, why, costs_nothing=True)
+    why = "exact, and without a message store"
+    yield _change(now, "method none", packets.seconds(Config()), why, costs_nothing=True)
 
 
-def _compressed(packets: _Packets) -> Iterator[_Tried]:
+def _compressed(packets: _Packets) -> Iterator[Change]:
     config = Config.from_dict({"activations": {"method": "aqsgd", "forward_bits": 4, "backward_bits": 8}})
     pair = _chosen(packets, config)
     why = "after the first epoch; the time of quantizing is not in it"
-    yield f"method aqsgd, {_in_words(pair)}", packets.seconds(with_bits(config, *pair)), why, _FASTER
+    yield _change(packets.now, f"method aqsgd, {_in_words(pair)}", packets.seconds(with_bits(config, *pair)), why)
 
 
-def _others(run: Run, packets: _Packets | None, now: Simulated) -> Iterator[_Tried]:
+def _others(run: Run, packets: _Packets | None, now: Simulated) -> Iterator[Change]:
     step, K = now.step, len(now.step.stages)
     new_share = max(now.new_share, default=0.0)
     if packets is not None and new_share > 0.02 and packets.config.store.clusters is None:
@@ -122,7 +113,7 @@ def _others(run: Run, packets: _Packets | None, now: Simulated) -> Iterator[_Tri
         if a.method == "aqsgd" and a.first_visit == "full":
             made = replace(packets.config, activations=replace(a, first_visit=_FIRST_VISIT))
             why = f"{new_share:.0%} of the samples were new to a link"
-            yield f"first_visit {_FIRST_VISIT}", packets.seconds(made), why, _FASTER
+            yield _change(now, f"first_visit {_FIRST_VISIT}", packets.seconds(made), why)
     samples = run.facts.get("micro_batch")
     if isinstance(samples, int) and samples % 2 == 0:
         smaller = replace(
@@ -135,10 +126,10 @@ def _others(run: Run, packets: _Packets | None, now: Simulated) -> Iterator[_Tri
         )
         words = f"micro-batches of {samples // 2} instead of {samples}, twice as many"
         why = "stages wait less at both ends of a step; taken as if small ones computed as fast"
-        yield words, best_in_flight(smaller, now.network)[1].seconds, why, _ASSUMES
+        yield _change(now, words, best_in_flight(smaller, now.network)[1].seconds, why, assumes=True)
     if isinstance(run.facts.get("settings", {}).get("in_flight"), int):
         seconds = best_in_flight(step, now.network)[1].seconds
-        yield "in_flight auto", seconds, "stages run further ahead; takes memory", _FASTER
+        yield _change(now, "in_flight auto", seconds, "stages run further ahead; takes memory")
     spent = [c.forward_s + c.backward_s for c in step.stages]
     if max(spent) > 1.1 * sum(spent) / K:
         slowest = spent.index(max(spent))
@@ -150,7 +141,7 @@ def _others(run: Run, packets: _Packets | None, now: Simulated) -> Iterator[_Tri
         why = (
             f"stage {slowest} computes {max(spent) * K / sum(spent):.2g} times as long as the mean; see `pipecomp plan`"
         )
-        yield "other cuts", play(replace(step, stages=even), now.network).seconds, why, _FASTER
+        yield _change(now, "other cuts", play(replace(step, stages=even), now.network).seconds, why)
 
 
 @dataclass(frozen=True, kw_only=True)
