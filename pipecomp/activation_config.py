@@ -27,10 +27,12 @@ _RATES = "a number of Mbit/s above 0, at most a million, or a list with one for 
 class ConstantError:
     """The fewest bits, packet by packet, that keep an error (docs/algorithms.md, 1.2).
 
-    error: the largest ‖sent − x‖ / ‖x‖ of a packet, above 0 and below 1; of a change too it is relative to the value x
-    itself. min, max: the fewest and the most bits, 1 to 8; max is taken where even that does not keep the error.
-    mbit_per_s: what the line carries that way, in Mbit/s with all headers, of all links or of each: when a run begins,
-    max falls to the bits that compute hides there, not below FEWEST or min. None: max stays.
+    Attributes:
+        error: the largest ‖sent − x‖ / ‖x‖ of a packet, above 0 and below 1; of a change too it is relative to the
+            value x itself.
+        min, max: the fewest and the most bits, 1 to 8; max is taken where even that does not keep the error.
+        mbit_per_s: what the line carries that way, in Mbit/s with all headers, of all links or of each: when a run
+            begins, max falls to the bits that compute hides there, not below FEWEST or min. None: max stays.
     """
 
     error: float
@@ -77,21 +79,24 @@ BITS_KEYS = ("forward_bits", "backward_bits", "first_visit", "backward_first_vis
 class Activations:
     """What crosses the links between stages (AQ-SGD, arXiv:2206.01299; docs/algorithms.md, 1).
 
-    method: "none" sends the training dtype, "fp16" and "bf16" cast, "direct" quantizes the activation itself (DirectQ),
-    "aqsgd" quantizes its change since the sample's last visit.
-    forward_bits, backward_bits: 1 to 8 bits a value for "direct" and "aqsgd", or a ConstantError (in JSON an object):
-    every packet has the fewest that keep its error. A list has one of them for each link. With "auto"
-    `pipecomp.initialize` measures and chooses a ConstantError for each.
-    first_visit: "full" sends a sample's first activation in the training dtype (the paper); 1 to 8, or a ConstantError,
-    quantizes it too.
-    rounding: "nearest" or "stochastic"; scale: "max" or "rms"; group_size: values that share a scale, None: a token's
-    whole row. backward_top_k: the share of gradient values kept per group, the rest is zero (paper, H.6).
-    rotation: a seeded Walsh–Hadamard rotation before quantizing activations themselves: the first visits of "aqsgd", if
-    these are quantized, or what "direct" sends.
-    backward_method: "direct" quantizes gradients themselves, "delta" their change since the sample's last visit, as
-    "aqsgd" does with activations; backward_first_visit: bits, 1 to 8 or a ConstantError, of a sample's first gradient
-    with "delta".
-    eval: what evaluation sends: "full" (the training dtype), "fp16", "bf16" or "direct" (forward_bits).
+    Attributes:
+        method: "none" sends the training dtype, "fp16" and "bf16" cast, "direct" quantizes the activation itself
+            (DirectQ), "aqsgd" quantizes its change since the sample's last visit.
+        forward_bits, backward_bits: 1 to 8 bits a value for "direct" and "aqsgd", or a ConstantError (in JSON an
+            object): every packet has the fewest that keep its error. A list has one of them for each link. With "auto"
+            `pipecomp.initialize` measures and chooses a ConstantError for each.
+        first_visit: "full" sends a sample's first activation in the training dtype (the paper); 1 to 8, or a
+            ConstantError, quantizes it too.
+        rounding: "nearest" or "stochastic".
+        scale: "max" or "rms".
+        group_size: values that share a scale, None: a token's whole row.
+        backward_top_k: the share of gradient values kept per group, the rest is zero (paper, H.6).
+        backward_method: "direct" quantizes gradients themselves, "delta" their change since the sample's last visit, as
+            "aqsgd" does with activations.
+        backward_first_visit: bits, 1 to 8 or a ConstantError, of a sample's first gradient with "delta".
+        eval: what evaluation sends: "full" (the training dtype), "fp16", "bf16" or "direct" (forward_bits).
+        rotation: a seeded Walsh–Hadamard rotation before quantizing activations themselves: the first visits of
+            "aqsgd", if these are quantized, or what "direct" sends.
     """
 
     method: str = "none"
