@@ -694,7 +694,7 @@ def test_with_dropout_no_fewer_bits_are_proposed_than_its_changes_take(tmp_path)
         assert done.exit_code == 0, done.output
         section = json.loads((tmp_path / "plan.json").read_text())["config"]["pipecomp"]
         bits = section.get("activations", {}).get("forward_bits")
-        return bits, "Fewer than 3 bits forward may cost" in " ".join(done.output.split())
+        return bits, "fewer than 3 bits forward may cost" in " ".join(done.output.split())
 
     assert told(0.0) == (2, False)
     assert told(0.1) == (3, True)
