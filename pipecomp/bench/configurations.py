@@ -12,7 +12,6 @@ from typing import Any
 from pipecomp.errors import require
 
 UNTHROTTLED = 0.0
-_MOST_UNCOUNTED = 8
 RATES = (UNTHROTTLED, 0.3, 1.0, 3.0, 5.8, 12.0)
 STOCK_BF16 = "DeepSpeed BF16"
 STOCK, TWICE = "DeepSpeed FP32", "DeepSpeed FP32, 2 replicas"
@@ -41,7 +40,8 @@ class Model:
 class Line:
     """One configuration. engine: "deepspeed" (stock) or "pipecomp". section: pipecomp's. dtype: "fp32" or "bf16".
 
-    against: the line that it is compared with.
+    against: the line that it is compared with. most_uncounted: steps before a timed one, at most, while pipecomp still
+    tries how many micro-batches to have in flight.
     """
 
     name: str
@@ -51,6 +51,7 @@ class Line:
     replicas: int = 1
     section: dict[str, Any] = field(default_factory=dict)
     against: str = STOCK
+    most_uncounted: int = 8
 
     @property
     def period(self) -> int:
@@ -61,7 +62,7 @@ class Line:
         """Say whether a step is timed. Stock DeepSpeed's are all alike; AQ-SGD's first one sends first visits."""
         if self.engine == "deepspeed":
             return step >= 1
-        return step >= 2 and (step >= _MOST_UNCOUNTED or not engine.in_flight.observing)
+        return step >= 2 and (step >= self.most_uncounted or not engine.in_flight.observing)
 
 
 def aqsgd(forward: int, backward: int, backend: str = "lmdb") -> dict[str, Any]:

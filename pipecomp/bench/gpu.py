@@ -20,9 +20,10 @@ from typing import Any
 import torch
 
 from pipecomp.bench import gpu_steps
-from pipecomp.bench.gpu_page import PAGE, PICTURE, gpu_page
+from pipecomp.bench.gpu_page import PAGE, PICTURE, gpu_page, of_stock
 from pipecomp.bench.gpu_timeline import Interval, draw
 from pipecomp.bench.kernels import bench_kernels
+from pipecomp.cluster.sharing import usable_cores
 from pipecomp.errors import KernelError, PipecompError
 from pipecomp.files import write_whole
 from pipecomp.netlab.lab import Lab
@@ -31,6 +32,8 @@ Row = dict[str, Any]
 LIMIT_S = 480.0
 SHAPE, BITS = (8192, 1600), (2, 4, 8)
 _TESTS_S, _CASE_S = 150.0, 0.2
+_MOST_WORKERS = 8  # of the tests, whose kernels are compiled at first; each has a context on the GPU
+_LINES = 40  # of what tests that fail have printed
 _ROOT = Path(__file__).parents[2]
 
 
@@ -101,20 +104,30 @@ def failed(found: Any) -> bool:
 
 
 def gpu_tests(timeout_s: float, folder: Path = _ROOT / "tests" / "gpu") -> Row:
-    """Run the tests that need a GPU, from a checkout: "passed", "others" (failed, skipped, errors), "summary"."""
+    """Run the tests that need a GPU, from a checkout: "passed", "others" (failed, skipped, errors), "summary".
+
+    "printed": the end of their output, where they fail or take too long.
+    """
     if not folder.is_dir():
         return {"error": f"{folder} is not there: run this from a checkout"}
-    # Without -q, which the checkout's settings have already: with two of them pytest does not count.
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(folder)]
+    # -vv: with the -q of the checkout's settings each test is named as it begins and ends. -u: for what is killed too.
+    workers = min(_MOST_WORKERS, usable_cores())
+    options = ["-vv", "-p", "no:cacheprovider", "-n", str(workers)]
+    command = [sys.executable, "-u", "-m", "pytest", *options, str(folder)]
     try:
         status, out, errors = run_whole(command, timeout_s)
-    except subprocess.TimeoutExpired:
-        return {"error": f"they took more than {timeout_s:.0f} s"}
+    except subprocess.TimeoutExpired as cut:
+        printed = (cut.output or b"").decode(errors="replace")
+        return {"error": f"they took more than {timeout_s:.0f} s", "printed": _end(printed)}
     summary = (out.strip().splitlines() or errors.strip().splitlines() or ["nothing was printed"])[-1].strip("= ")
     counts = {kind: int(count) for count, kind in re.findall(r"(\d+) (passed|failed|skipped|errors?)", summary)}
     passed = counts.pop("passed", 0)
     found: Row = {"passed": passed, "others": sum(counts.values()), "summary": summary}
-    return found if status == 0 and passed else {**found, "error": summary}
+    return found if status == 0 and passed else {**found, "error": summary, "printed": _end(out or errors)}
+
+
+def _end(printed: str) -> str:
+    return "\n".join(printed.strip().splitlines()[-_LINES:])
 
 
 def run_whole(command: list[str], timeout_s: float) -> tuple[int, str, str]:
@@ -135,7 +148,11 @@ def run_whole(command: list[str], timeout_s: float) -> tuple[int, str, str]:
 
 
 def steps(run: gpu_steps.Run, say: Callable[[str], None]) -> Row:
-    """Time steps: "compute_ms" of a micro-batch on a stage, and "rows", see `measure_steps`."""
+    """Time steps: "compute_ms" of a micro-batch on a stage, and "rows", see `measure_steps`.
+
+    "cut": why lines are missing, where some are. It is an error too if the one to be compared with stock's is among
+    them, or if it was not for want of time.
+    """
     compute_s = gpu_steps.stage_seconds(gpu_steps.GPT2, "cuda")
     torch.cuda.empty_cache()  # the ranks share the memory
     rows: list[Row] = []
@@ -149,7 +166,8 @@ def steps(run: gpu_steps.Run, say: Callable[[str], None]) -> Row:
             raise
         first, *more = str(error).splitlines()  # what was measured until then stays
         found["cut"] = f"{first} … {more[-1]}" if more else first
-        if more:  # a rank's own words, and not that there was no time left
+        # A rank's own words, and not that there was no time left; or too little to compare what is wanted.
+        if more or of_stock(rows, gpu_steps.EVERYTHING, 0.0) is None:
             found["error"] = found["cut"]
     return found
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from pipecomp.bench.gpu_steps import EVERYTHING
+from pipecomp.bench.gpu_steps import EVERYTHING, RAISING
 from pipecomp.bench.gpu_timeline import Interval, copied_beside_compute
+from pipecomp.bench.synchronizing import MAIN
 
 Row = dict[str, Any]
 PAGE, PICTURE = "gpu.md", "gpu.png"
 MOST_OF_STOCK, LEAST_OF_MEMCPY = 1.05, 0.8
 KERNEL = "encode_batch"  # takes the difference, quantizes, packs, moves m
-MAIN = "MainThread"
 UNSEEN = (
     "torch does not notice what waits in `Event.synchronize` or `torch.cuda.synchronize`, nor where the driver waits "
-    "with a copy of pageable memory that is asked not to wait."
+    "with a copy of pageable memory that is asked not to wait; what waits in a backward pass it tells when that ends, "
+    "as of who called it."
 )
 
 
@@ -63,6 +64,7 @@ def gpu_page(found: Row) -> str:
         "",
         found["tests"].get("error") or found["tests"]["summary"],
         "",
+        *(["```", found["tests"]["printed"], "```", ""] if found["tests"].get("printed") else []),
         "## Kernels",
         "",
         *_kernels(found["kernels"]),
@@ -128,8 +130,13 @@ def _look(found: Row) -> list[str]:
     lines = [f"![One step: computing and copies of both ranks]({PICTURE})", ""]
     if share is not None:
         lines += [f"{100 * share:.0f} % of the copies' time the GPU computed too.", ""]
-    if all(row["raising"] for row in found.values()):
-        return [*lines, f'A whole step went through under `torch.cuda.set_sync_debug_mode("error")`; {UNSEEN}']
+    raising = [name for name in RAISING if all(name in row["raising"] for row in found.values())]
+    if raising:
+        lines += [
+            f'A step went through with {", ".join(raising)} under `torch.cuda.set_sync_debug_mode("error")`. The rest '
+            "of it did not run under that: DeepSpeed waits there, and so does a thread of gloo.",
+            "",
+        ]
     lines += [f"Calls that waited for the GPU in one step, on the computing thread; {UNSEEN}", ""]
     return [*lines, *_table(("whose", "where", "times"), (place[1:] for place in waits(found)))]
 

@@ -11,6 +11,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ import torch
 from pipecomp.bench.configurations import STOCK_BF16, Line, Model, aqsgd, rate_for
 from pipecomp.bench.gpu_timeline import device_activity
 from pipecomp.bench.pipeline import Row, start_engine, through_float32, untied_gpt2
-from pipecomp.bench.synchronizing import sync_debug_mode, synchronizing_calls
+from pipecomp.bench.synchronizing import MAIN, sync_debug_mode, synchronizing_calls
 from pipecomp.netlab import probe
 from pipecomp.netlab.lab import Lab
 
@@ -27,11 +28,15 @@ RATES = (0.0, 5.8, 12.0)
 STAGES, STEPS = 2, 10
 SOFTWARE = "software throttle"
 EVERYTHING = "AQ-SGD fw3 bw6 BF16"
+_TRIALS = 14  # steps after which the number in flight is settled: two with each that 8 micro-batches allow
 LINES = (
     Line(name=STOCK_BF16, engine="deepspeed", dtype="bf16"),
-    Line(name="BF16", dtype="bf16", against=STOCK_BF16),
-    Line(name=EVERYTHING, dtype="bf16", section=aqsgd(3, 6), against=STOCK_BF16),
+    Line(name="BF16", dtype="bf16", against=STOCK_BF16, most_uncounted=_TRIALS),
+    Line(name=EVERYTHING, dtype="bf16", section=aqsgd(3, 6), against=STOCK_BF16, most_uncounted=_TRIALS),
 )
+# What raises if it waits. Not the others, nor what follows them: DeepSpeed waits there, and with a collective's tensors
+# a thread of gloo, which the mode would end too. None of these has a collective of tensors on the GPU.
+RAISING = ("LoadMicroBatch", "ForwardPass", "BackwardPass", "SendActivation", "RecvActivation", "SendGrad", "RecvGrad")
 Run = Callable[..., dict[int, Any]]
 
 
@@ -149,18 +154,49 @@ def examine(rank: int, world: int, note: Any, line: Line, model: Model, folder: 
     """Take a step under watch, one in which waiting raises, and one under the profiler.
 
     "waits": [thread, owner, line, count] for each place that waited for the GPU, see `synchronizing_calls`. "raising":
-    whether the second step ran under `torch.cuda.set_sync_debug_mode("error")`, as it does if there is no such place.
-    "activity": what the GPU did for this rank in the last step, see `device_activity`.
+    the instructions that the second step ran under `torch.cuda.set_sync_debug_mode("error")`: those of `RAISING` in
+    which nothing had waited, none if another thread had. "activity": what the GPU did for this rank in the last step,
+    see `device_activity`.
     """
     share_a_device(world)
     engine = settled_engine(line, model, folder, [])
+    waiting: set[str] = set()
     with through_float32(line, engine.device):
         with synchronizing_calls() as found:
-            engine.train_batch()
-        raising = torch.cuda.is_available() and not found
-        with sync_debug_mode("error" if raising else "default"):
+
+            @contextmanager
+            def watched(name: str) -> Iterator[None]:
+                before = found.total()
+                yield
+                if found.total() > before:
+                    waiting.add(name)
+
+            with around_instructions(engine, watched):
+                engine.train_batch()
+        alone = torch.cuda.is_available() and all(place.thread == MAIN for place in found)
+        raising = [name for name in RAISING if alone and name not in waiting]
+        with around_instructions(engine, lambda name: sync_debug_mode("error" if name in raising else "default")):
             engine.train_batch()
         activity = device_activity(engine.train_batch)
     engine.close()
     waits = [[*place, count] for place, count in sorted(found.items())]
     return {"waits": waits, "raising": raising, "activity": [list(interval) for interval in activity]}
+
+
+@contextmanager
+def around_instructions(engine: Any, around: Callable[[str], AbstractContextManager[None]]) -> Iterator[None]:
+    """Run each instruction of the engine's steps, while inside, within what `around` gives for its name."""
+
+    def wrapped(name: str, instruction: Callable[..., None]) -> Callable[..., None]:
+        def run(self: Any, **place: int) -> None:
+            with around(name):
+                instruction(self, **place)
+
+        return run
+
+    stock = engine._INSTRUCTION_MAP.items()
+    engine._INSTRUCTION_MAP = {kind: wrapped(kind.__name__, run) for kind, run in stock}
+    try:
+        yield
+    finally:
+        del engine._INSTRUCTION_MAP

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+MAIN = "MainThread"
 _SAID = "called a synchronizing CUDA operation"
 _ROOT = Path(__file__).parents[2]
 
@@ -35,7 +36,8 @@ def synchronizing_calls() -> Iterator[Counter[Place]]:
 
     Waiting for an event is none: that is how the sending thread and the store's writer wait, and torch does not count
     it. It does not count `torch.cuda.synchronize` either, nor copies of pageable memory that are asked not to wait,
-    though the driver may. On a machine without a GPU nothing is found.
+    though the driver may. A backward pass says what has waited when it ends: that is whose called it. Threads that
+    Python does not know, such as gloo's, are not counted. On a machine without a GPU nothing is found.
     """
     found: Counter[Place] = Counter()
     with warnings.catch_warnings():
@@ -55,7 +57,10 @@ def synchronizing_calls() -> Iterator[Counter[Place]]:
 
 @contextmanager
 def sync_debug_mode(mode: str) -> Iterator[None]:
-    """Let torch do this about calls that wait for the GPU: "default", "warn" or "error"; nothing without a GPU."""
+    """Let torch do this about calls that wait for the GPU, of any thread: "default", "warn" or "error".
+
+    Nothing without a GPU.
+    """
     if not torch.cuda.is_available():
         yield
         return

@@ -6,6 +6,8 @@ import subprocess
 import threading
 import time
 import warnings
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +22,7 @@ from pipecomp.bench.gpu_timeline import Interval, copied_beside_compute, draw, i
 from pipecomp.bench.synchronizing import synchronizing_calls
 from pipecomp.cli.bench import bench
 from pipecomp.netlab.network import NetlabError
+from pipecomp.schedule.in_flight import InFlight
 from tests.limits import HANG_S
 
 WAITED = "called a synchronizing CUDA operation (Triggered internally at CUDAFunctions.cpp:132.)"
@@ -59,6 +62,77 @@ def test_who_waited_is_noted_with_its_thread():
         ("MainThread", "pipecomp", "pipecomp/kernels/staging.py:2 place"): 2,
         ("writer", "deepspeed", "deepspeed/runtime/engine.py:2 step"): 1,
     }
+
+
+class Engine:
+    """A step whose instructions wait as they are told. modes: torch's, in each instruction, and at the end."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, cuda: SimpleNamespace, waiting: Sequence[str], thread: str) -> None:
+        self._cuda, self._waiting, self._thread = cuda, waiting, thread
+        self.modes: list[dict[str, str]] = []
+
+    def _run(self, name: str) -> None:
+        self.modes[-1][name] = self._cuda.mode
+        if name in self._waiting and self._cuda.mode == "warn":
+            waiter = threading.Thread(target=warnings.warn, args=(WAITED,), name=self._thread)
+            waiter.start() if self._thread != "MainThread" else waiter.run()
+            if waiter.ident:
+                waiter.join()
+
+    _INSTRUCTION_MAP = {  # noqa: RUF012 (DeepSpeed's name and form)
+        type(name, (), {}): lambda self, _name=name: self._run(_name) for name in (*gpu_steps.RAISING, "OptimizerStep")
+    }
+
+    def train_batch(self) -> None:
+        self.modes.append({})
+        for run in self._INSTRUCTION_MAP.values():
+            run(self)
+        self.modes[-1]["after"] = self._cuda.mode
+
+    def close(self) -> None:
+        assert "_INSTRUCTION_MAP" not in vars(self)
+
+
+@pytest.mark.parametrize(
+    ("waiting", "thread", "left_out"),
+    [
+        (["OptimizerStep"], "MainThread", []),
+        (["OptimizerStep", "BackwardPass"], "MainThread", ["BackwardPass"]),
+        (["OptimizerStep"], "writer", gpu_steps.RAISING),
+    ],
+)
+def test_what_has_not_waited_is_run_so_that_waiting_raises(monkeypatch, waiting, thread, left_out):
+    """And nothing else is, nor anything if another thread has waited."""
+    cuda = SimpleNamespace(mode="default")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: cuda.mode)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: setattr(cuda, "mode", mode))
+    engine = Engine(cuda, waiting, thread)
+    monkeypatch.setattr(gpu_steps, "settled_engine", lambda *given: engine)
+    monkeypatch.setattr(gpu_steps, "share_a_device", lambda world: None)
+    monkeypatch.setattr(gpu_steps, "through_float32", lambda line, device: nullcontext())
+    monkeypatch.setattr(gpu_steps, "device_activity", lambda work: work() or [])
+    found = gpu_steps.examine(0, 2, None, gpu_steps.LINES[-1], gpu_steps.GPT2, "")
+    assert found["raising"] == [name for name in gpu_steps.RAISING if name not in left_out]
+    watched, second, profiled = engine.modes
+    assert set(watched.values()) == {"warn"}
+    assert {name for name, mode in second.items() if mode == "error"} == set(found["raising"])
+    assert second["OptimizerStep"] == second["after"] == "default"
+    assert set(profiled.values()) == {"default"}
+
+
+@pytest.mark.parametrize("line", gpu_steps.LINES[1:], ids=lambda line: line.name)
+def test_steps_count_when_nothing_is_tried_any_more(line):
+    """However far the stages run ahead in the end: observing them waits for the GPU."""
+    in_flight = InFlight("auto", 0, gpu_steps.STAGES, line.micro_batches)
+    step = 0
+    while not line.counts(step, SimpleNamespace(in_flight=in_flight)):
+        in_flight.observe(0.5**step, 1e-9)
+        step += 1
+    assert in_flight.slack > 5
+    assert not in_flight.observing
 
 
 def event(name: str, start: int, duration: int, device: DeviceType = DeviceType.CUDA) -> SimpleNamespace:
@@ -107,8 +181,9 @@ def test_tests_that_are_all_skipped_have_not_passed(tmp_path):
     assert "not there" in gpu.gpu_tests(60, tmp_path / "missing")["error"]
 
 
-def test_the_tests_of_the_checkout_are_counted():
+def test_the_tests_of_the_checkout_are_counted(monkeypatch):
     """By pytest with the checkout's settings; they are skipped, since tests hide GPUs."""
+    monkeypatch.setattr(gpu, "_MOST_WORKERS", 0)
     found = gpu.gpu_tests(HANG_S)
     assert found["passed"] == 0
     assert found["others"] > 50
@@ -119,14 +194,27 @@ def test_the_tests_of_the_checkout_are_counted():
 def test_what_takes_too_long_leaves_no_process(tmp_path):
     """Nor do the processes that it has started, such as the ranks of a test."""
     pid = tmp_path / "pid"
-    with pytest.raises(subprocess.TimeoutExpired):
-        gpu.run_whole(["sh", "-c", f"sleep 600 & echo $! >{pid}.new && mv {pid}.new {pid}; wait"], 5)
+    with pytest.raises(subprocess.TimeoutExpired) as raised:
+        gpu.run_whole(["sh", "-c", f"echo began; sleep 600 & echo $! >{pid}.new && mv {pid}.new {pid}; wait"], 5)
+    assert raised.value.output == b"began\n"
     stat = Path("/proc", pid.read_text().strip(), "stat")
     deadline = time.monotonic() + HANG_S / 20
     while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
         assert time.monotonic() < deadline, "it still runs"
         time.sleep(0.05)
-    assert gpu.gpu_tests(0.01, tmp_path) == {"error": "they took more than 0 s"}
+
+
+@pytest.mark.parametrize("error", [None, subprocess.TimeoutExpired("pytest", 150, b"[gw0] FAILED a.py::test_a\n")])
+def test_of_tests_that_fail_or_take_too_long_the_page_has_what_they_printed(tmp_path, monkeypatch, error):
+    def run(command: list[str], timeout_s: float) -> tuple[int, str, str]:
+        if error is not None:
+            raise error
+        return 1, "FAILED a.py::test_a - assert 2 == 3\n=== 1 failed, 9 passed in 3 s ===\n", ""
+
+    monkeypatch.setattr(gpu, "run_whole", run)
+    found = gpu.gpu_tests(150, tmp_path)
+    assert found["error"] == ("they took more than 150 s" if error else "1 failed, 9 passed in 3 s")
+    assert "FAILED a.py::test_a" in gpu_page(WHOLE | {"tests": found})
 
 
 class CompilerError(Exception):
@@ -151,7 +239,7 @@ def kernel(operation: str, ratio: float) -> gpu.Row:
     return {"operation": operation, "bits": 4, "shape": "8192x1600", **speeds}
 
 
-def looked(waits: list, raising: bool) -> gpu.Row:
+def looked(waits: list, raising: Sequence[str]) -> gpu.Row:
     return {"waits": waits, "raising": raising, "activity": [["compute", 1.0, 2.0], ["to host", 1.5, 2.5]]}
 
 
@@ -161,20 +249,22 @@ WHOLE = {
     "tests": {"passed": 9, "others": 0, "summary": "9 passed in 60 s"},
     "kernels": [kernel("encode_batch", 0.9), kernel("quantize", 0.1)],
     "steps": {"compute_ms": 8.0, "rows": [row("DeepSpeed BF16", 100.0), row(gpu_steps.EVERYTHING, 104.0)]},
-    "look": {0: looked([], True), 1: looked([], True)},
+    "look": {0: looked([], gpu_steps.RAISING), 1: looked([], gpu_steps.RAISING)},
 }
 
 
 def test_what_is_wanted_is_compared_with_what_was_found():
     assert [met for *_, met in verdicts(WHOLE)] == [True, True, True]
     waits = [["MainThread", "deepspeed", "a.py:1 f", 3], ["sender", "pipecomp", "b.py:2 g", 1]]
-    found = WHOLE | {"kernels": [kernel("encode_batch", 0.7)], "look": {0: looked(waits, False)}}
+    found = WHOLE | {"kernels": [kernel("encode_batch", 0.7)], "look": {0: looked(waits, ["ForwardPass"])}}
     assert [met for *_, met in verdicts(found)] == [True, False, True]
     page = gpu_page(found)
     assert all("torch does not notice" in whole for whole in (page, gpu_page(WHOLE))), "a step may wait in other ways"
     assert "| deepspeed | a.py:1 f | 3 |" in page
     assert "b.py:2" not in page
-    found["look"] = {0: looked([["MainThread", "pipecomp", "b.py:2 g", 1]], False)}
+    assert "went through with ForwardPass under" in page
+    assert "LoadMicroBatch, ForwardPass, BackwardPass, " in gpu_page(WHOLE)
+    found["look"] = {0: looked([["MainThread", "pipecomp", "b.py:2 g", 1]], [])}
     assert [met for *_, met in verdicts(found)] == [True, False, False]
 
 
@@ -186,12 +276,13 @@ def test_a_part_that_fails_is_noted_and_the_others_go_on(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_steps, "stage_seconds", lambda model, device: 0.008)
 
     def rows(*given, **options):
-        yield row("DeepSpeed BF16", 100.0)
+        yield from WHOLE["steps"]["rows"]
         raise NetlabError("the run took more than 3 s")
 
     monkeypatch.setattr(gpu_steps, "measure_steps", rows)
-    found = gpu.bench_gpu(tmp_path)
-    assert not any(map(gpu.failed, found.values()))
+    result = CliRunner().invoke(bench, ["gpu", "--folder", str(tmp_path)])
+    assert result.exit_code == 0
+    assert "some lines of its steps are missing: the run took more than 3 s" in " ".join(result.output.split())
     page = (tmp_path / "gpu.md").read_text()
     assert "Not measured: the run took more than 3 s" in page
     assert "9 passed in 60 s" in page
@@ -208,6 +299,14 @@ def test_a_part_that_fails_is_noted_and_the_others_go_on(tmp_path, monkeypatch):
     page = (tmp_path / "gpu.md").read_text()
     assert "Not measured: rank 0 failed: … ValueError: x" in page
     assert "| DeepSpeed BF16 | 100.0 |" in page
+
+    def little(*given, **options):
+        yield row("DeepSpeed BF16", 100.0)
+        raise NetlabError("the run took more than 3 s")
+
+    monkeypatch.setattr(gpu_steps, "measure_steps", little)
+    result = CliRunner().invoke(bench, ["gpu", "--folder", str(tmp_path)])
+    assert result.exit_code == 1, "a step with everything on is not compared with stock's"
     monkeypatch.setattr(gpu_steps, "measure_steps", rows)
 
     def broken(**options):

@@ -37,4 +37,4 @@ def test_lines_train_alike_over_a_throttle_that_holds_stock_deepspeed_back_too()
 
 def test_a_look_at_single_steps():
     found = gpu_steps.look(SMALL, run)
-    assert found == {rank: {"waits": [], "raising": False, "activity": []} for rank in (0, 1)}
+    assert found == {rank: {"waits": [], "raising": [], "activity": []} for rank in (0, 1)}
