@@ -45,8 +45,9 @@ class Store:
         run: a name for the run; a store that is of a run with another name is refused. None: a random one, which a run
             that goes on from a checkpoint takes from there.
         on_write_error: "stop", or "continue" without storing new samples while the disk refuses writes.
-        pinned_bytes: most host memory of a rank that its GPU copies from and to, None for 256 MiB; of no effect, and so
-            refused, where stages compute on the CPU.
+        pinned_bytes: most pinned host memory through which a rank's links, stores and compressed gradients reach its
+            GPU, None for 256 MiB; torch pins more for batches and gloo's collectives. Of no effect, and so refused,
+            where stages compute on the CPU.
         clusters: keep so many cluster centers of tokens' activations in place of every sample's, None to keep samples
             (docs/algorithms.md, 1.8).
     """
