@@ -29,6 +29,8 @@ def counted(number: int, thing: str) -> str:
 class _Lasting(io.FileIO):
     """A descriptor that leads nowhere from when nobody reads it any more, and for as long as its disk is full."""
 
+    before: io.TextIOWrapper  # kept: one that owns the descriptor, as os.fdopen makes it, would close it
+
     def write(self, data: Any) -> Any:
         try:
             return super().write(data)
@@ -59,6 +61,7 @@ def outlast_readers() -> None:
         if isinstance(stream, io.TextIOWrapper) and _descriptor(stream) == descriptor:
             stream.flush()
             raw = _Lasting(descriptor, "w", closefd=False)
+            raw.before = stream
             file: Any = raw if stream.write_through else io.BufferedWriter(raw)  # as Python makes it with -u
             form: Any = {"encoding": stream.encoding, "errors": stream.errors, "line_buffering": stream.line_buffering}
             setattr(sys, name, io.TextIOWrapper(file, **form, write_through=stream.write_through))

@@ -29,3 +29,10 @@ def test_a_process_outlasts_its_output(tmp_path: Path, way: str) -> None:
     words = ["sh", "-c", line, sys.executable, TALKS, str(tmp_path / "after")]
     done = subprocess.run(words, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert (tmp_path / "after").read_text() == "went on", done.stderr
+
+
+def test_a_stream_of_ones_own_keeps_its_descriptor() -> None:
+    own = "import os, sys; sys.stdout = os.fdopen(1, 'w')\n"
+    said = own + "from pipecomp.tables import outlast_readers\noutlast_readers()\nprint('said')"
+    done = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, timeout=HANG_S, check=True)
+    assert done.stdout == "said\n"
