@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from pipecomp.buffers import MemoryStore
+from pipecomp.buffers.base import entry_id
 from pipecomp.buffers.value import HEADER_BYTES, read_header, stored_size, unpack
 from pipecomp.config import Config
 from pipecomp.errors import PipecompError
@@ -33,6 +34,7 @@ MAX_PAYLOAD_BYTES = 1 << 20
 MAX_TENSOR_BYTES = 1 << 26  # the limit of the links here, so that what exceeds it shows
 SETTINGS = {
     "top k": {"method": "aqsgd", "first_visit": 8, "backward_top_k": 0.3},
+    "changes": {"method": "aqsgd", "backward_method": "delta"},
     "constant error": {
         "method": "aqsgd",
         "backward_method": "delta",
@@ -100,16 +102,17 @@ def _receive(name: str, header: wire.Header, message: np.ndarray) -> None:
     there, here = loopback_pair(timeout_s=0.01)
     at = Position(header.step, header.micro_batch)
     store = MemoryStore() if config.activations.method == "aqsgd" else None
+    gradients = header.kind is wire.Kind.GRADIENT
     there.send(message)
     with contextlib.suppress(PipecompError), _tensor_limit():
-        if header.kind is wire.Kind.GRADIENT:
+        if store is not None and name not in STORES:
+            for sample in header.samples[:4]:
+                held = torch.zeros(min(sample.count, 64), min(max(header.hidden, 1), 64))
+                store.put(entry_id(sample.id, gradient=gradients), sample.base, held)
+        if gradients:
             upstream = LinkSender(header.link, config, here, store)
             upstream.recv_gradient(Layout.of_header(header), at)
         else:
-            if store is not None and name not in STORES:
-                for sample in header.samples[:4]:
-                    held = torch.zeros(min(sample.count, 64), min(max(header.hidden, 1), 64))
-                    store.put(sample.id, sample.base, held)
             downstream = LinkReceiver(header.link, config, here, store)
             downstream.recv_activation(at, training=header.kind is wire.Kind.ACTIVATION)
             downstream.end_step()

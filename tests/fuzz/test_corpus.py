@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
+from pipecomp.messages.wire import Form, Kind
+from pipecomp.stages.link.visits import Visits
 from tests.fuzz.run import mutated
 from tests.fuzz.targets import TARGETS
 
@@ -19,6 +21,21 @@ def test_committed_inputs(target):
     assert INPUTS[target]
     for data in (b"", *INPUTS[target]):
         TARGETS[target](data)
+
+
+def test_changes_of_both_directions_are_decoded(monkeypatch):
+    """And not only refused before."""
+    decode, found = Visits.decode, set()
+
+    def noted(self, header, *args):
+        decoded = decode(self, header, *args)
+        found.update((header.kind, sample.form) for sample in header.samples)
+        return decoded
+
+    monkeypatch.setattr(Visits, "decode", noted)
+    for data in INPUTS["wire"]:
+        TARGETS["wire"](data)
+    assert found >= {(kind, form) for kind in (Kind.ACTIVATION, Kind.GRADIENT) for form in (Form.FULL, Form.DELTA)}
 
 
 @pytest.mark.parametrize("target", TARGETS)
