@@ -41,6 +41,12 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "aqsgd 2": {"method": "aqsgd", "forward_bits": 2, "backward_bits": 4},
     "aqsgd 4, groups": {"method": "aqsgd", "forward_bits": 4, "group_size": 5, "rounding": "stochastic"},
     "aqsgd 8, top k": {"method": "aqsgd", "forward_bits": 8, "first_visit": 8, "backward_top_k": 0.2, "eval": "direct"},
+    "aqsgd 3, changes back": {"method": "aqsgd", "forward_bits": 3, "backward_method": "delta", "backward_bits": 4},
+    "aqsgd, constant error": {
+        "method": "aqsgd",
+        "backward_method": "delta",
+        **{key: {"error": 0.1} for key in ("forward_bits", "backward_bits", "first_visit", "backward_first_visit")},
+    },
 }
 CLUSTERS = {"method": "aqsgd", "forward_bits": 4}  # with `store.clusters`
 WIDTHS = ((2, None), (4, None), (8, 5), (16, None), (32, None))
