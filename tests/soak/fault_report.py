@@ -16,8 +16,8 @@ LEAK_MIB_H, LEAK_FDS, LEAK_SUPERVISOR_MIB = 60.0, 8, 60.0
 _WORDS = {
     "pause": "a rank stopped (SIGSTOP) for 1 to 6 s",
     "cut for a while": "a rank's links cut for 2 to 8 s",
-    "value": "one end stores another value than the other",
-    "disk": 'a store\'s disk refuses writes for 6 s, `on_write_error` is "continue"',
+    "value": "one end stores another activation or gradient than the other",
+    "disk": "a store's disk refuses writes",
     "kill": "a rank killed (SIGKILL)",
     "stop": "a rank stopped for good",
     "cut for good": "a rank's links cut for good",
@@ -25,8 +25,8 @@ _WORDS = {
     "nan": "a NaN in activations or gradients",
     "stored byte": "a bit of a stored value flipped in the file",
 }
-SURVIVED = ("pause", "cut for a while", "value", "disk")
-NOTICED = ("kill", "stop", "cut for good", "message", "nan")  # always; a flipped bit in a file may never be read
+SURVIVED = ("pause", "cut for a while", "value")
+NOTICED = ("disk", "kill", "stop", "cut for good", "message", "nan")  # always; a byte of a file may never be read
 
 
 class Event(NamedTuple):
@@ -126,8 +126,8 @@ def page(events: list[Event], lives: list[Life], sampler: Sampler, *, minutes: f
 
 {minutes:g} minutes, {len(events)} faults, {len(lives)} starts, {max(life.steps for life in lives)} steps.
 
-A GPT-2 of two stages with two replicas, AQ-SGD with 4 bits, LMDB stores, `transport.timeout_s` 20, `store.drift_check`
-5. In the first third only the first four faults are drawn.
+A GPT-2 of two stages with two replicas, AQ-SGD with 4 bits and gradients as changes in 4, LMDB stores,
+`transport.timeout_s` 20, `store.drift_check` 5. In the first third only the first three faults are drawn.
 
 | fault | times | went on | ended, started again | seconds until all had ended: median, most | one of the errors |
 |---|---|---|---|---|---|

@@ -18,7 +18,7 @@ from pathlib import Path
 from signal import SIGCONT, SIGKILL, SIGSTOP
 
 from tests.soak.fault_report import NOTICED, SURVIVED, Event, Life, page, problems
-from tests.soak.fault_work import DISK_S, ORDERED, order
+from tests.soak.fault_work import ORDERED, order
 from tests.soak.leaks import Sampler
 from tests.soak.restart_work import Job, make_job, steps_of_epoch
 from tests.soak.restarts import Start, stores_on_disk
@@ -46,7 +46,7 @@ class FaultRun:
             epochs=10**7,
             save_every=100,
             timeout_s=TIMEOUT_S,
-            store={"drift_check": 5, "on_write_error": "continue"},
+            store={"drift_check": 5},
         )
         self.job |= {"faults": True, "note_every": 10}
         self.events: list[Event] = []
@@ -92,7 +92,6 @@ class FaultRun:
             order(self.folder / "run", rank, kind)
             self.start.wait(AGAIN_S, lambda: ["fault", kind] in [n[:2] for n in self.start.notes(rank)][-50:])
             began = time.monotonic()
-            time.sleep(DISK_S if kind == "disk" else 0.0)
         else:
             victims = getattr(self, f"_{name}")(rank)
         mark = self.start.steps()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import random
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-DISK_S = 6.0  # for how long the disk refuses writes
+from pipecomp.buffers.base import GRADIENT
+
 ORDERED = ("value", "message", "nan", "disk")
 
 
@@ -29,7 +29,6 @@ class Faults:
         self._order.unlink(missing_ok=True)
         self._note, self._draw = note, random.Random()
         self._drifts = 0
-        self._refusing: tuple[Any, float] | None = None  # the file that refuses writes, and until when
 
     def after_step(self, engine: Any) -> None:
         """Do what is ordered; say how often ends were found to differ."""
@@ -37,9 +36,6 @@ class Faults:
         if drifts != self._drifts:
             self._note("drifts", drifts - self._drifts)
             self._drifts = drifts
-        if self._refusing is not None and time.monotonic() > self._refusing[1]:
-            del self._refusing[0].write
-            self._refusing = None
         if self._order.exists():
             fault = self._order.read_text()
             self._order.unlink()
@@ -47,16 +43,19 @@ class Faults:
             self._note("fault", fault)
 
     def value(self, engine: Any) -> None:
-        """The next message that is stored here is not the one that the other end stores."""
+        """The next activation, or gradient, that is stored here is not the one that the other end stores."""
         store = next(iter(engine.links)).store
         put_many = store.put_many
+        wanted = self._draw.choice((0, GRADIENT))
 
         def faulty(puts: Any, settled: Any = None) -> None:
-            del store.put_many
-            (sample, version, m_nH), *others = puts
-            m_nH = m_nH.clone()
-            m_nH[0, 0] += 1e-3
-            put_many([(sample, version, m_nH), *others], settled)
+            if puts[0][0] & GRADIENT == wanted:
+                del store.put_many
+                (sample, version, m_nH), *others = puts
+                m_nH = m_nH.clone()
+                m_nH[0, 0] += 1e-3
+                puts = [(sample, version, m_nH), *others]
+            put_many(puts, settled)
 
         store.put_many = faulty
 
@@ -91,7 +90,7 @@ class Faults:
         setattr(end, name, faulty)
 
     def disk(self, engine: Any) -> None:
-        """The message store's disk refuses writes for a while."""
+        """The message store's disk refuses writes from now on."""
         from pipecomp.errors import StoreError
 
         environment = engine.links.environment
@@ -103,4 +102,3 @@ class Faults:
                 raise StoreError(f"{environment.path}: cannot write: {error}") from error
 
         environment.file.write = full
-        self._refusing = environment.file, time.monotonic() + DISK_S

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from pipecomp.buffers import LmdbEnvironment
-from tests.soak import kill_report, kill_rounds
+from pipecomp.config import Config
+from tests.soak import fault_run, kill_report, kill_rounds
 from tests.soak.fault_report import MIB, Event, Life, growth, page, problems
 from tests.soak.leaks import Held, Machine, slope
 from tests.soak.restarts import OnDisk, stores_on_disk
@@ -60,6 +63,7 @@ def test_what_is_right():
         ([Event(3, "pause", 1, False, 4.0, "an error", [])], [life()], {}),
         ([Event(3, "nothing", 1, False, 4.0, "an error", [])], [life()], {}),
         ([Event(3, "nan", 1, True, 4.0, "", [])], [life()], {}),
+        ([Event(3, "disk", 1, True, 4.0, "", [])], [life()], {}),
         ([Event(3, "kill", 1, False, 4.0, "", [2])], [life()], {}),
         (GOOD, [life(silent=1, differ=1), life()], {}),
         (GOOD, [life(), life(differ=1)], {}),
@@ -72,6 +76,14 @@ def test_what_is_right():
 )
 def test_what_is_wrong(events, lives, held):
     assert len(problems(events, lives, sampler(**held))) == 1
+
+
+def test_a_run_can_start_with_its_configuration(tmp_path, monkeypatch):
+    monkeypatch.setattr(fault_run.FaultRun, "_new_start", lambda self: None)
+    monkeypatch.setattr(fault_run, "Sampler", lambda *args, **more: None)
+    folder = Path(fault_run.FaultRun(tmp_path, 0).job["folder"])
+    config = Config.from_dict(json.loads((folder / "ds_config.json").read_text())["pipecomp"])
+    assert config.activations.backward_method == "delta"
 
 
 def test_stores_are_compared_byte_for_byte(tmp_path):
