@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map
 
+from pipecomp.buffers.base import GRADIENT
 from pipecomp.cluster.local_ranks import run_ranks
 from pipecomp.errors import ConfigError
 from tests.dist.small import ds_config, gpt2, samples
@@ -222,7 +223,24 @@ def momentum(rank: int, world: int, note: Any) -> dict[str, Any]:
     engine = start({"method": "global_qsgd"}, 2)
     out["seeds"] = {name: state.seed for name, state in engine.gradients.states()}
     engine.close()
+    out["kept gradients"] = kept_gradients()
     return as_arrays(out)
+
+
+def kept_gradients() -> dict[int, float]:
+    """The length of each sample's gradient as this rank's link keeps it; the weights stay what they are."""
+    import pipecomp
+
+    section = {"activations": {"method": "aqsgd", "backward_method": "delta"}, "store": {"backend": "memory"}}
+    config = ds_config(section, optimizer={"type": "SGD", "params": {"lr": 0.0}})
+    engine = pipecomp.initialize(gpt2(2), num_stages=2, config=config, training_data=samples())
+    for _ in range(2):  # an epoch
+        engine.train_batch()
+    (end,) = engine.links
+    ids = [held.sample for held in end.store.inventory() if held.sample & GRADIENT]
+    out = {i & ~GRADIENT: float(kept.m_nH.norm()) for i, kept in zip(ids, end.store.get(ids), strict=True)}
+    engine.close()
+    return out
 
 
 @pytest.fixture(scope="module")
@@ -254,3 +272,15 @@ def test_stages_draw_apart_and_holders_of_a_tied_weight_alike(four: dict[int, An
     assert seeds[0] == seeds[1] != seeds[2] == seeds[3]
     assert len({own["data parallel"] for own in seeds}) == 2
     assert len({own["tied transformer.wte.weight"] for own in seeds}) == 1
+
+
+def test_gradients_are_kept_in_the_unit_of_a_samples_own_loss(four: dict[int, Any]) -> None:
+    """Whatever the step's other micro-batches and replicas are."""
+    model, lengths = gpt2(2), []
+    for sample in samples():
+        x_1S = sample["input_ids"][None]
+        out = model(input_ids=x_1S, labels=x_1S, output_hidden_states=True)
+        lengths.append(4096 * float(torch.autograd.grad(out.loss, out.hidden_states[1])[0].norm()))
+    for rank in range(4):
+        wanted = {i: lengths[i] for i in range(rank % 2, len(lengths), 2)}
+        assert four[rank]["kept gradients"] == pytest.approx(wanted, rel=0.01)

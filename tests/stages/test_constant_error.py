@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pipecomp.activation_config import ConstantError, bits_text
 from pipecomp.buffers import MemoryStore
+from pipecomp.buffers.base import entry_id
 from pipecomp.config import Config
 from pipecomp.errors import ConfigError, LinkError, NonFiniteError, WireError
 from pipecomp.messages import wire
@@ -212,22 +213,30 @@ def test_a_sample_that_comes_again_keeps_the_error_too(dtype: torch.dtype) -> No
         assert float((y_BSH - x_BSH).norm() / x_BSH.norm()) <= 0.03 + (0.004 if dtype == torch.bfloat16 else 0)
 
 
-def test_images_that_crops_move() -> None:
+@pytest.mark.parametrize("back", [{"backward_bits": 8}, {"backward_method": "delta", "backward_bits": BACKWARD}])
+def test_images_that_crops_move(back: dict[str, Any]) -> None:
     """The change is that of the window which the crop shows."""
     canvas = CropCanvas(4, 6, 8, 12, 3)
-    ends = link({"method": "aqsgd", "forward_bits": FORWARD, "first_visit": 8, "backward_bits": 8}, canvas=canvas)
-    seen, chosen = headers(ends[0]), []
+    ends = link({"method": "aqsgd", "forward_bits": FORWARD, "first_visit": 8, **back}, canvas=canvas)
+    images = torch.randn(2, canvas.canvas_lines, canvas.canvas_columns * 3, generator=torch.Generator().manual_seed(0))
+    ways = ((FORWARD, 1, 7), (BACKWARD, 2, 8))[: 1 + ("backward_method" in back)]
+    seen, chosen = [headers(end) for end in ends], []
     for step in range(4):
-        where = Layout.of_shifts((1, 2), torch.tensor([[step - 1, -step], [0, step]]), canvas)
-        x_BSH = moving(0, 2, 0.0)[:, :4, :18].contiguous() * (1 + 0.2**step)
-        held = ends[0].store.get([1, 2]) if step else []
-        pairs = zip(x_BSH, held, where.starts, strict=False)
-        changes = [x_nH - canvas.take(cached.m_nH, start) for x_nH, cached, start in pairs]
-        y_BSH, _ = there_and_back(ends, x_BSH, x_BSH, where, step)
-        assert seen[-1].bits == fewest(changes, list(x_BSH), 0.07, 1, 7)
-        assert float((y_BSH - x_BSH).norm() / x_BSH.norm()) <= 0.07
-        chosen.append(seen[-1].bits)
-    assert len(set(chosen)) > 1
+        where = Layout.of_shifts((1, 2), torch.tensor([[-2, 3], [2, -1]]) * (step % 2), canvas)
+        shown = [canvas.take(image, start) for image, start in zip(images, where.starts, strict=True)]
+        x_BSH = torch.stack(shown) * (1 + 0.2**step)
+        held = [ends[0].store.get([entry_id(i, gradient=bool(way)) for i in (1, 2)]) for way in range(len(ways))]
+        arrived = there_and_back(ends, x_BSH, x_BSH, where, step)
+        for way, (error, low, high) in enumerate(ways):
+            plain = Plain({}, {}, head=bool(way))
+            pairs = zip(where.ids, held[way], where.starts, strict=True)
+            plain.m = {i: canvas.take(cached.m_nH, start) for i, cached, start in pairs if cached}
+            changes = [x_nH - plain.base(i, x_nH) for i, x_nH in zip(where.ids, x_BSH, strict=True) if i in plain.m]
+            assert seen[way][-1].bits == fewest(changes, list(x_BSH), error["error"], low, high)
+            assert float((arrived[way] - x_BSH).norm() / x_BSH.norm()) <= error["error"]
+        chosen.append([packets[-1].bits for packets in seen])
+    for bits in list(zip(*chosen, strict=True))[: len(ways)]:
+        assert len(set(bits)) > 1
 
 
 @pytest.mark.parametrize("passes", [True, False])

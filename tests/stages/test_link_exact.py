@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pipecomp.buffers import MemoryStore
+from pipecomp.buffers.base import entry_id, entry_name
 from pipecomp.config import Config
 from pipecomp.errors import DriftError, WireError
 from pipecomp.messages import wire
@@ -111,14 +112,19 @@ def test_a_packet_that_asks_for_too_much_memory_is_refused() -> None:
 # -- both ends the same
 
 
-def test_a_difference_between_both_ends_is_found_and_an_error_where_it_comes_again() -> None:
-    up, down = link({"method": "aqsgd"})
+@pytest.mark.parametrize("gradient", [False, True])
+def test_a_difference_between_both_ends_is_found_and_an_error_where_it_comes_again(gradient: bool) -> None:
+    up, down = link({"method": "aqsgd", "backward_method": "delta"})
+    entries = {entry_id(sample, gradient=way) for sample in (0, 1) for way in (False, True)}
+    disturbed = entry_id(1, gradient=gradient)
 
     def step(number: int, off: float = 1e-3) -> list[Any]:
         up.send_activation(values(2), layout(2), Position(number, 0))
         down.recv_activation(Position(number, 0))
-        (held,) = down.store.get([1])
-        down.store.put(1, held.version, held.m_nH + off)
+        down.send_gradient(values(2), layout(2), Position(number, 0))
+        up.recv_gradient(layout(2), Position(number, 0))
+        (held,) = down.store.get([disturbed])
+        down.store.put(disturbed, held.version, held.m_nH + off)
         found: list[Any] = [None, None]
 
         def check(i: int, end: Any) -> None:
@@ -135,11 +141,14 @@ def test_a_difference_between_both_ends_is_found_and_an_error_where_it_comes_aga
         assert up.changed == down.changed == set(), "what was compared is not compared again"
         return found
 
-    assert step(0) == [[1], [1]]
-    assert [h.sample for h in up.store.inventory()] == [h.sample for h in down.store.inventory()] == [0]
+    assert step(0) == [[disturbed]] * 2
+    for end in (up, down):
+        assert {h.sample for h in end.store.inventory()} == entries - {disturbed}
     assert step(1, off=0.0) == [[], []]
-    assert step(2) == [[1], [1]], "the last check found nothing"
-    assert all(isinstance(error, DriftError) for error in step(3))
+    assert step(2) == [[disturbed]] * 2, "the last check found nothing"
+    for error in step(3):
+        assert isinstance(error, DriftError)
+        assert f"different cached activations of {entry_name(disturbed)} (samples)" in str(error)
 
 
 def test_a_digest_of_another_length_is_refused() -> None:
