@@ -31,10 +31,15 @@ FIELDS = 8  # of a sample: x, m, scales, codes (each as if row 0 were the batch'
 
 
 @triton.jit
-def place_of(unit, table, samples, GROUP, GROUPS, H, FIELDS: tl.constexpr):
+def place_of(unit, table, SAMPLES, GROUP, GROUPS, H, FIELDS: tl.constexpr):
     """Of a group: the row in the batch, its sample's fields, the group's number, its first column, its values."""
     row = unit // GROUPS
-    fields = table + tl.load(samples + row) * FIELDS
+    sample, end = 0, SAMPLES
+    while end - sample > 1:
+        middle = (sample + end) // 2
+        before = tl.load(table + middle * FIELDS + 4) <= row
+        sample, end = tl.where(before, middle, sample), tl.where(before, end, middle)
+    fields = table + sample * FIELDS
     column = unit % GROUPS * GROUP
     return row, fields, unit % GROUPS, column, tl.minimum(H - column, GROUP)
 
@@ -55,8 +60,8 @@ def encode_kernel(
     payload,
     w,
     table,
-    samples,
     bad,
+    SAMPLES,
     H,
     GROUP,
     GROUPS,
@@ -72,7 +77,7 @@ def encode_kernel(
 ):
     """One group's scale and codes, and m (KEEP): moved with DELTA, else set. A bad group lowers bad[0] to its row."""
     unit, chunk = unit_and_chunk(GROUP, 8 * OCT)
-    row, fields, group, column, n = place_of(unit, table, samples, GROUP, GROUPS, H, FIELDS)
+    row, fields, group, column, n = place_of(unit, table, SAMPLES, GROUP, GROUPS, H, FIELDS)
     octet, lane, at = octets(chunk, OCT)
     ok = at < n
     v = to_float(tl.load(x + start_of(fields, ALIGNED) + row * H + column + at, mask=ok, other=0))
@@ -111,7 +116,7 @@ def decode_kernel(
     payload,
     w,
     table,
-    samples,
+    SAMPLES,
     H,
     GROUP,
     GROUPS,
@@ -125,7 +130,7 @@ def decode_kernel(
 ):
     """m moved by, or set to, what one chunk of a group decodes to."""
     unit, chunk = unit_and_chunk(GROUP, BLOCK)
-    row, fields, group, column, n = place_of(unit, table, samples, GROUP, GROUPS, H, FIELDS)
+    row, fields, group, column, n = place_of(unit, table, SAMPLES, GROUP, GROUPS, H, FIELDS)
     at = chunk * BLOCK + tl.arange(0, BLOCK)
     ok = at < n
     byte = tl.arange(0, 4)
@@ -184,16 +189,16 @@ def _launch_encode(batch: list[tuple[int, Visit, Tensor]], payload: Tensor, bad:
     assert o is not None
     m = x if first.m is None else first.m
     rows = [(i, v.x, v.m, part, v.options.seed if v.options else 0) for i, v, part in batch]
-    s, table, samples, aligned = _table(rows, x, m, payload, o.bits, o.group_size)
+    s, table, w, aligned = _table(rows, x, m, payload, o)
     octet = triton.next_power_of_2(-(-s.group // 8))
     encode_kernel[s.grid(8 * octet)](
         x,
         m,
         payload,
-        _values(o.bits, o.rounding, payload.device),
+        w,
         table,
-        samples,
         bad,
+        len(rows),
         *s.sizes,
         BITS=o.bits,
         DELTA=first.delta,
@@ -219,13 +224,13 @@ def decode_batch(payload: Tensor, samples: Sequence[Arriving]) -> None:
             batches.setdefault(key, []).append((i, s.m, s.m, part, 0))
     for (o, delta, _), rows in batches.items():
         m = rows[0][1]
-        shape, table, of_rows, aligned = _table(rows, m, m, payload, o.bits, o.group_size)
+        shape, table, w, aligned = _table(rows, m, m, payload, o)
         decode_kernel[shape.grid(BLOCK)](
             m,
             payload,
-            _values(o.bits, o.rounding, payload.device),
+            w,
             table,
-            of_rows,
+            len(rows),
             *shape.sizes,
             BITS=o.bits,
             DELTA=delta,
@@ -241,29 +246,23 @@ def _table(
     x: Tensor,
     m: Tensor,
     payload: Tensor,
-    bits: int,
-    group_size: int | None,
+    o: Options,
 ) -> tuple[Shape, Tensor, Tensor, bool]:
-    """The fields of each sample (number, x, m, part of the payload, seed), and each row's sample, on the device.
+    """The fields of each sample (number, x, m, part of the payload, seed), and what codes stand for, on the device.
 
     Also whether all x and m begin at multiples of four.
     """
-    counts = [each.shape[0] for _, each, _, _, _ in batch]
-    s = Shape((sum(counts), x.shape[1]), bits, group_size)
+    s = Shape((sum(len(each) for _, each, _, _, _ in batch), x.shape[1]), o.bits, o.group_size)
     fields, row, aligned = [], 0, True
-    for (i, each, held, part, seed), n in zip(batch, counts, strict=True):
-        byte = part.data_ptr() - payload.data_ptr()
+    for i, each, held, part, seed in batch:
+        n, byte = len(each), part.data_ptr() - payload.data_ptr()
         scales, codes = byte - 4 * row * s.groups, byte + 4 * n * s.groups - row * s.row_bytes
         x_at = (each.data_ptr() - x.data_ptr()) // each.element_size() - row * s.H
         m_at = 0 if held is None else (held.data_ptr() - m.data_ptr()) // 4 - row * s.H
         aligned = aligned and x_at % 4 == m_at % 4 == 0
         fields += [x_at, m_at, scales, codes, row, i, *rng.keys(seed, 0)]
         row += n
-    # Of pageable memory the driver takes a copy of 64 KiB at most, and waits for more: rows are counted on the device.
-    both = torch.tensor(fields + counts, dtype=torch.int64).to(payload.device, non_blocking=True)
-    of_rows = torch.repeat_interleave(both[len(fields) :], output_size=row)
-    return s, both[: len(fields)], of_rows, aligned
-
-
-def _values(bits: int, rounding: str, device: torch.device) -> Tensor:
-    return torch.tensor(reference.code_values(bits, rounding), dtype=torch.float32).to(device, non_blocking=True)
+    # One copy. Of pageable memory the driver takes 64 KiB at most, and waits for more: rows have no numbers here.
+    w = torch.tensor(reference.code_values(o.bits, o.rounding), dtype=torch.float32)
+    both = torch.cat([torch.tensor(fields), w.view(torch.int64)]).to(payload.device, non_blocking=True)
+    return s, both[: len(fields)], both[len(fields) :].view(torch.float32), aligned

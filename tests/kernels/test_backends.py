@@ -435,6 +435,20 @@ def test_bit_streams(backend, bits, n, dtype, seed):
 
 if INTERPRETED:
 
+    @pytest.mark.parametrize("rows", [[1], [3, 1], [1, 2, 5, 1, 3, 1, 4]], ids=str)
+    def test_rows_find_their_samples(rows):
+        """In a table that has samples only, each with numbers of its own."""
+        x, o = values(1, (sum(rows), 24)), Options(4, 8, "max", "stochastic")
+        visits = [ragged.Visit(each, None, o._replace(seed=i)) for i, each in enumerate(x.split(rows))]
+        want, got = torch.zeros(2, ragged.payload_bytes(*x.shape, o, x.dtype), dtype=torch.uint8)
+        for encode, payload in ((ragged.encode_batch, want), (triton_backend.encode_batch, got)):
+            encode(visits, payload, None)
+        assert same(got, want)
+        m_want, m_got = torch.zeros(2, *x.shape)
+        for decode, m in ((ragged.decode_batch, m_want), (triton_backend.decode_batch, m_got)):
+            decode(got, [ragged.Arriving(each, o) for each in m.split(rows)])
+        assert same(m_got, m_want)
+
     @pytest.mark.parametrize("group", [None, 1100, 1024])
     def test_rows_that_several_programs_share(group, monkeypatch):
         """Each finds its row, its group and its part of it in the one number that it has."""

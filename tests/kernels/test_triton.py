@@ -95,22 +95,22 @@ def test_norms_may_be_whole_numbers():
         assert "div.rn.f32" in launch.ptx(), launch
 
 
-@pytest.mark.parametrize("rows", [[5, 0, 40], [8000, 192]], ids=str)
+@pytest.mark.parametrize("rows", [[5, 1, 40], [8000, 192]], ids=str)
 def test_of_a_batch_the_device_gets_some_numbers_a_sample(rows):
-    """Not some a row: a copy of more than 64 KiB would wait for the device."""
+    """At once, and none a row: a copy of more than 64 KiB would wait for the device."""
     pytest.importorskip("triton", reason="triton is not installed")
-    from pipecomp.kernels import triton_ragged
+    from pipecomp.kernels import triton_backend
+    from tests.kernels.triton_launches import recorded
 
-    for device in ("cpu", "meta"):
-        x, part = torch.zeros(sum(rows), 2, device=device), torch.zeros(1, dtype=torch.uint8, device=device)
-        batch = [(i, each, None, part, i) for i, each in enumerate(x.split(rows))]
-        with DeviceCopies() as copied:
-            _, table, of_rows, _ = triton_ragged._table(batch, x, x, part, 4, None)
-        if device == "cpu":
-            assert of_rows.tolist() == [i for i, n in enumerate(rows) for _ in range(n)]
-            assert table.view(len(rows), -1)[:, 4].tolist() == [sum(rows[:i]) for i in range(len(rows))]
-        assert of_rows.device == table.device == part.device
-    assert copied.values == [len(rows) * (triton_ragged.FIELDS + 1)]
+    o, x = Options(4, None), torch.zeros(sum(rows), 2, device="meta")
+    payload = torch.empty(ops.payload_bytes(*x.shape, o, x.dtype), dtype=torch.uint8, device="meta")
+    with recorded() as launches, DeviceCopies() as copied:
+        triton_backend.encode_batch([Visit(each, each, o, True) for each in x.split(rows)], payload, None)
+        triton_backend.decode_batch(payload, [Arriving(each, o, True) for each in x.split(rows)])
+    for launch in launches:
+        values = launch.arguments["table"].numel(), launch.arguments["w"].numel()
+        assert values == (len(rows) * launch.arguments["FIELDS"], 1 << o.bits)
+    assert copied.values == [8 * len(rows) + 8] * 2  # two values of w have the bytes of one of the table
 
 
 @pytest.mark.parametrize("shift", [0, 1])
