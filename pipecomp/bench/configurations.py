@@ -40,8 +40,7 @@ class Model:
 class Line:
     """One configuration. engine: "deepspeed" (stock) or "pipecomp". section: pipecomp's. dtype: "fp32" or "bf16".
 
-    against: the line that it is compared with. most_uncounted: steps before a timed one, at most, while pipecomp still
-    tries how many micro-batches to have in flight.
+    against: the line that it is compared with.
     """
 
     name: str
@@ -51,18 +50,21 @@ class Line:
     replicas: int = 1
     section: dict[str, Any] = field(default_factory=dict)
     against: str = STOCK
-    most_uncounted: int = 8
 
     @property
     def period(self) -> int:
         """Steps from one averaging of replicas to the next, which are timed together."""
         return int(self.section.get("gradients", {}).get("local_steps") or 1)
 
-    def counts(self, step: int, engine: Any) -> bool:
-        """Say whether a step is timed. Stock DeepSpeed's are all alike; AQ-SGD's first one sends first visits."""
+    def counts(self, step: int, engine: Any, most_uncounted: int = 8) -> bool:
+        """Say whether a step is timed. Stock DeepSpeed's are all alike; AQ-SGD's first one sends first visits.
+
+        most_uncounted: steps before a timed one, at most, while pipecomp still tries how many micro-batches to have in
+        flight.
+        """
         if self.engine == "deepspeed":
             return step >= 1
-        return step >= 2 and (step >= self.most_uncounted or not engine.in_flight.observing)
+        return step >= 2 and (step >= most_uncounted or not engine.in_flight.observing)
 
 
 def aqsgd(forward: int, backward: int, backend: str = "lmdb") -> dict[str, Any]:

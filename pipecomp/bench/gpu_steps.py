@@ -28,11 +28,11 @@ RATES = (0.0, 5.8, 12.0)
 STAGES, STEPS = 2, 10
 SOFTWARE = "software throttle"
 EVERYTHING = "AQ-SGD fw3 bw6 BF16"
-_TRIALS = 14  # steps after which the number in flight is settled: two with each that 8 micro-batches allow
+TRIALS = 14  # steps after which the number in flight is settled: two with each that 8 micro-batches allow
 LINES = (
     Line(name=STOCK_BF16, engine="deepspeed", dtype="bf16"),
-    Line(name="BF16", dtype="bf16", against=STOCK_BF16, most_uncounted=_TRIALS),
-    Line(name=EVERYTHING, dtype="bf16", section=aqsgd(3, 6), against=STOCK_BF16, most_uncounted=_TRIALS),
+    Line(name="BF16", dtype="bf16", against=STOCK_BF16),
+    Line(name=EVERYTHING, dtype="bf16", section=aqsgd(3, 6), against=STOCK_BF16),
 )
 # What raises if it waits. Not the others, nor what follows them: DeepSpeed waits there, and with a collective's tensors
 # a thread of gloo, which the mode would end too. None of these has a collective of tensors on the GPU.
@@ -118,7 +118,7 @@ def settled_engine(line: Line, model: Model, folder: str, losses: list[float]) -
     """Start a line's engine and take the steps that do not count; `losses` gets theirs."""
     engine = start_engine(line, model, STAGES, folder)
     with through_float32(line, engine.device):
-        while not line.counts(len(losses), engine):
+        while not line.counts(len(losses), engine, TRIALS):
             losses.append(float(engine.train_batch()))
     return engine
 

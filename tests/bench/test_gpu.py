@@ -128,7 +128,7 @@ def test_steps_count_when_nothing_is_tried_any_more(line):
     """However far the stages run ahead in the end: observing them waits for the GPU."""
     in_flight = InFlight("auto", 0, gpu_steps.STAGES, line.micro_batches)
     step = 0
-    while not line.counts(step, SimpleNamespace(in_flight=in_flight)):
+    while not line.counts(step, SimpleNamespace(in_flight=in_flight), gpu_steps.TRIALS):
         in_flight.observe(0.5**step, 1e-9)
         step += 1
     assert in_flight.slack > 5
