@@ -18,11 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import page, shootout
+from benchmarks.classification import METRICS
 from benchmarks.convergence import CHANGES_BACK, quantized
 from benchmarks.page import Row, prose, spread, values
 from benchmarks.runner import Runs, chosen, digest
 from benchmarks.shootout import BACKWARD_ERROR, DROPOUT, FIRST_BITS, FORWARD_ERROR
 from benchmarks.training import in_order
+from pipecomp.activation_config import FEWEST
+from pipecomp.plan.dropout import CLASSIFIERS_FEWEST_BITS, FEWEST_BITS
+from pipecomp.plan.options import aqsgd
+from pipecomp.plan.search import keeping_error
 
 EXACT_BITS = 32
 RATES = [1.0, 3.0, 0.3333]  # times the task's own learning rate
@@ -44,14 +49,32 @@ LINES: dict[str, dict[str, Any]] = {
     "fw3 bw3": quantized("aqsgd", 3, 3) | FIRST,
     "fw3 bw3, changes back": quantized("aqsgd", 3, 3) | CHANGES_BACK,
 }
+PLANNED, SLOWEST = "a plan's, 8 bits hidden", "a plan's, slowest links"
+METHODS = (*LINES, PLANNED, SLOWEST)
 EVERYWHERE = (EXACT, BASE, CONSTANT)  # with every learning rate; the others with the task's own
+
+
+def planned(task: str, dropout: str, most: tuple[int, int] | None) -> dict[str, Any]:
+    """The section that a plan makes. most: bits forward and back that its links hide; None for the fewest."""
+    fewest = FEWEST["forward_bits"]
+    if dropout != "without" and task != "Llama":  # whose dropout is before adapters
+        fewest = CLASSIFIERS_FEWEST_BITS if task in METRICS else FEWEST_BITS
+    forward, backward = most or (fewest, FEWEST["backward_bits"])
+    errors = keeping_error("forward_bits", forward, fewest), keeping_error("backward_bits", backward)
+    return dict(aqsgd(*errors, one_pass=False)["activations"])
+
+
+def line(method: str, task: str, dropout: str) -> dict[str, Any]:
+    """The section "activations" of a method."""
+    plans: dict[str, tuple[int, int] | None] = {PLANNED: (8, 8), SLOWEST: None}
+    return planned(task, dropout, plans[method]) if method in plans else LINES[method]
 
 
 def train(task: str, dropout: str, rate: float, stages: int, method: str, seed: int, folders: dict[str, Path]) -> Row:
     """One run."""
     return {
         **dict(zip(KEYS, (task, dropout, rate, stages, method, seed), strict=True)),
-        **shootout.trained_on(task, dropout, stages, seed, folders, LINES[method], rate),
+        **shootout.trained_on(task, dropout, stages, seed, folders, line(method, task, dropout), rate),
     }
 
 
@@ -64,7 +87,7 @@ def cases(given: Any) -> list[tuple[Any, ...]]:
         for rate in given.rates
         for dropout in given.dropout
         for k in given.stages
-        for name in chosen(LINES, given.only)
+        for name in chosen(METHODS, given.only)
         if name in EVERYWHERE or rate == 1
         if name != EXACT or k == given.stages[0]
     ]
@@ -144,7 +167,7 @@ def _summary(rows: Sequence[Row]) -> list[str]:
 
 def results(rows: list[Row]) -> list[str]:
     """The page."""
-    rows = in_order(rows, LINES, "rate", "dropout", "-stages", "method", "seed")
+    rows = in_order(rows, METHODS, "rate", "dropout", "-stages", "method", "seed")
     text = f"""
         # Constant error
 
@@ -156,7 +179,9 @@ def results(rows: list[Row]) -> list[str]:
         multiples of the task's own. Constant error is one setting for all of them: AQ-SGD with changes both ways, each
         packet with the fewest bits whose error is at most {FORWARD_ERROR:g} of the activations and
         {BACKWARD_ERROR:g} of the gradients, first visits too; but changes have no more than {MOST[0]} bits forward and
-        {MOST[1]} back, whatever their error. Lines with bits send first visits with {FIRST_BITS}.
+        {MOST[1]} back, whatever their error. Lines with bits send first visits with {FIRST_BITS}. A plan's: what
+        `pipecomp plan` recommends for links that hide 8 bits both ways, and for those so slow that it takes its fewest
+        bits.
 
         Training loss: mean over the last epoch. Beside FP32 and {BASE}: of the run with the same seed; in brackets the
         smallest and the largest of the seeds. Bytes: both ways, over all epochs, headers and scales included. Bits: per
@@ -176,5 +201,5 @@ def main(argv: Sequence[str]) -> None:
     """See the top of the file."""
     rates = (RATES, "what the task's learning rate is multiplied by")
     given = shootout.task_arguments(argv, __doc__, stages=([4, 2], "K"), rates=rates)
-    runs = Runs(given, "constant_error", SETUP, KEYS, current=lambda row: row["method"] in LINES)
+    runs = Runs(given, "constant_error", SETUP, KEYS, current=lambda row: row["method"] in METHODS)
     runs.complete(train, cases(given), given.folders, line=shootout.run_line, page=results)

@@ -35,6 +35,7 @@ FIRST_BITS = 8  # of first visits, for every method that has them
 FORWARD_ERROR, BACKWARD_ERROR = ERRORS["forward_bits"], ERRORS["backward_bits"]
 KEPT_BITS = 4  # of the values that top-k keeps; a bit each says which these are
 DROPOUT = {"GPT-2": 0.1, "QNLI": 0.1, "CoLA": 0.1, "Llama": 0.05}  # Hugging Face's defaults; peft has none for LoRA
+SHARES = {"without": 0.0, "with": 1.0, "half": 0.5}  # of that dropout
 LORA = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
 LORA_RATE = 2e-3
 KEYS = ("task", "dropout", "stages", "method", "setting", "seed")
@@ -187,7 +188,7 @@ def trained_on(
     given = {
         "activations": {"method": "none"} if callable(setting) else setting,
         "rival": setting if callable(setting) else None,
-        "dropout": DROPOUT[task] if dropout == "with" else 0.0,
+        "dropout": DROPOUT[task] * SHARES[dropout],
         "rate": rate,
     }
 
@@ -279,7 +280,7 @@ def task_arguments(argv: Sequence[str], doc: str | None, **own: tuple[Any, ...])
         doc,
         *("seeds", "only", "workers", "cache", "model"),
         tasks=(list(TASKS), "all or some of them", TASKS),
-        dropout=(["without", "with"], "the model's own dropout, or none", ("without", "with")),
+        dropout=(["without", "with"], "the model's own dropout, none, or half of it", SHARES),
         data=(SHARED, "folder with wikitext-2/, qnli/ and cola/"),
         **own,
     )

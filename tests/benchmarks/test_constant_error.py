@@ -2,7 +2,7 @@
 
 from argparse import Namespace
 
-from benchmarks.constant_error import BASE, CONSTANT, EXACT, bits_of_epochs, cases, results
+from benchmarks.constant_error import BASE, CONSTANT, EXACT, PLANNED, SLOWEST, bits_of_epochs, cases, line, results
 
 RAW = 12_000_000  # of three epochs
 
@@ -38,6 +38,16 @@ def test_every_line_is_run_where_the_page_needs_it() -> None:
     assert len(found) == len(set(found))
     assert sum(case[4] == EXACT for case in found) == 2, "FP32 once for each learning rate"
     assert {case[4] for case in found if case[2] == 3.0} == {EXACT, BASE, CONSTANT}
+
+
+def test_a_plan_follows_dropout() -> None:
+    """As `pipecomp plan` does: three bits or more of a language model's changes, four of a classifier's."""
+    most = {"GPT-2": (2, 3), "QNLI": (2, 4), "Llama": (2, 2)}
+    for task, bits in most.items():
+        for dropout, fewest in zip(("without", "with"), bits, strict=True):
+            assert line(SLOWEST, task, dropout)["forward_bits"] == fewest
+            assert line(SLOWEST, task, dropout)["backward_bits"] == {"error": 0.1, "min": 2, "max": 4}
+            assert line(PLANNED, task, dropout)["forward_bits"] == {"error": 0.05, "min": fewest, "max": 8}
 
 
 def test_nothing_to_compare() -> None:
