@@ -23,7 +23,8 @@ from typing import Any
 
 import torch
 
-from benchmarks import page
+from benchmarks import constant_error, page
+from benchmarks.constant_error import BASE, CONSTANT, bits_of_epochs
 from benchmarks.convergence import BACK, CHANGES_BACK, quantized
 from benchmarks.page import Row, prose
 from benchmarks.runner import RESULTS, arguments, read_rows
@@ -39,7 +40,7 @@ from pipecomp.plan.simulation import StageCosts, Step, measured_costs, measured_
 from pipecomp.rates import MAX_DELAY_S, parse_time
 from pipecomp.schedule.in_flight import numbers
 
-KEPT = RESULTS / "throughput.jsonl"
+KEPT, KEPT_BITS = RESULTS / "throughput.jsonl", RESULTS / "constant_error.jsonl"
 MBIT = (10_000, 1_000, 500, 300, 100)
 METHODS = {
     "FP32": {"method": "none"},
@@ -188,6 +189,53 @@ def llama() -> dict[tuple[str, int], Prediction]:
     }
 
 
+def bits_taken() -> list[tuple[float, float]]:
+    """Mean bits forward and back of a constant error's values, in the first epoch and after it.
+
+    Those of the Llama of `constant_error.py` with LoRA, over 4 stages without dropout: its packets' bytes less what
+    packets of fixed bits have beside their values.
+    """
+    wanted = {"task": "Llama", "dropout": "without", "rate": 1.0, "stages": SITES}
+    rows = [row for row in read_rows(KEPT_BITS) if all(row[key] == value for key, value in wanted.items())]
+    own, base = ([bits_of_epochs(row) for row in rows if row["method"] == method] for method in (CONSTANT, BASE))
+
+    def taken(way: int, first: bool) -> float:
+        epochs = slice(1) if first else slice(1, None)
+        found, fixed = (statistics.mean(e[way] for run in runs for e in run[epochs]) for runs in (own, base))
+        return found - fixed + (constant_error.FIRST_BITS if first and way == 0 else constant_error.MOST[way])
+
+    return [(taken(0, first), taken(1, first)) for first in (True, False)]
+
+
+def following(
+    job: Job,
+    mbit: int,
+    activations: dict[str, Any],
+    bits: tuple[float, float] | None,
+    *,
+    first_visit: bool = False,
+) -> tuple[float, float]:
+    """Seconds of a step whose packets have so many bits on average, and bytes of a micro-batch, both ways.
+
+    As `predict` says, which counts the most bits. bits: forward and back; None where these are numbers anyway.
+    """
+    config = Config.from_dict({"activations": activations})
+    size = ([job.profile.tokens] * job.samples, job.profile.hidden, job.dtype)
+    mean_f, mean_b = bits or (None, None)
+    forward = activation_bytes(config, 0, *size, first_visit=first_visit, mean_bits=mean_f)
+    backward = gradient_bytes(config, 0, *size, first_visit=first_visit, mean_bits=mean_b)
+    links = job.plan.num_stages - 1
+    step = Step(
+        stages=[StageCosts(forward_s=f, backward_s=b) for f, b in job.stage_seconds()],
+        micro_batches=job.micro_batches,
+        forward_bytes=[forward] * links,
+        backward_bytes=[backward] * links,
+        together_s=(2 * links + 1) * SITE_DELAY_S,  # summing the norm in a ring, and telling all the loss
+    )
+    network = uniform(job.plan.num_stages, mbit * 1e6 * TCP_SHARE, SITE_DELAY_S)
+    return best_in_flight(step, network)[1].seconds, forward + backward
+
+
 def gpt2_page() -> list[str]:
     """The first prediction as Markdown."""
 
@@ -215,6 +263,11 @@ def llama_page() -> list[str]:
         rows.append([name, *cells, f"{(row[0].forward_bytes[0] + row[0].backward_bytes[0]) / 1e6:.2f}"])
     first = [f"{found['AQ-SGD fw2 bw4', mbit].first_epoch_s:.1f} s" for mbit in MBIT]
     rows.append(["AQ-SGD fw2 bw4, first epoch", *first, ""])
+    for bits, first_visit in zip(bits_taken(), (True, False), strict=True):
+        told = [following(job, mbit, constant_error.LINES[CONSTANT], bits, first_visit=first_visit) for mbit in MBIT]
+        cells = [f"{seconds:.1f} s ({job.batch * LLAMA_TOKENS / seconds:,.0f} tokens/s)" for seconds, _ in told]
+        name = f"AQ-SGD {CONSTANT}{', first epoch' if first_visit else ''}: {bits[0]:.1f} and {bits[1]:.1f} bits"
+        rows.append([name, *cells, f"{told[0][1] / 1e6:.2f}"])
     headings = ["method", *(f"{mbit:,} Mbit/s" for mbit in MBIT), "MB a micro-batch, both ways"]
     return [f"{said}computes {seconds} s on them.", "", *page.table(headings, rows)]
 
@@ -253,7 +306,9 @@ def results(measured: Path) -> list[str]:
         Seconds of a step of {LLAMA_BATCH} micro-batches with {LLAMA_TOKENS:,} tokens each. Assumed, not measured:
         {SITE_FLOPS / 1e12:.0f} TFLOP/s at every site in bfloat16 with activation checkpointing,
         {1e3 * SITE_DELAY_S:.0f} ms one way between sites; kernels and store hidden, the update not counted. Operations
-        are counted from the model's code.
+        are counted from the model's code. Bits that follow an error are those of the small Llama with LoRA in
+        [constant_error.md](constant_error.md), over four stages without dropout: the means of its first epoch and of
+        the five later ones.
     """
     compared = measured_page(compare(load(measured)))
     return [*prose(head), *compared, *prose(of_gpt2), *gpt2_page(), *prose(of_llama), *llama_page()]

@@ -50,6 +50,21 @@ def test_steps_are_predicted_from_counters():
     )
 
 
+def test_bits_that_follow_an_error_are_counted_by_their_mean():
+    found = simulation.llama()
+    line, mbit = "AQ-SGD fw3 bw3, changes back", 100
+    job = found[line, mbit].job
+    seconds, sent = simulation.following(job, mbit, simulation.METHODS[line], None)
+    assert seconds == pytest.approx(found[line, mbit].step_s)
+    (first_f, first_b), (f, b) = simulation.bits_taken()
+    assert 2 <= f < first_f <= 8
+    assert 2 <= b < first_b <= 8
+    section = simulation.constant_error.LINES[simulation.CONSTANT]
+    fewer = simulation.following(job, mbit, section, (f, b))
+    assert fewer[1] / sent == pytest.approx((f + b) / 6, rel=0.01)
+    assert fewer[0] < seconds
+
+
 def test_rounds_are_put_together_and_compared_with_what_was_to_be_shown():
     stock, line = "DeepSpeed FP32", "AQ-SGD fw3 bw6, 16 micro-batches"
     compute_s = 8 * 2 * 2**20 / (800 * 4.0)  # of a micro-batch, for r = 4
