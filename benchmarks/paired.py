@@ -21,6 +21,7 @@ from typing import Any
 from benchmarks import page
 from benchmarks.page import Row, prose
 from benchmarks.runner import Runs, arguments, chosen, digest
+from benchmarks.shootout import constant_error
 from pipecomp.bench.configurations import (
     COARSE,
     EIGHT,
@@ -39,6 +40,7 @@ from pipecomp.bench.pipeline import reference_compute, start_engine
 MODEL = Model()
 DIRECT, FEW = "DirectQ fw3 bw6, 16 micro-batches", "AQ-SGD fw2 bw2, 16 micro-batches"
 CHANGES_BACK = f"{FEW}, changes back"
+CONSTANT = "AQ-SGD constant error 0.05/0.1, at most fw3 bw6, 16 micro-batches"
 
 
 def _few(**more: Any) -> dict[str, Any]:
@@ -57,6 +59,7 @@ BY_NAME = {
         ),
         Line(name=FEW, micro_batches=16, section=_few()),
         Line(name=CHANGES_BACK, micro_batches=16, section=_few(backward_method="delta")),
+        Line(name=CONSTANT, micro_batches=16, section={**aqsgd(3, 6), "activations": constant_error(1, (3, 6))}),
     )
 }
 STAGES, REFERENCES = 2, 5  # runs from which a stage's seconds for a micro-batch come, which r counts in
@@ -108,6 +111,8 @@ COMPARISONS = (
     Comparison("changes back, stock, r = 18", Side(CHANGES_BACK, 18.0), Side(STOCK, 18.0), 1 / 15, pairs=3),
     Comparison("changes back, r = 18", Side(CHANGES_BACK, 18.0), Side(CHANGES_BACK), 1 / 0.9),
     Comparison("changes back, store", Side(CHANGES_BACK), Side(FEW), 1.02),
+    Comparison("constant error, stock", Side(CONSTANT), Side(STOCK), 1.03),
+    Comparison("constant error, r = 18", Side(CONSTANT, 18.0), Side(CONSTANT), 1 / 0.9),
     Comparison("AQ-SGD, DirectQ", Side(SIXTEEN), Side(DIRECT), 1.05),
 )
 BY_COMPARISON = {comparison.name: comparison for comparison in COMPARISONS}
