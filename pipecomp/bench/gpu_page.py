@@ -133,10 +133,13 @@ def _look(found: Row) -> list[str]:
     raising = [name for name in RAISING if all(name in row["raising"] for row in found.values())]
     if raising:
         lines += [
-            f'A step went through with {", ".join(raising)} under `torch.cuda.set_sync_debug_mode("error")`. The rest '
-            "of it did not run under that: DeepSpeed waits there, and so does a thread of gloo.",
+            f'A step went through with {", ".join(raising)} under `torch.cuda.set_sync_debug_mode("error")`. '
+            "Reductions, optimizer step and exchange of losses did not run under that: DeepSpeed waits there, and so "
+            "does a thread of gloo.",
             "",
         ]
+    if left := [name for name in RAISING if name not in raising]:
+        lines += [f"In {', '.join(left)} something waited, perhaps on another thread.", ""]
     lines += [f"Calls that waited for the GPU in one step, on the computing thread; {UNSEEN}", ""]
     return [*lines, *_table(("whose", "where", "times"), (place[1:] for place in waits(found)))]
 

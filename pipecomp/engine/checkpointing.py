@@ -243,7 +243,9 @@ class Checkpoints:
         # A manifest on any machine says that all have written. DeepSpeed's own checkpoints have none.
         told = gathered((state is None or _STATE_KEY in state, manifest.finished(folder)))
         whole = any(finished for _, finished in told) or not all(ours for ours, _ in told)
-        require(whole, "load_dir", str(folder), "a finished checkpoint: this one has no seal; give the tag of another")
+        require(
+            whole, "load_dir", str(folder), "a finished checkpoint: this one has no manifest; give the tag of another"
+        )
 
     def _load_local(self, own: dict[str, Any], folder: Path, *, same: bool, with_optimizer: bool) -> None:
         engine, saved = self._engine, own.get("local_steps")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import threading
 import time
@@ -263,7 +264,9 @@ def test_what_is_wanted_is_compared_with_what_was_found():
     assert "| deepspeed | a.py:1 f | 3 |" in page
     assert "b.py:2" not in page
     assert "went through with ForwardPass under" in page
+    assert re.search("In LoadMicroBatch, BackwardPass, .*SendActivation.* something waited", page)
     assert "LoadMicroBatch, ForwardPass, BackwardPass, " in gpu_page(WHOLE)
+    assert "something waited" not in gpu_page(WHOLE)
     found["look"] = {0: looked([["MainThread", "pipecomp", "b.py:2 g", 1]], [])}
     assert [met for *_, met in verdicts(found)] == [True, False, False]
 

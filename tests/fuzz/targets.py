@@ -34,15 +34,16 @@ MAX_PAYLOAD_BYTES = 1 << 20
 MAX_TENSOR_BYTES = 1 << 26  # the limit of the links here, so that what exceeds it shows
 SETTINGS = {
     "top k": {"method": "aqsgd", "first_visit": 8, "backward_top_k": 0.3},
-    "changes": {"method": "aqsgd", "backward_method": "delta"},
     "constant error": {
         "method": "aqsgd",
         "backward_method": "delta",
         **{key: {"error": 0.1} for key in ("forward_bits", "backward_bits", "first_visit", "backward_first_visit")},
     },
     "clusters": {"method": "aqsgd"},
+    "changes": {"method": "aqsgd", "backward_method": "delta"},
 }
 STORES = {"clusters": {"clusters": 16}}
+# The last byte of an input chooses one of them: with one more, those of the corpus whose byte was set so are set anew.
 ENDS = ("none", "direct", "aqsgd", *SETTINGS)
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
+from pipecomp.messages.clustered import Clustered
+from pipecomp.messages.codecs import TopK
 from pipecomp.messages.wire import Form, Kind
 from pipecomp.stages.link.visits import Visits
 from tests.fuzz.run import mutated
@@ -23,9 +25,12 @@ def test_committed_inputs(target):
         TARGETS[target](data)
 
 
-def test_changes_of_both_directions_are_decoded(monkeypatch):
-    """And not only refused before."""
+def test_every_decoder_is_reached(monkeypatch):
+    """And packets are not only refused before: changes of both directions, top-k gradients, cluster centers."""
     decode, found = Visits.decode, set()
+    reached = {kind: [] for kind in (TopK, Clustered)}
+    for kind, done in reached.items():
+        monkeypatch.setattr(kind, "decode", _noting(kind.decode, done))
 
     def noted(self, header, *args):
         decoded = decode(self, header, *args)
@@ -36,6 +41,16 @@ def test_changes_of_both_directions_are_decoded(monkeypatch):
     for data in INPUTS["wire"]:
         TARGETS["wire"](data)
     assert found >= {(kind, form) for kind in (Kind.ACTIVATION, Kind.GRADIENT) for form in (Form.FULL, Form.DELTA)}
+    assert all(reached.values()), reached
+
+
+def _noting(decode, done):
+    def noted(*args, **options):
+        decoded = decode(*args, **options)
+        done.append(1)
+        return decoded
+
+    return noted
 
 
 @pytest.mark.parametrize("target", TARGETS)
