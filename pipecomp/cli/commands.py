@@ -255,10 +255,7 @@ def plan_run(
         int | None, typer.Option(help="Tokens in a sample; by default 1024, or what the model takes.")
     ] = None,
     bandwidth: Annotated[
-        str | None,
-        typer.Option(
-            help="100mbit or, link by link, 1gbit/100mbit; of several, with commas, the first is planned for."
-        ),
+        str | None, typer.Option(help="100mbit or, link by link, 1gbit/100mbit; with commas the first is planned for.")
     ] = None,
     delay: Annotated[str | None, typer.Option(help="One way, as in 20ms.")] = None,
     speed: Annotated[
@@ -274,6 +271,7 @@ def plan_run(
         bool, typer.Option("--measure", help="Time blocks, kernels and the disk; under a launcher the links too.")
     ] = False,
     store_path: Annotated[Path, typer.Option("--store", help="With --measure: the store's folder.")] = Path("messages"),
+    dropout: Annotated[float | None, typer.Option(help="Of the training (default: the model's own).")] = None,
     one_pass: Annotated[bool, typer.Option("--one-pass", help="For a training that sees every sample once.")] = False,
     json_file: JsonOption = None,
 ) -> None:
@@ -307,6 +305,7 @@ def plan_run(
         recompute=recompute,
         measure=measure,
         store=store_path,
+        dropout=dropout,
         one_pass=one_pass,
     )
     if (found := run_plan(console, options, throttle_to)) is not None:

@@ -76,7 +76,7 @@ def storage_findings(path: Path) -> list[Finding]:
 def check_space(path: Path, free_bytes: int) -> Finding:
     """Check the free space for the store."""
     advice = "Free some space, set store.max_bytes, or set store.path to a folder on another disk."
-    many = "4 bytes per token and hidden unit of every sample may not fit"
+    many = "4 bytes per token and hidden unit of every sample, 8 with changes both ways, may not fit"
     return judge(
         "disk space",
         f"{mib(free_bytes)} free for {path}",

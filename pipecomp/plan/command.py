@@ -120,7 +120,7 @@ def plan(wanted: Wanted, profile: Profile, rates: Sequence[Rates], speeds: Speed
         return measured if measured is not None and index == 0 else chain(split.num_stages, *rates[index])
 
     config = _config(wanted)
-    fewest = FEWEST["forward_bits"] if wanted.one_pass else fewest_bits(model, config.activations)
+    fewest = FEWEST["forward_bits"] if wanted.one_pass else fewest_bits(model, config.activations, wanted.dropout)
     choices: list[Choice] = []
     averages: dict[int, list[tuple[str, float]]] = {}  # by stages
     too_large = math.inf

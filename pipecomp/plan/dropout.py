@@ -16,6 +16,7 @@ from pipecomp.activation_config import FEWEST, Activations, ConstantError, each_
 # Forward, that cost at most 1 % of the training loss with dropout 0.1, Hugging Face's default.
 FEWEST_BITS = 3
 CLASSIFIERS_FEWEST_BITS = 4
+_CLASSIFIERS = ("Classification", "MaskedLM")  # what encoders on the hub are called before they have a head for classes
 _SMALL = 0.01  # dropout that changes hardly anything
 _ADAPTERS = "lora_dropout"  # 2 bits forward and 4 back lose 0.2 to 0.5 % there: benchmarks/results/shootout.md
 _log = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ def bits_for_dropout(module: nn.Module) -> int:
     """Say how few bits forward the changes of a model, or of a stage of it, take with dropout."""
     plan = getattr(module, "plan", None)  # of a Stage
     name = type(module).__name__ if plan is None else plan.model_class
-    return CLASSIFIERS_FEWEST_BITS if "Classification" in name else FEWEST_BITS
+    return CLASSIFIERS_FEWEST_BITS if any(kind in name for kind in _CLASSIFIERS) else FEWEST_BITS
 
 
 def advice(dropout: float, activations: Activations, fewest: int = FEWEST_BITS) -> str | None:
@@ -50,9 +51,10 @@ def advice(dropout: float, activations: Activations, fewest: int = FEWEST_BITS) 
     )
 
 
-def fewest_bits(module: nn.Module, activations: Activations) -> int:
-    """Say how few bits forward "auto" may take for a model."""
-    changes = activations.method == "aqsgd" and dropout_of(module) >= _SMALL
+def fewest_bits(module: nn.Module, activations: Activations, dropout: float | None = None) -> int:
+    """Say how few bits forward "auto" may take for a model. dropout: that it is trained with, None for its own."""
+    share = dropout_of(module) if dropout is None else dropout
+    changes = activations.method == "aqsgd" and share >= _SMALL
     return bits_for_dropout(module) if changes else FEWEST["forward_bits"]
 
 

@@ -36,17 +36,19 @@ _OTHERS: tuple[tuple[str, dict[str, Any]], ...] = (
 Rates = tuple[tuple[float, ...], float]  # bits per second of content, of all links or of each; seconds one way
 
 
-def aqsgd(forward: Bits, backward: Bits, *, one_pass: bool) -> dict[str, Any]:
-    """Make AQ-SGD's sections, with changes both ways and first visits that keep an error.
+def aqsgd(forward: Bits, backward: Bits, *, one_pass: bool, changes_back: bool = True) -> dict[str, Any]:
+    """Make AQ-SGD's sections, with first visits that keep an error.
 
     one_pass: whether no sample comes back: then changes build on cluster centers, and gradients are sent themselves.
+    changes_back: whether gradients are sent as changes, too.
     """
     activations = {"method": "aqsgd", "forward_bits": plain_bits(forward), "backward_bits": plain_bits(backward)}
     if one_pass:
         return {"activations": activations, "store": {"clusters": CLUSTERS}}
-    first = {"first_visit": ERRORS["forward_bits"], "backward_first_visit": ERRORS["backward_bits"]}
-    errors = {key: {"error": error} for key, error in first.items()}
-    return {"activations": {**activations, **errors, "backward_method": "delta"}}
+    activations["first_visit"] = {"error": ERRORS["forward_bits"]}
+    if changes_back:
+        activations |= {"backward_method": "delta", "backward_first_visit": {"error": ERRORS["backward_bits"]}}
+    return {"activations": activations}
 
 
 def methods(stages: int, tie: bool, *, one_pass: bool = False) -> list[tuple[str, Config]]:
@@ -62,8 +64,8 @@ class Wanted:
 
     nodes: stages × replicas. stages, micro_batch: None to choose. batch: samples of a step. memory_bytes: of a node.
     gradients: the method for those of replicas and tied weights, None to choose. slowdowns: how many times the
-    profile's seconds each node takes, stage 0's replicas first; empty where all are alike. one_pass: whether every
-    sample is seen once.
+    profile's seconds each node takes, stage 0's replicas first; empty where all are alike. dropout: that the model is
+    trained with, None for its own. one_pass: whether every sample is seen once.
     """
 
     model: Any
@@ -76,6 +78,7 @@ class Wanted:
     gradients: str | None = None
     memory_bytes: float = math.inf
     slowdowns: tuple[float, ...] = ()
+    dropout: float | None = None
     one_pass: bool = False
 
     def of_gradients(self) -> dict[str, Any]:
@@ -117,6 +120,7 @@ class PlanOptions:
         recompute: with `speed`: activation checkpointing.
         measure: time this machine, or all of a launcher's with their links.
         store: with `measure`: where the message store would be.
+        dropout: that the model is trained with; None for its own.
         one_pass: whether the training sees every sample once.
     """
 
@@ -137,6 +141,7 @@ class PlanOptions:
     recompute: bool = False
     measure: bool = False
     store: Path = Path("messages")
+    dropout: float | None = None
     one_pass: bool = False
 
     def __post_init__(self) -> None:
@@ -145,6 +150,8 @@ class PlanOptions:
         counts = {"nodes": self.nodes, "stages": self.stages, "batch": self.batch, "micro-batch": self.micro_batch}
         for key, number in counts.items():
             require(number is None or number >= 1, key, number, "a whole number from 1")
+        share = self.dropout
+        require(share is None or 0 <= share < 1, "dropout", share, "0, or a share below 1")
         require(self.memory is None or self.memory > 0, "memory", self.memory, "a number of GB above 0")
         recompute = self.recompute or None
         if self.measure:
@@ -153,7 +160,8 @@ class PlanOptions:
             states = "together with --profile, which states it"
             _check_unset(states, speed=self.speed, tokens=self.tokens, recompute=recompute)
         elif self.speed is None:
-            _check_unset("without --speed", recompute=recompute, **{"one-pass": self.one_pass or None})
+            more = {"dropout": self.dropout, "one-pass": self.one_pass or None}
+            _check_unset("without --speed", recompute=recompute, **more)
 
     @cached_property
     def networks(self) -> dict[str, Rates]:
@@ -199,6 +207,7 @@ class PlanOptions:
             gradients=self.gradients,
             dtype=DTYPES[self.dtype],
             memory_bytes=math.inf if self.memory is None else self.memory * 1e9,
+            dropout=self.dropout,
             one_pass=self.one_pass,
         )
         if several:

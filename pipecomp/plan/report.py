@@ -91,12 +91,7 @@ def advice(
     said = []
     if p.job.plan.num_stages > 1:
         gain = plain.step_s / p.step_s
-        bits = f"{bits_text(choice.forward_bits)} bits forward and {bits_text(choice.backward_bits)} back"
-        if (clusters := _clusters(choice)) is not None:
-            bits = f"AQ-SGD with {bits}, as changes from {clusters} cluster centers, since no sample comes back"
-        else:
-            errors = "errors of {forward_bits} forward and {backward_bits} back".format(**ERRORS)
-            bits = f"AQ-SGD with changes both ways and at most {bits} (fewer in packets that keep {errors} with them)"
+        bits = _compression(choice)
         differs = abs(p.first_epoch_s - p.step_s) > 0.03 * p.step_s
         first = f" ({p.first_epoch_s:.3g} s in the first epoch)" if differs else ""
         if not choice.pays:
@@ -105,7 +100,8 @@ def advice(
                 f"{p.step_s:.3g} s{first} with {bits}."
             )
         else:
-            limit = "compute" if choice.fits else "the slowest link"
+            link = "compute" if choice.fits else "the slowest link"
+            limit = "the message store's disk" if p.store_s >= p.step_s else link
             said.append(
                 f"Take {bits}: {p.step_s:.3g} s per step{first} instead of {plain.step_s:.3g} s ({gain:.2f}×), "
                 f"{p.samples_per_s:.3g} samples/s; the limit is {limit}."
@@ -141,6 +137,16 @@ def advice(
                 f"{FEWEST_AVERAGES * local_steps} steps."
             )
     return said
+
+
+def _compression(choice: Choice) -> str:
+    """Say what activations and gradients are sent with."""
+    bits = f"{bits_text(choice.forward_bits)} bits forward and {bits_text(choice.backward_bits)} back"
+    if (clusters := _clusters(choice)) is not None:
+        return f"AQ-SGD with {bits}, as changes from {clusters} cluster centers, since no sample comes back"
+    ways = "both ways" if _changes_back(choice) else "forward"
+    errors = "errors of {forward_bits} forward and {backward_bits} back".format(**ERRORS)
+    return f"AQ-SGD with changes {ways} and at most {bits} (fewer in packets that keep {errors} with them)"
 
 
 def tied_names(job: Job) -> str:
@@ -183,6 +189,10 @@ def _clusters(choice: Choice) -> int | None:
     return choice.prediction.config.store.clusters
 
 
+def _changes_back(choice: Choice) -> bool:
+    return choice.prediction.config.activations.backward_method == "delta"
+
+
 def _errors(choice: Choice) -> tuple[Bits, Bits]:
     """Let packets have at most the bits of a choice, forward and back."""
     return (
@@ -197,7 +207,7 @@ def configuration(choice: Choice) -> dict[str, Any]:
     section: dict[str, Any] = {}
     if choice.pays and job.plan.num_stages > 1:
         if _clusters(choice) is None:
-            section |= aqsgd(*_errors(choice), one_pass=False)
+            section |= aqsgd(*_errors(choice), one_pass=False, changes_back=_changes_back(choice))
         else:
             section |= aqsgd(choice.forward_bits, choice.backward_bits, one_pass=True)
             section["store"]["in_checkpoints"] = True  # few bytes, and nothing else brings centers back

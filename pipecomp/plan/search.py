@@ -169,7 +169,10 @@ def keeping_error(key: str, most: Bits, fewest: int = FEWEST["forward_bits"]) ->
 def choose(
     job: Job, config: Config, network: Network, speeds: Speeds | None = None, fewest: int = FEWEST["forward_bits"]
 ) -> Choice:
-    """Choose the bits for a configuration whose method quantizes, "auto" or not. fewest: as of `choose_bits`."""
+    """Choose the bits for a configuration whose method quantizes, "auto" or not. fewest: as of `choose_bits`.
+
+    Where the disk of the message store is the limit, gradients are sent themselves, which halves what it stores.
+    """
     a = config.activations
     seen: dict[tuple[Bits, Bits], Prediction] = {}
 
@@ -180,7 +183,12 @@ def choose(
 
     f, b, fits = choose_bits(predicted, network, a.forward_bits, a.backward_bits, fewest)
     plain = predict(job, Config(gradients=config.gradients, in_flight=config.in_flight), network, speeds)
-    return Choice(forward_bits=f, backward_bits=b, prediction=seen[f, b], plain=plain, fits=fits, fewest=fewest)
+    found = Choice(forward_bits=f, backward_bits=b, prediction=seen[f, b], plain=plain, fits=fits, fewest=fewest)
+    if a.backward_method == "direct" or found.prediction.store_s < found.prediction.step_s:
+        return found
+    made = replace(config, activations=replace(a, backward_method="direct"))
+    other = choose(job, made, network, speeds, fewest)
+    return other if found.prediction.step_s > PAYS * other.prediction.step_s else found
 
 
 def choose_with_tied(

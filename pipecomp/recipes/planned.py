@@ -159,6 +159,7 @@ def configure(args: argparse.Namespace, config: Any, size: int, samples: int) ->
                 gradients=args.gradients,
                 measure=True,
                 store=Path(args.store or folder / "messages"),
+                dropout=args.dropout,
                 one_pass=args.epochs == 1,
             )
             made = run_plan(Console(), options, throttle_to, settings=False)

@@ -107,6 +107,7 @@ def _plan(console: Console, command: Sequence[str]) -> None:
         with ranks.collective_errors():
             config = read_json_object("--deepspeed_config", path)
             block, stages = _value(command, "--block-size"), _value(command, "--stages")
+            dropout = _value(command, "--dropout")
             replicas = dist.get_world_size() // int(stages or dist.get_world_size())
             if "train_micro_batch_size_per_gpu" not in config:  # DeepSpeed makes it of the others
                 batch, accumulation = config.get("train_batch_size"), config.get("gradient_accumulation_steps", 1)
@@ -122,6 +123,7 @@ def _plan(console: Console, command: Sequence[str]) -> None:
                 dtype=halves[0] if halves else "fp32",
                 tie=config.get("pipecomp", {}).get("tie", True),
                 measure=True,
+                dropout=float(dropout) if dropout else None,
             )
         run_plan(console if dist.get_rank() == 0 else Console(quiet=True), options, throttle_to)
     except (PipecompError, OSError) as error:  # the same on all ranks: they have the same files

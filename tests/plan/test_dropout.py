@@ -64,7 +64,8 @@ def test_nothing_is_said_where_it_costs_little_or_is_not_the_changes(dropout, se
 
 def test_auto_takes_more_bits_of_changes_with_dropout():
     auto = Activations(**AQSGD, forward_bits="auto")
-    assert fewest_bits(nn.Dropout(0.1), auto) == FEWEST_BITS
+    assert fewest_bits(nn.Dropout(0.1), auto) == fewest_bits(nn.Linear(2, 2), auto, 0.1) == FEWEST_BITS
+    assert fewest_bits(nn.Dropout(0.1), auto, 0.0) == 2
     assert fewest_bits(nn.Dropout(0.0), auto) == fewest_bits(nn.Linear(2, 2), auto) == 2
     assert fewest_bits(nn.Dropout(0.1), Activations(method="direct", forward_bits="auto")) == 2
 

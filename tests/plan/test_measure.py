@@ -228,14 +228,20 @@ def test_a_full_disk_is_an_error_that_names_it(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(("one_pass", "clusters"), [(False, None), (True, 256)])
-def test_links_are_timed_with_what_one_pass_sends(monkeypatch, tmp_path, one_pass, clusters):
+def test_links_are_timed_with_what_a_plan_sends(monkeypatch, tmp_path, one_pass, clusters):
     timed = []
-    monkeypatch.setattr(survey, "time_link", lambda config, *size: timed.append(config.store.clusters) or (1.0, 1.0))
+    monkeypatch.setattr(survey, "time_link", lambda config, *size: timed.append(config) or (1.0, 1.0))
     monkeypatch.setattr(survey, "time_model", lambda *given, **more: SimpleNamespace(hidden=4))
     monkeypatch.setattr(survey, "measure_speed", lambda folder: SimpleNamespace(read=1.0, write=1.0))
     monkeypatch.setattr(survey, "time_average", lambda device: Speeds().average)
     survey_machine(GPT2Config(), 8, torch.float32, 2, tmp_path, one_pass=one_pass)
-    assert timed == [clusters, None], "the last one is the plain cast"
+    sent, cast = timed
+    assert cast == Config()
+    assert sent.store.clusters == clusters
+    a = sent.activations
+    assert a.backward_method == ("direct" if one_pass else "delta")
+    errors = (8, 8) if one_pass else (ConstantError(error=0.05), ConstantError(error=0.1))
+    assert (a.forward_bits, a.backward_bits) == errors, "choosing bits takes time, too"
 
 
 def test_a_bfloat16_stage_with_float32_adapters_is_timed():

@@ -24,12 +24,13 @@ from pipecomp.engine.agreed import check_precision
 from pipecomp.errors import ConfigError, SplitError
 from pipecomp.gradient_config import Gradients
 from pipecomp.plan.command import Found, show
+from pipecomp.plan.dropout import CLASSIFIERS_FEWEST_BITS, fewest_bits
 from pipecomp.plan.messages import activation_bytes, gradient_bytes, with_bits
 from pipecomp.plan.network import TCP_SHARE, Line, Network, between_replicas, chain, uniform
-from pipecomp.plan.options import _rounded_up, networks_of
+from pipecomp.plan.options import _rounded_up, aqsgd, networks_of
 from pipecomp.plan.prediction import Job, Prediction, Speeds, average_seconds, best_in_flight, memory_bytes, predict
 from pipecomp.plan.profile import Cost, Profile, balanced, count, without_weights
-from pipecomp.plan.report import advice, link_table, method_table, predicted_stages
+from pipecomp.plan.report import advice, configuration, link_table, method_table, predicted_stages
 from pipecomp.plan.search import (
     Choice,
     choose,
@@ -225,6 +226,7 @@ def job(K=2, M=8, samples=1, S=64, H=1000, block_s=0.01, replicas=1, tied=False)
 
 
 AQSGD = Config.from_dict({"activations": {"method": "aqsgd", "forward_bits": "auto", "backward_bits": "auto"}})
+CHANGES = Config.from_dict(aqsgd("auto", "auto", one_pass=False))
 DELTA = Config.from_dict({"activations": {"method": "aqsgd", "backward_method": "delta"}})
 
 
@@ -698,8 +700,31 @@ def test_with_dropout_no_fewer_bits_are_proposed_than_its_changes_take(tmp_path)
 
     assert told(0.0) == (2, False)
     assert told(0.1) == (3, True)
+    assert told(0.1, "--dropout", "0") == (2, False)
+    assert told(0.0, "--dropout", "0.1") == (3, True)
     assert told(0.1, "--one-pass") == (2, False)
     assert told(0.1, "--bandwidth", "10gbit", "--speed", "0.0001") == (None, False)
+
+
+@pytest.mark.parametrize("head", ["ForMaskedLM", "ForSequenceClassification"])
+def test_an_encoder_counts_as_a_classifier(head):
+    """Those of the hub are named after the task that they were pre-trained for."""
+    config = transformers.BertConfig(num_hidden_layers=2, hidden_size=32, num_attention_heads=2, intermediate_size=32)
+    model = getattr(transformers, f"Bert{head}")(config)
+    assert fewest_bits(model, AQSGD.activations) == CLASSIFIERS_FEWEST_BITS
+    assert fewest_bits(model, AQSGD.activations, 0.0) == 2
+
+
+def test_gradients_are_sent_themselves_where_the_disk_is_the_limit(folder):
+    """As changes they are stored, too."""
+    found = choose(job(M=64), CHANGES, uniform(2, 21e6), Speeds(disk_bytes_s=1e9))
+    assert found.prediction.config.activations.backward_method == "delta"
+    slow = [choose(job(M=64), made, uniform(2, 1e6), Speeds(disk_bytes_s=2e5)) for made in (CHANGES, AQSGD)]
+    assert slow[0].prediction.step_s == slow[1].prediction.step_s == slow[0].prediction.store_s
+    section = configuration(slow[0])["pipecomp"]["activations"]
+    assert "backward_method" not in section
+    Config.from_dict({"activations": section})
+    assert "AQ-SGD with changes forward and at most" in " ".join(advice(slow[0], []))
 
 
 def test_bits_of_a_plan_are_the_most_of_an_error():

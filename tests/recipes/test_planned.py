@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from pipecomp.checkpoint import manifest
+from pipecomp.cluster.start import AllRanks
 from pipecomp.errors import ConfigError, DataError, writable
+from pipecomp.plan.options import PlanOptions
 from pipecomp.recipes import planned
 from pipecomp.report.record import PLAN
 
@@ -146,3 +148,22 @@ def test_a_gpu_that_nobody_computes_on_is_left_alone(monkeypatch, tmp_path, acce
     with pytest.raises(ConfigError, match="--data"):
         planned.main(arguments(tmp_path, "--train-file", "a.txt", "b.jsonl"))
     assert chosen == taken
+
+
+def test_the_plan_is_of_the_dropout_that_is_trained_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--dropout changes the model that is built, not the configuration that is planned by."""
+    wanted = []
+
+    def run_plan(console: object, options: PlanOptions, *more: object, **settings: object) -> dict[str, object]:
+        wanted.append(options)
+        return {"config": {"pipecomp": {}}, "cuts": [0, 1], "chosen": {"replicas": 1}}
+
+    monkeypatch.setattr(planned, "run_plan", run_plan)
+    monkeypatch.setattr(planned, "broadcast", lambda value: value)
+    monkeypatch.setattr(planned, "check_processes", lambda *given: None)
+    monkeypatch.setattr(planned.start, "all_ranks", lambda: AllRanks(0, 1, torch.distributed.HashStore()))
+    monkeypatch.setattr(planned.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(planned.dist, "get_rank", lambda: 0)
+    for number, more in enumerate(((), ("--dropout", "0"))):
+        planned.configure(arguments(tmp_path / str(number), *more), object(), 16, 32)
+    assert [options.dropout for options in wanted] == [None, 0.0]

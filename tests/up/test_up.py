@@ -322,13 +322,13 @@ def test_the_plan_is_of_the_steps_that_the_script_will_make(tmp_path: Path, monk
     command = ["train.py", "--model", "model", "--stages", "2", "--deepspeed_config", str(path), "--block-size", "64"]
     rank._plan(Console(), command)
     (own := tmp_path / "ds_config.json").write_text('{"gradient_accumulation_steps": 3, "pipecomp": {"tie": false}}')
-    rank._plan(Console(), ["train.py", "--model", "model", "--deepspeed_config", str(own)])
+    rank._plan(Console(), ["train.py", "--model", "model", "--deepspeed_config", str(own), "--dropout", "0"])
     own.write_text('{"train_batch_size": 32, "gradient_accumulation_steps": 4, "bf16": {"enabled": "auto"}}')
     rank._plan(Console(), ["train.py", "--model", "model", "--deepspeed_config", str(own)])
-    assert [(o.batch, o.micro_batch, o.stages, o.tokens, o.dtype, o.tie) for o in wanted] == [
-        (32, 1, 2, 64, "bf16", True),
-        (3, 1, None, None, "fp32", False),
-        (32, 8, None, None, "fp32", True),
+    assert [(o.batch, o.micro_batch, o.stages, o.tokens, o.dtype, o.tie, o.dropout) for o in wanted] == [
+        (32, 1, 2, 64, "bf16", True, None),
+        (3, 1, None, None, "fp32", False, 0.0),
+        (32, 8, None, None, "fp32", True, None),
     ]
     own.write_text('{"train_batch_size": 33, "train_micro_batch_size_per_gpu": 2}')
     rank._plan(Console(file=(said := io.StringIO())), ["train.py", "--model", "model", f"--deepspeed_config={own}"])
