@@ -108,7 +108,7 @@ def advice(
             )
             if choice.fewest > FEWEST["forward_bits"] and choice.fewest in each_link(choice.forward_bits):
                 said.append(
-                    f"With dropout, fewer than {choice.fewest} bits forward may cost more than 1 % of the training loss."
+                    f"With dropout, fewer than {choice.fewest} bits forward may cost over 1 % of the training loss."
                 )
         if untouched_s is not None:
             said.append(_of_compressed(choice.taken, untouched_s))
