@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks import page, shootout
 from benchmarks.classification import METRICS
-from benchmarks.convergence import CHANGES_BACK, quantized
+from benchmarks.convergence import CHANGES_BACK, MICRO_BATCH, quantized
 from benchmarks.page import Row, prose, spread, values
 from benchmarks.runner import Runs, chosen, digest
 from benchmarks.shootout import BACKWARD_ERROR, DROPOUT, FIRST_BITS, FORWARD_ERROR
@@ -48,9 +48,18 @@ LINES: dict[str, dict[str, Any]] = {
     "fw2 bw2, changes back": quantized("aqsgd", 2, 2) | CHANGES_BACK,
     "fw3 bw3": quantized("aqsgd", 3, 3) | FIRST,
     "fw3 bw3, changes back": quantized("aqsgd", 3, 3) | CHANGES_BACK,
+    **{
+        f"fw2 bw2, changes back, first gradients {bits} bits": quantized("aqsgd", 2, 2)
+        | CHANGES_BACK
+        | {"backward_first_visit": bits}
+        for bits in (6, 5, 4)
+    },
 }
 PLANNED, SLOWEST = "a plan's, 8 bits hidden", "a plan's, slowest links"
-METHODS = (*LINES, PLANNED, SLOWEST)
+_ONE_EACH = ", packets of one sample"
+OF_SAMPLES = CONSTANT + _ONE_EACH
+METHODS = (*LINES, PLANNED, SLOWEST, OF_SAMPLES)
+LANGUAGE = ("GPT-2", "Llama")
 EVERYWHERE = (EXACT, BASE, CONSTANT)  # with every learning rate; the others with the task's own
 
 
@@ -67,14 +76,15 @@ def planned(task: str, dropout: str, most: tuple[int, int] | None) -> dict[str, 
 def line(method: str, task: str, dropout: str) -> dict[str, Any]:
     """The section "activations" of a method."""
     plans: dict[str, tuple[int, int] | None] = {PLANNED: (8, 8), SLOWEST: None}
-    return planned(task, dropout, plans[method]) if method in plans else LINES[method]
+    return planned(task, dropout, plans[method]) if method in plans else LINES[method.removesuffix(_ONE_EACH)]
 
 
 def train(task: str, dropout: str, rate: float, stages: int, method: str, seed: int, folders: dict[str, Path]) -> Row:
     """One run."""
+    size = 1 if method == OF_SAMPLES else MICRO_BATCH
     return {
         **dict(zip(KEYS, (task, dropout, rate, stages, method, seed), strict=True)),
-        **shootout.trained_on(task, dropout, stages, seed, folders, line(method, task, dropout), rate),
+        **shootout.trained_on(task, dropout, stages, seed, folders, line(method, task, dropout), rate, size),
     }
 
 
@@ -89,6 +99,7 @@ def cases(given: Any) -> list[tuple[Any, ...]]:
         for k in given.stages
         for name in chosen(METHODS, given.only)
         if name in EVERYWHERE or rate == 1
+        if name != OF_SAMPLES or task in LANGUAGE
         if name != EXACT or k == given.stages[0]
     ]
 
@@ -175,13 +186,14 @@ def results(rows: list[Row]) -> list[str]:
         {statistics.mean(values(rows, "cpu_seconds")):.0f} s of it.
 
         Tasks, models and data are those of the `shootout` benchmark, with the task's own dropout
-        ({DROPOUT["GPT-2"]:g}; before adapters {DROPOUT["Llama"]:g}) and without, and with learning rates that are
-        multiples of the task's own. Constant error is one setting for all of them: AQ-SGD with changes both ways, each
-        packet with the fewest bits whose error is at most {FORWARD_ERROR:g} of the activations and
+        ({DROPOUT["GPT-2"]:g}; before adapters {DROPOUT["Llama"]:g}), half of it and none, and with learning rates that
+        are multiples of the task's own. Constant error is one setting for all of them: AQ-SGD with changes both ways,
+        each packet with the fewest bits whose error is at most {FORWARD_ERROR:g} of the activations and
         {BACKWARD_ERROR:g} of the gradients, first visits too; but changes have no more than {MOST[0]} bits forward and
         {MOST[1]} back, whatever their error. Lines with bits send first visits with {FIRST_BITS}. A plan's: what
         `pipecomp plan` recommends for links that hide 8 bits both ways, and for those so slow that it takes its fewest
-        bits.
+        bits. A packet has a micro-batch of {MICRO_BATCH} samples, in one line a single one, so that each has bits of
+        its own.
 
         Training loss: mean over the last epoch. Beside FP32 and {BASE}: of the run with the same seed; in brackets the
         smallest and the largest of the seeds. Bytes: both ways, over all epochs, headers and scales included. Bits: per

@@ -21,8 +21,6 @@ from benchmarks.page import Row, prose, spread, values
 from benchmarks.runner import Runs, arguments, chosen, digest
 from benchmarks.training import adamw, byte_columns, in_memory, in_order, train_epochs
 from benchmarks.wikitext import HELD_OUT, LENGTH, PRETRAINING, TRAINING, VOCABULARY
-from pipecomp.plan.options import aqsgd
-from pipecomp.plan.search import ERRORS, keeping_error
 
 EPOCHS, BATCH, MICRO_BATCH = 6, 16, 8
 LEARNING_RATE, WARM_UP = 5e-4, 24
@@ -31,8 +29,6 @@ DROPOUT = 0.1  # Hugging Face's default for GPT-2
 DROPPED = {DROPOUT: ", dropout", DROPOUT / 2: ", half of that dropout"}  # what says so in a method's name
 CHANGES_BACK = {"first_visit": 8, "backward_method": "delta"}
 BACK = ", changes back"  # gradients are sent as changes too
-CONSTANT = "AQ-SGD constant error {forward_bits:g}/{backward_bits:g}".format(**ERRORS)
-FOLLOWING = aqsgd(*(keeping_error(key, 8) for key in ERRORS), one_pass=False)["activations"]
 SETUP = digest(
     [EPOCHS, BATCH, MICRO_BATCH, LEARNING_RATE, WARM_UP, HELD_OUT, LENGTH, PRETRAINING, TRAINING, VOCABULARY]
 )
@@ -90,13 +86,10 @@ def methods() -> list[Method]:
             for label, method in (("DirectQ", "direct"), ("AQ-SGD", "aqsgd")):
                 activations = quantized(method, forward, backward)
                 lines.append(Method(f"{label} fw{forward} bw{backward}{name}", activations, dropout=share))
-    for share, dropped in DROPPED.items():
-        for b in (2, 3):
-            activations = quantized("aqsgd", b, b) | CHANGES_BACK
-            lines.append(Method(f"AQ-SGD fw{b} bw{b}, first visit 8 bits{BACK}{dropped}", activations, dropout=share))
-    lines.append(Method(CONSTANT, FOLLOWING))
-    lines.append(Method(f"{CONSTANT}, packets of one sample", FOLLOWING, micro_batch=1))
-    lines += [Method(f"{CONSTANT}{dropped}", FOLLOWING, dropout=share) for share, dropped in DROPPED.items()]
+    for b in (2, 3):
+        activations = quantized("aqsgd", b, b) | CHANGES_BACK
+        name = f"AQ-SGD fw{b} bw{b}, first visit 8 bits{BACK}{DROPPED[DROPOUT]}"
+        lines.append(Method(name, activations, dropout=DROPOUT))
     lines.append(Method("BF16", {"method": "none"}, bf16=True))
     lines.append(Method("BF16, AQ-SGD fw4 bw8", quantized("aqsgd", 4, 8), bf16=True))
     return lines
@@ -231,10 +224,7 @@ def results(rows: list[Row]) -> list[str]:
         embeddings, attention and blocks, the default of Hugging Face's GPT-2, or half of that, and are compared with
         FP32 training that does: a sample's activations then change from visit to visit by their masks too, which is
         what AQ-SGD sends. "Changes back": gradients too are sent as changes since the sample's last visit
-        (`"backward_method": "delta"`), a first one with 8 bits. "Constant error": changes both ways, each packet with
-        the fewest bits, up to 8, that keep an error of {ERRORS["forward_bits"]:g} forward and
-        {ERRORS["backward_bits"]:g} back, first visits too; a packet is a micro-batch of {MICRO_BATCH} samples, or of
-        one.
+        (`"backward_method": "delta"`), a first one with 8 bits.
     """
     return [*prose(text), *_gaps(rows), *prose(more), *_table(rows)]
 

@@ -1,7 +1,5 @@
 """What may a sample's first visit cost? Fine-tune with first visits of several bits, over 1, 2, 3 and 10 epochs.
 
-Of activations, and with gradients as changes of first gradients, too.
-
     python -m benchmarks first_visit [--seeds 3] [--epochs 3 1 2 10] [--only NAME ...] [--workers 2]
                                      [--data FOLDER] [--cache FOLDER] [--out FOLDER] [--redraw]
 
@@ -17,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import page
-from benchmarks.convergence import CHANGES_BACK, SETUP, Method, fine_tune, quantized
+from benchmarks.convergence import SETUP, Method, fine_tune
 from benchmarks.page import Row, prose, share, spread
 from benchmarks.runner import Runs, arguments, chosen
 from benchmarks.training import in_order
@@ -36,9 +34,6 @@ def methods() -> list[Method]:
             extra: dict[str, Any] = {"first_visit": first, **({"rotation": True} if rotation else {})}
             name = f"{first} bits{', rotated' if rotation else ''}"
             lines.append(Method(name, {"method": "aqsgd", **bits, **extra}))
-    for first in FIRST_BITS[:-1]:
-        changes = {**quantized("aqsgd", FORWARD, FORWARD), **CHANGES_BACK, "backward_first_visit": first}
-        lines.append(Method(f"8 bits, {FORWARD} back as changes, first gradients {first} bits", changes))
     return lines
 
 
@@ -60,8 +55,7 @@ def results(rows: list[Row]) -> list[str]:
         The set-up of [convergence.md](convergence.md) over 4 stages with 2 bits forward and 4 back: a pre-trained
         GPT-2, fine-tuned for 1, 2, 3 or 10 epochs, each with its own warm-up (an eighth of all steps) and decay. "full"
         is the paper's first visit in float32; "DirectQ" quantizes every visit to 2 bits. Rotated: after a randomized
-        Walsh–Hadamard rotation. As changes: gradients are sent as changes too (`"backward_method": "delta"`), with
-        {FORWARD} bits after a sample's first gradient (`backward_first_visit`).
+        Walsh–Hadamard rotation.
 
         Above FP32: the mean over seeds of the difference to FP32 with the same seed, ± its standard deviation; the
         training loss is the mean over the last epoch. First epoch, all: forward bytes as a share of float32's. Less:

@@ -112,8 +112,8 @@ def constant_error(times: float, most: tuple[int, int]) -> dict[str, Any]:
 
 # -- tasks: each makes a pipeline, what evaluates it, and the number of epochs
 
-# `given`: "activations", the section; "rival", None or the ends of links in its place; "dropout"; and "rate", what the
-# task's learning rate is multiplied by.
+# `given`: "activations", the section; "rival", None or the ends of links in its place; "dropout"; "rate", what the
+# task's learning rate is multiplied by; and "micro_batch", samples of a language model's.
 Prepared = tuple[Any, Callable[[], dict[str, float]], int]
 
 
@@ -126,7 +126,7 @@ def _language(given: dict[str, Any], stages: int, seed: int, folders: dict[str, 
     else:
         model, rate = pretrained_model(task, folders["cache"], seed)[0], convergence.LEARNING_RATE
         convergence.set_dropout(model, given["dropout"])
-    method, epochs = Method("", given["activations"]), convergence.EPOCHS
+    method, epochs = Method("", given["activations"], micro_batch=given["micro_batch"]), convergence.EPOCHS
     rate *= given["rate"]
     pipeline, evaluate = convergence.prepare(method, model, task, stages, seed, epochs, lr=rate, rival=given["rival"])
     return pipeline, lambda: {"eval_loss": evaluate()}, epochs
@@ -180,9 +180,19 @@ def train(task: str, dropout: str, stages: int, method: str, setting: str, seed:
 
 
 def trained_on(
-    task: str, dropout: str, stages: int, seed: int, folders: dict[str, Path], setting: Setting, rate: float = 1.0
+    task: str,
+    dropout: str,
+    stages: int,
+    seed: int,
+    folders: dict[str, Path],
+    setting: Setting,
+    rate: float = 1.0,
+    micro_batch: int = convergence.MICRO_BATCH,
 ) -> Row:
-    """Train and judge. Loads what it needs, so that it can be a process of its own. rate: see `Prepared`."""
+    """Train and judge. Loads what it needs, so that it can be a process of its own.
+
+    rate, micro_batch: see `Prepared`.
+    """
     import torch
 
     given = {
@@ -190,6 +200,7 @@ def trained_on(
         "rival": setting if callable(setting) else None,
         "dropout": DROPOUT[task] * SHARES[dropout],
         "rate": rate,
+        "micro_batch": micro_batch,
     }
 
     torch.set_num_threads(1)
