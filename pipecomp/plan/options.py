@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from pipecomp.activation_config import Bits, plain_bits
+from pipecomp.activation_config import Bits, ConstantError, each_link, plain_bits
 from pipecomp.cluster.launch import Launch
 from pipecomp.config import Config
 from pipecomp.errors import ConfigError, require
@@ -45,10 +45,16 @@ def aqsgd(forward: Bits, backward: Bits, *, one_pass: bool, changes_back: bool =
     activations = {"method": "aqsgd", "forward_bits": plain_bits(forward), "backward_bits": plain_bits(backward)}
     if one_pass:
         return {"activations": activations, "store": {"clusters": CLUSTERS}}
-    activations["first_visit"] = {"error": ERRORS["forward_bits"]}
+    activations["first_visit"] = {"error": _error(forward, "forward_bits")}
     if changes_back:
-        activations |= {"backward_method": "delta", "backward_first_visit": {"error": ERRORS["backward_bits"]}}
+        first = {"error": _error(backward, "backward_bits")}
+        activations |= {"backward_method": "delta", "backward_first_visit": first}
     return {"activations": activations}
+
+
+def _error(bits: Bits, key: str) -> float:
+    """Take the largest that changes keep on a link, for first visits too."""
+    return max((each.error for each in each_link(bits) if isinstance(each, ConstantError)), default=ERRORS[key])
 
 
 def methods(stages: int, tie: bool, *, one_pass: bool = False) -> list[tuple[str, Config]]:

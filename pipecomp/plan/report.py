@@ -9,11 +9,11 @@ from typing import Any
 
 from rich.table import Table
 
-from pipecomp.activation_config import FEWEST, Bits, bits_text, each_link
+from pipecomp.activation_config import FEWEST, Bits, ConstantError, bits_text, each_link
 from pipecomp.plan.network import Network
 from pipecomp.plan.options import DTYPES, aqsgd
 from pipecomp.plan.prediction import Job, Prediction
-from pipecomp.plan.search import ERRORS, FEWEST_AVERAGES, TIED, Choice, choose_local_steps, keeping_error
+from pipecomp.plan.search import FEWEST_AVERAGES, TIED, Choice, choose_local_steps, keeping_error
 from pipecomp.rates import bits_per_second, milliseconds
 from pipecomp.tables import table
 
@@ -144,8 +144,13 @@ def _compression(choice: Choice) -> str:
     if (clusters := _clusters(choice)) is not None:
         return f"AQ-SGD with {bits}, as changes from {clusters} cluster centers, since no sample comes back"
     ways = "both ways" if _changes_back(choice) else "forward"
-    errors = "errors of {forward_bits} forward and {backward_bits} back".format(**ERRORS)
-    return f"AQ-SGD with changes {ways} and at most {bits} (fewer in packets that keep {errors} with them)"
+    errors = " and ".join(
+        f"{'/'.join(dict.fromkeys(f'{bits.error:g}' for bits in found))} {way}"
+        for way, setting in zip(("forward", "back"), _errors(choice), strict=True)
+        if (found := [bits for bits in each_link(setting) if isinstance(bits, ConstantError)])
+    )
+    fewer = f" (fewer in packets that keep errors of {errors} with them)" if errors else ""
+    return f"AQ-SGD with changes {ways} and at most {bits}{fewer}"
 
 
 def tied_names(job: Job) -> str:

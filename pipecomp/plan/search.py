@@ -24,6 +24,8 @@ PAIRS = ((8, 8), (7, 8), (6, 8), (5, 8), (4, 8), (3, 6), (2, 4))
 """Forward and backward bits, the gentlest first; the last three are the paper's. Fewer are for people to choose."""
 ERRORS = {"forward_bits": 0.05, "backward_bits": 0.1}
 """What is kept of values themselves and of changes; benchmarks/constant_error.py trains with these errors."""
+FINE = {"forward_bits": 4, "backward_bits": 8}
+"""Bits from which on a line keeps half of these errors, as more bytes cost no time there: benchmarks/shootout.py."""
 ALMOST = 1.02  # a step that takes at most so much longer takes as long
 FREE = 1.001  # so much longer it may be for more bits on a fast link
 FASTER = 2.0  # a link is fast that has so many times the slowest one's rate
@@ -155,15 +157,18 @@ def _ladder(forward: tuple[int, int], backward: tuple[int, int]) -> list[tuple[i
 
 
 def keeping_error(key: str, most: Bits, fewest: int = FEWEST["forward_bits"]) -> Bits:
-    """Let packets have as many bits as keep an error of ERRORS, and at most those that were chosen.
+    """Let packets have as many bits as keep an error, and at most those that were chosen.
+
+    The error is that of ERRORS, or half of it on lines that hide FINE bits.
 
     Args:
         key: "forward_bits" or "backward_bits".
         most: Chosen bits, one number or one for each link.
         fewest: Bits forward.
     """
-    made = ConstantError(error=ERRORS[key], min=fewest if key == "forward_bits" else ConstantError.min)
-    return per_link(made.at_most(bits) for bits in each_link(most))
+    least = fewest if key == "forward_bits" else ConstantError.min
+    errors = [(ERRORS[key] / 2 if bits >= FINE[key] else ERRORS[key], bits) for bits in each_link(most)]
+    return per_link(ConstantError(error=error, min=least).at_most(bits) for error, bits in errors)
 
 
 def choose(

@@ -47,7 +47,7 @@ def test_a_plan_follows_dropout() -> None:
         for dropout, fewest in zip(("without", "with"), bits, strict=True):
             assert line(SLOWEST, task, dropout)["forward_bits"] == fewest
             assert line(SLOWEST, task, dropout)["backward_bits"] == {"error": 0.1, "min": 2, "max": 4}
-            assert line(PLANNED, task, dropout)["forward_bits"] == {"error": 0.05, "min": fewest, "max": 8}
+            assert line(PLANNED, task, dropout)["forward_bits"] == {"error": 0.025, "min": fewest, "max": 8}
 
 
 def test_nothing_to_compare() -> None:

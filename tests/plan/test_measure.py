@@ -240,7 +240,7 @@ def test_links_are_timed_with_what_a_plan_sends(monkeypatch, tmp_path, one_pass,
     assert sent.store.clusters == clusters
     a = sent.activations
     assert a.backward_method == ("direct" if one_pass else "delta")
-    errors = (8, 8) if one_pass else (ConstantError(error=0.05), ConstantError(error=0.1))
+    errors = (8, 8) if one_pass else (ConstantError(error=0.025), ConstantError(error=0.05))
     assert (a.forward_bits, a.backward_bits) == errors, "choosing bits takes time, too"
 
 
@@ -252,7 +252,7 @@ def test_a_bfloat16_stage_with_float32_adapters_is_timed():
         assert time_stage(stage, 2, 8, seconds=0.01).backward_s > 0
 
 
-FORWARD, BACKWARD = ConstantError(error=0.05), ConstantError(error=0.1)
+FORWARD, BACKWARD = ConstantError(error=0.025), ConstantError(error=0.05)  # where 8 bits are hidden
 LEAST = (2, ConstantError(error=0.1, max=4))
 
 
@@ -282,7 +282,7 @@ class TestDecision:
 
     def test_a_link_that_compute_hides(self):
         found = self.decided(self.seen(21e6, 21e6))
-        assert found[:2] == (replace(FORWARD, max=3), replace(BACKWARD, max=6))
+        assert found[:2] == (ConstantError(error=0.05, max=3), ConstantError(error=0.1, max=6))
         said = "bits 'auto': 2 to 3 forward (error 0.05), 2 to 6 back (error 0.1): the most that compute time hides ("
         assert found.reason.startswith(said)
         assert "21 Mbit/s" in found.reason
@@ -298,7 +298,7 @@ class TestDecision:
         assert self.decided(self.seen(1e12, 1e12), backward_bits=6)[:2] == (FORWARD, 6)
         given = {"error": 0.2, "min": 1, "max": 5}
         found = self.decided(self.seen(1e6, 1e6), backward_bits=given)
-        assert found[:2] == (replace(FORWARD, max=3), ConstantError(**given)), "5 bits back are the limit"
+        assert found[:2] == (ConstantError(error=0.05, max=3), ConstantError(**given)), "5 bits back are the limit"
 
     def test_the_slowest_replica_decides(self):
         rows = self.seen(1e12, 1e12) + self.seen(1e6, 1e6)

@@ -728,13 +728,27 @@ def test_gradients_are_sent_themselves_where_the_disk_is_the_limit(folder):
 
 
 def test_bits_of_a_plan_are_the_most_of_an_error():
-    assert keeping_error("forward_bits", 8) == ConstantError(error=0.05)
-    assert keeping_error("backward_bits", (6, 2)) == (ConstantError(error=0.1, max=6), 2)
-    assert keeping_error("forward_bits", (8, 3, 4), 3) == (
-        ConstantError(error=0.05, min=3),
-        3,
-        ConstantError(error=0.05, min=3, max=4),
+    assert keeping_error("forward_bits", 8) == ConstantError(error=0.025)
+    assert keeping_error("forward_bits", 3) == ConstantError(error=0.05, max=3)
+    assert keeping_error("backward_bits", (8, 6, 2)) == (
+        ConstantError(error=0.05),
+        ConstantError(error=0.1, max=6),
+        2,
     )
+    assert keeping_error("forward_bits", (8, 3, 4), 3) == (
+        ConstantError(error=0.025, min=3),
+        3,
+        ConstantError(error=0.025, min=3, max=4),
+    )
+
+
+def test_first_visits_keep_the_error_of_the_slowest_link():
+    def made(forward, backward):
+        a = aqsgd(keeping_error("forward_bits", forward), keeping_error("backward_bits", backward), one_pass=False)
+        return [a["activations"][key]["error"] for key in ("first_visit", "backward_first_visit")]
+
+    assert made(8, 8) == [0.025, 0.05]
+    assert made((8, 3), (8, 6)) == made(2, 4) == [0.05, 0.1]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
