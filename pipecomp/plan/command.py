@@ -177,7 +177,12 @@ def _around(choice: Choice, averages: list[tuple[str, float]], network: Any, spe
         with_gradients = replace(made, gradients=config.gradients)
         return [predict(job, with_gradients, network(job.plan, i), speeds) for i in range(networks)]
 
-    compared = methods(job.plan.num_stages, job.plan.tie, one_pass=config.store.clusters is not None)
+    compared = methods(
+        job.plan.num_stages,
+        job.plan.tie,
+        one_pass=config.store.clusters is not None,
+        changes_back=config.activations.backward_method == "delta",
+    )
     rows = [(name, at_networks(made)) for name, made in compared]
     tied = choose_tied(choice.taken, first, speeds) if job.replicas == 1 else []
     untouched_s = None

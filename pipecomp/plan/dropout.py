@@ -16,7 +16,7 @@ from pipecomp.activation_config import FEWEST, Activations, ConstantError, each_
 # Forward, that cost at most 1 % of the training loss with dropout 0.1, Hugging Face's default.
 FEWEST_BITS = 3
 CLASSIFIERS_FEWEST_BITS = 4
-_CLASSIFIERS = ("Classification", "MaskedLM")  # what encoders on the hub are called before they have a head for classes
+_CLASSIFIERS = ("Classification", "MaskedLM")  # the latter are encoders of the hub, before they get a head for classes
 _SMALL = 0.01  # dropout that changes hardly anything
 _ADAPTERS = "lora_dropout"  # 2 bits forward and 4 back lose 0.2 to 0.5 % there: benchmarks/results/shootout.md
 _log = logging.getLogger(__name__)

@@ -116,7 +116,7 @@ def advice(
             said.append(_of_tied(choice.taken, tied[0]))
         if p.store_s >= p.step_s:
             helps = "" if _clusters(choice) is not None else "; store.bits 8 helps"
-            said.append(f"The message store's disk is the limit: {p.store_s:.3g} s per step{helps}.")
+            said.append(f"The message store's disk takes {p.store_s:.3g} s per step{helps}.")
     if averages:
         (method, seconds), *rest = averages
         plain_s = seconds if method == "none" else dict(rest)["none"]
@@ -149,8 +149,7 @@ def _compression(choice: Choice) -> str:
         for way, setting in zip(("forward", "back"), _errors(choice), strict=True)
         if (found := [bits for bits in each_link(setting) if isinstance(bits, ConstantError)])
     )
-    fewer = f" (fewer in packets that keep errors of {errors} with them)" if errors else ""
-    return f"AQ-SGD with changes {ways} and at most {bits}{fewer}"
+    return f"AQ-SGD with changes {ways} and at most {bits} (fewer in packets that keep errors of {errors} with them)"
 
 
 def tied_names(job: Job) -> str:

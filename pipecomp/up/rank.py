@@ -126,7 +126,7 @@ def _plan(console: Console, command: Sequence[str]) -> None:
                 dropout=float(dropout) if dropout else None,
             )
         run_plan(console if dist.get_rank() == 0 else Console(quiet=True), options, throttle_to)
-    except (PipecompError, OSError) as error:  # the same on all ranks: they have the same files
+    except (PipecompError, OSError, ValueError) as error:  # the same on all ranks: they have the same files
         if dist.get_rank() == 0:
             console.print(f"up: no plan: {error}", markup=False, highlight=False)
 

@@ -725,6 +725,20 @@ def test_gradients_are_sent_themselves_where_the_disk_is_the_limit(folder):
     assert "backward_method" not in section
     Config.from_dict({"activations": section})
     assert "AQ-SGD with changes forward and at most" in " ".join(advice(slow[0], []))
+    out = folder / "plan.json"
+    given = ["plan", "--model", str(folder / "model"), "--stages", "2", "--bandwidth", "10kbit", "--json", str(out)]
+    assert CliRunner().invoke(app, [*given, "--tokens", "64", "--speed", "1"]).exit_code == 0
+    noted = json.loads(out.read_text())
+    noted["speeds"]["disk_bytes_s"] = 5e3
+    out.write_text(json.dumps(noted))
+    done = CliRunner().invoke(app, [*given, "--profile", str(out)])
+    assert done.exit_code == 0, done.output
+    found = json.loads(out.read_text())
+    assert "the limit is the message store's disk. " in " ".join(done.output.split()), done.output
+    rows = {row["name"]: row["step_s"] for row in found["methods"]}
+    chosen = found["chosen"]
+    name = f"AQ-SGD fw{chosen['forward_bits']} bw{chosen['backward_bits']}"
+    assert rows[name] == chosen["step_s"] == chosen["store_s"], "the table has what is taken"
 
 
 def test_bits_of_a_plan_are_the_most_of_an_error():
@@ -748,7 +762,8 @@ def test_first_visits_keep_the_error_of_the_slowest_link():
         return [a["activations"][key]["error"] for key in ("first_visit", "backward_first_visit")]
 
     assert made(8, 8) == [0.025, 0.05]
-    assert made((8, 3), (8, 6)) == made(2, 4) == [0.05, 0.1]
+    assert made((8, 2), (8, 4)) == made((8, 3), (8, 6)) == made(2, 4) == [0.05, 0.1]
+    assert made(4, 8) == [0.05, 0.05], "first visits may take more bits than links hide"
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])

@@ -333,3 +333,6 @@ def test_the_plan_is_of_the_steps_that_the_script_will_make(tmp_path: Path, monk
     own.write_text('{"train_batch_size": 33, "train_micro_batch_size_per_gpu": 2}')
     rank._plan(Console(file=(said := io.StringIO())), ["train.py", "--model", "model", f"--deepspeed_config={own}"])
     assert "up: no plan: train_batch_size: got 33" in said.getvalue()
+    other = ["train.py", "--model", "model", f"--deepspeed_config={path}", "--dropout", "none"]
+    rank._plan(Console(file=(said := io.StringIO())), other)
+    assert "up: no plan: " in said.getvalue(), "a script's own option may mean something else"
