@@ -534,6 +534,7 @@ def test_one_run_at_a_time_writes_to_a_folder(tmp_path: Path) -> None:
         child = os.fork()
         if child == 0:  # and outlives the run
             os.close(until)
+            (tmp_path / "forked").touch()  # until then it still has the run's files
             os.read(forever, 1)
             os._exit(0)
         (tmp_path / "held").touch()
@@ -545,7 +546,7 @@ def test_one_run_at_a_time_writes_to_a_folder(tmp_path: Path) -> None:
     holder = os.fork()
     if holder == 0:
         hold(until, end, end_all)
-    while not (tmp_path / "held").exists():
+    while not ((tmp_path / "held").exists() and (tmp_path / "forked").exists()):
         time.sleep(0.01)
     with pytest.raises(ConfigError, match=r"--out: got '.*', allowed: a folder that no other run is writing to"):
         hold_folder("--out", tmp_path)
