@@ -58,13 +58,14 @@ LINES: dict[str, dict[str, Any]] = {
 PLANNED, SLOWEST = "a plan's, 8 bits hidden", "a plan's, slowest links"
 _ONE_EACH = ", packets of one sample"
 OF_SAMPLES = CONSTANT + _ONE_EACH
-METHODS = (*LINES, PLANNED, SLOWEST, OF_SAMPLES)
+PLANS: dict[str, tuple[int, int] | None] = {PLANNED: (8, 8), SLOWEST: None}  # bits that links hide; None: the fewest
+METHODS = (*LINES, *PLANS, OF_SAMPLES)
 LANGUAGE = ("GPT-2", "Llama")
 EVERYWHERE = (EXACT, BASE, CONSTANT)  # with every learning rate; the others with the task's own
 
 
 def planned(task: str, dropout: str, most: tuple[int, int] | None) -> dict[str, Any]:
-    """The section that a plan makes. most: bits forward and back that its links hide; None for the fewest."""
+    """The section that a plan makes. most: of PLANS."""
     fewest = FEWEST["forward_bits"]
     if dropout != "without" and task != "Llama":  # whose dropout is before adapters
         fewest = CLASSIFIERS_FEWEST_BITS if task in METRICS else FEWEST_BITS
@@ -75,8 +76,7 @@ def planned(task: str, dropout: str, most: tuple[int, int] | None) -> dict[str, 
 
 def line(method: str, task: str, dropout: str) -> dict[str, Any]:
     """The section "activations" of a method."""
-    plans: dict[str, tuple[int, int] | None] = {PLANNED: (8, 8), SLOWEST: None}
-    return planned(task, dropout, plans[method]) if method in plans else LINES[method.removesuffix(_ONE_EACH)]
+    return planned(task, dropout, PLANS[method]) if method in PLANS else LINES[method.removesuffix(_ONE_EACH)]
 
 
 def train(task: str, dropout: str, rate: float, stages: int, method: str, seed: int, folders: dict[str, Path]) -> Row:

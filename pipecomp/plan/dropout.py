@@ -1,4 +1,4 @@
-"""A line at the start for models with dropout whose changes few bits cannot carry.
+"""How few bits carry the changes of a model with dropout, and a line at the start where there are fewer.
 
 A sample's activation changes from visit to visit by its mask too, so that what AQ-SGD sends is larger, and so is the
 error of the same number of bits. What that costs is measured: benchmarks/results/convergence.md, lines with "dropout",

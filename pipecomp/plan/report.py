@@ -146,7 +146,7 @@ def _compression(choice: Choice) -> str:
     ways = "both ways" if _changes_back(choice) else "forward"
     errors = " and ".join(
         f"{'/'.join(dict.fromkeys(f'{bits.error:g}' for bits in found))} {way}"
-        for way, setting in zip(("forward", "back"), _errors(choice), strict=True)
+        for way, setting in zip(("forward", "back"), _taken(choice), strict=True)
         if (found := [bits for bits in each_link(setting) if isinstance(bits, ConstantError)])
     )
     return f"AQ-SGD with changes {ways} and at most {bits} (fewer in packets that keep errors of {errors} with them)"
@@ -196,8 +196,10 @@ def _changes_back(choice: Choice) -> bool:
     return choice.prediction.config.activations.backward_method == "delta"
 
 
-def _errors(choice: Choice) -> tuple[Bits, Bits]:
-    """Let packets have at most the bits of a choice, forward and back."""
+def _taken(choice: Choice) -> tuple[Bits, Bits]:
+    """Let packets have at most the bits of a choice, forward and back; from cluster centers, just these."""
+    if _clusters(choice) is not None:
+        return choice.forward_bits, choice.backward_bits
     return (
         keeping_error("forward_bits", choice.forward_bits, choice.fewest),
         keeping_error("backward_bits", choice.backward_bits),
@@ -209,10 +211,9 @@ def configuration(choice: Choice) -> dict[str, Any]:
     job = choice.prediction.job
     section: dict[str, Any] = {}
     if choice.pays and job.plan.num_stages > 1:
-        if _clusters(choice) is None:
-            section |= aqsgd(*_errors(choice), one_pass=False, changes_back=_changes_back(choice))
-        else:
-            section |= aqsgd(choice.forward_bits, choice.backward_bits, one_pass=True)
+        one_pass = _clusters(choice) is not None
+        section |= aqsgd(*_taken(choice), one_pass=one_pass, changes_back=_changes_back(choice))
+        if one_pass:
             section["store"]["in_checkpoints"] = True  # few bytes, and nothing else brings centers back
     gradients = choice.prediction.config.gradients
     if gradients.method != "none":
