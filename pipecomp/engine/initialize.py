@@ -203,10 +203,10 @@ def _connect(
     if wants_measuring(settings):
         assert isinstance(engine.stage, Stage), "plain modules were refused"
         batch = Batch(engine.micro_batch_size, tokens(engine.stage), engine.micro_batches)
-        fewest = fewest_bits(engine.stage, settings.activations)
+        fewest = fewest_bits(engine.stage, settings)
         engine.pipecomp_config = settle(settings, engine.stage, batch, **transports, fewest=fewest, staging=staging)
-    if engine.global_rank == 0 and settings.store.clusters is None:  # else masks are not what changes are made of
-        warn_of_dropout(engine.stage, engine.pipecomp_config.activations)
+    if engine.global_rank == 0:
+        warn_of_dropout(engine.stage, engine.pipecomp_config)
     engine.open_links(*open_links(engine, settings, transports, all_ranks, staging), heartbeat)
 
 

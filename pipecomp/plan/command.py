@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from pipecomp.activation_config import FEWEST, Activations
+from pipecomp.activation_config import Activations
 from pipecomp.cluster.launch import Launch, read_launch
 from pipecomp.config import Config
 from pipecomp.gradient_config import Gradients
@@ -120,7 +120,7 @@ def plan(wanted: Wanted, profile: Profile, rates: Sequence[Rates], speeds: Speed
         return measured if measured is not None and index == 0 else chain(split.num_stages, *rates[index])
 
     config = _config(wanted)
-    fewest = FEWEST["forward_bits"] if wanted.one_pass else fewest_bits(model, config.activations, wanted.dropout)
+    fewest = fewest_bits(model, config, wanted.dropout)
     choices: list[Choice] = []
     averages: dict[int, list[tuple[str, float]]] = {}  # by stages
     too_large = math.inf

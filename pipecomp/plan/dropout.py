@@ -11,7 +11,8 @@ import logging
 
 from torch import nn
 
-from pipecomp.activation_config import FEWEST, Activations, ConstantError, each_link
+from pipecomp.activation_config import FEWEST, ConstantError, each_link
+from pipecomp.config import Config
 
 # Forward, that cost at most 1 % of the training loss with dropout 0.1, Hugging Face's default.
 FEWEST_BITS = 3
@@ -35,14 +36,14 @@ def bits_for_dropout(module: nn.Module) -> int:
     return CLASSIFIERS_FEWEST_BITS if any(kind in name for kind in _CLASSIFIERS) else FEWEST_BITS
 
 
-def advice(dropout: float, activations: Activations, fewest: int = FEWEST_BITS) -> str | None:
+def advice(dropout: float, settings: Config, fewest: int = FEWEST_BITS) -> str | None:
     """Say what fewer than the `fewest` bits cost with so much dropout, and what to do; None where it is little.
 
     Bits that follow an error need no advice where they may grow with the changes: their most count.
     """
-    every = each_link(activations.forward_bits)
+    every = each_link(settings.activations.forward_bits)
     bits = min(e.max if isinstance(e, ConstantError) else e for e in every)
-    if activations.method != "aqsgd" or bits >= fewest or dropout < _SMALL:
+    if not _feels(dropout, settings) or bits >= fewest:
         return None
     return (
         f"this model trains with dropout {dropout:g}, which makes the changes that AQ-SGD sends larger: "
@@ -51,15 +52,19 @@ def advice(dropout: float, activations: Activations, fewest: int = FEWEST_BITS) 
     )
 
 
-def fewest_bits(module: nn.Module, activations: Activations, dropout: float | None = None) -> int:
+def fewest_bits(module: nn.Module, settings: Config, dropout: float | None = None) -> int:
     """Say how few bits forward "auto" may take for a model. dropout: that it is trained with, None for its own."""
     share = dropout_of(module) if dropout is None else dropout
-    changes = activations.method == "aqsgd" and share >= _SMALL
-    return bits_for_dropout(module) if changes else FEWEST["forward_bits"]
+    return bits_for_dropout(module) if _feels(share, settings) else FEWEST["forward_bits"]
 
 
-def warn_of_dropout(module: nn.Module, activations: Activations) -> None:
+def warn_of_dropout(module: nn.Module, settings: Config) -> None:
     """Log the advice, if there is any; the level is one that Python shows where nobody has set up logging."""
-    text = advice(dropout_of(module), activations, bits_for_dropout(module))
+    text = advice(dropout_of(module), settings, bits_for_dropout(module))
     if text is not None:
         _log.warning("%s", text)
+
+
+def _feels(dropout: float, settings: Config) -> bool:
+    """Say whether the changes sent are those since a sample's last visit, which had another mask."""
+    return dropout >= _SMALL and settings.activations.method == "aqsgd" and settings.store.clusters is None

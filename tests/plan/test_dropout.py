@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from pipecomp.activation_config import Activations
+from pipecomp.config import Config
 from pipecomp.plan.dropout import (
     CLASSIFIERS_FEWEST_BITS,
     FEWEST_BITS,
@@ -19,6 +19,10 @@ from pipecomp.plan.dropout import (
 )
 
 AQSGD: dict[str, Any] = {"method": "aqsgd", "backward_bits": 8}
+
+
+def made(store: dict[str, Any] | None = None, **activations: Any) -> Config:
+    return Config.from_dict({"activations": activations, **({"store": store} if store else {})})
 
 
 def test_the_largest_share_counts():
@@ -36,38 +40,40 @@ FEW = {"error": 0.07, "min": 1, "max": FEWEST_BITS - 1}
 
 @pytest.mark.parametrize("bits", [FEWEST_BITS - 1, (8, FEWEST_BITS - 1), FEW, (8, FEW)])
 def test_few_bits_with_dropout_are_spoken_of(bits, caplog):
-    activations = Activations(**AQSGD, forward_bits=bits)
-    text = advice(0.1, activations)
+    settings = made(**AQSGD, forward_bits=bits)
+    text = advice(0.1, settings)
     assert "dropout 0.1" in text
     assert f"forward_bits {FEWEST_BITS - 1} " in text
     assert "--dropout 0" in text
-    warn_of_dropout(nn.Dropout(0.1), activations)
+    warn_of_dropout(nn.Dropout(0.1), settings)
     assert caplog.messages == [text]
 
 
 @pytest.mark.parametrize(
-    ("dropout", "settings"),
+    ("dropout", "given"),
     [
         (0.0, {**AQSGD, "forward_bits": 1}),
         (0.1, {**AQSGD, "forward_bits": FEWEST_BITS}),
         (0.1, {**AQSGD, "forward_bits": {"error": 0.07}}),
         (0.1, {"method": "none"}),
         (0.1, {"method": "direct", "forward_bits": 2}),
+        (0.1, {**AQSGD, "forward_bits": 2, "store": {"clusters": 64}}),
     ],
 )
-def test_nothing_is_said_where_it_costs_little_or_is_not_the_changes(dropout, settings, caplog):
-    activations = Activations(**settings)
-    assert advice(dropout, activations) is None
-    warn_of_dropout(nn.Dropout(dropout), activations)
+def test_nothing_is_said_where_it_costs_little_or_is_not_the_changes(dropout, given, caplog):
+    settings = made(**given)
+    assert advice(dropout, settings) is None
+    warn_of_dropout(nn.Dropout(dropout), settings)
     assert not caplog.messages
 
 
 def test_auto_takes_more_bits_of_changes_with_dropout():
-    auto = Activations(**AQSGD, forward_bits="auto")
+    auto = made(**AQSGD, forward_bits="auto")
     assert fewest_bits(nn.Dropout(0.1), auto) == fewest_bits(nn.Linear(2, 2), auto, 0.1) == FEWEST_BITS
     assert fewest_bits(nn.Dropout(0.1), auto, 0.0) == 2
     assert fewest_bits(nn.Dropout(0.0), auto) == fewest_bits(nn.Linear(2, 2), auto) == 2
-    assert fewest_bits(nn.Dropout(0.1), Activations(method="direct", forward_bits="auto")) == 2
+    assert fewest_bits(nn.Dropout(0.1), made(method="direct", forward_bits="auto")) == 2
+    assert fewest_bits(nn.Dropout(0.1), made({"clusters": 64}, **AQSGD, forward_bits="auto")) == 2
 
 
 @pytest.mark.parametrize(
@@ -77,8 +83,8 @@ def test_auto_takes_more_bits_of_changes_with_dropout():
 def test_a_classifier_takes_more_bits_with_dropout(model_class, fewest, caplog):
     stage = nn.Dropout(0.1)
     stage.plan = SimpleNamespace(model_class=model_class)
-    assert fewest_bits(stage, Activations(**AQSGD, forward_bits="auto")) == fewest
-    warn_of_dropout(stage, Activations(**AQSGD, forward_bits=fewest))
+    assert fewest_bits(stage, made(**AQSGD, forward_bits="auto")) == fewest
+    warn_of_dropout(stage, made(**AQSGD, forward_bits=fewest))
     assert not caplog.messages
-    warn_of_dropout(stage, Activations(**AQSGD, forward_bits=fewest - 1))
+    warn_of_dropout(stage, made(**AQSGD, forward_bits=fewest - 1))
     assert f"Use {fewest} or more" in caplog.text

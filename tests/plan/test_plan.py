@@ -711,8 +711,8 @@ def test_an_encoder_counts_as_a_classifier(head):
     """Those of the hub are named after the task that they were pre-trained for."""
     config = transformers.BertConfig(num_hidden_layers=2, hidden_size=32, num_attention_heads=2, intermediate_size=32)
     model = getattr(transformers, f"Bert{head}")(config)
-    assert fewest_bits(model, AQSGD.activations) == CLASSIFIERS_FEWEST_BITS
-    assert fewest_bits(model, AQSGD.activations, 0.0) == 2
+    assert fewest_bits(model, AQSGD) == CLASSIFIERS_FEWEST_BITS
+    assert fewest_bits(model, AQSGD, 0.0) == 2
 
 
 def test_gradients_are_sent_themselves_where_the_disk_is_the_limit(folder):
