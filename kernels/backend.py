@@ -64,6 +64,11 @@ class Backend(Protocol):
     def fit(self, visits: Sequence[Visit], error: float, low: int, high: int, payload: Tensor | None) -> int:
         """As `distortion.fit`, for whichever samples."""
 
+    def encode_fewest(
+        self, visits: Sequence[Visit], error: float, low: int, high: int, payload: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
+        """As `distortion.encode_fewest`, for whichever samples."""
+
     # Quantizing with an error-feedback residual.
 
     def feedback_quantize_(

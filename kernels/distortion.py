@@ -15,6 +15,8 @@ from pipecomp.kernels import layout, reference
 from pipecomp.kernels.layout import Options
 from pipecomp.kernels.ragged import Visit
 
+FIRST_LOOK = 4  # bits with which measuring begins; from there the error halves with every bit
+
 
 def halved_sum(y: Tensor) -> Tensor:
     """Sum over the last dimension: the second half is added to the first, an odd last value to the first of all."""
@@ -47,6 +49,17 @@ def fit(visits: Sequence[Visit], error: float, low: int, high: int, payload: Ten
     has to decide, and no m has changed.
     """
     return 0
+
+
+def encode_fewest(
+    visits: Sequence[Visit], error: float, low: int, high: int, payload: Tensor
+) -> tuple[Tensor, Tensor] | None:
+    """Encode with the fewest bits, which the device knows and the host does not, if that can be.
+
+    payload: as of `fit`. Returns the bits, int64 [1] on the samples' device, and the flag of `encode_batch`; None where
+    it cannot be, or need not be, because the host is the device: then nothing is changed.
+    """
+    return None
 
 
 def _of_visit(visit: Visit, bits: Sequence[int]) -> Tensor:

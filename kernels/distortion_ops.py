@@ -11,11 +11,9 @@ from torch import Tensor
 from pipecomp.errors import ConfigError, ShapeError
 from pipecomp.kernels import dispatch, layout
 from pipecomp.kernels.backend import Backend
-from pipecomp.kernels.distortion import halved_sum
+from pipecomp.kernels.distortion import FIRST_LOOK, halved_sum
 from pipecomp.kernels.ragged import FINE_FLAG, Verdict, Visit, bad_visit
 from pipecomp.kernels.ragged_ops import check_payload, encode_batch
-
-_FIRST_LOOK = 4  # bits with which measuring begins; from there the error halves with every bit
 
 
 @torch.no_grad()
@@ -66,8 +64,11 @@ def fewest_bits(visits: Sequence[Visit], error: float, low: int, high: int, *, b
 @torch.no_grad()
 def encode_fewest(
     visits: Sequence[Visit], payload: Tensor, error: float, low: int, high: int, *, backend: str = "auto"
-) -> tuple[int, Verdict]:
+) -> tuple[Tensor, Verdict]:
     """Encode samples with the fewest bits that keep an error, mostly in the pass over them that finds these bits.
+
+    A GPU goes on without waiting: where all samples are changes, or none is, with max scales, of dense rows of up to
+    16,384 values, a small number times a power of two.
 
     Args:
         visits: As for `encode_batch`, all with options, whose bits do not matter.
@@ -78,18 +79,32 @@ def encode_fewest(
         backend: As for `quantize`.
 
     Returns:
-        The bits that `fewest_bits` chooses, with which the payload begins as `encode_batch` makes it, every m having
-        followed; and whether all could be encoded, which the caller has to check.
+        The bits that `fewest_bits` chooses, int64 [1] on the samples' device, with which the payload begins as
+        `encode_batch` makes it, every m having followed; and whether all could be encoded, which the caller has to
+        check.
 
     Raises:
         ConfigError: As `fewest_bits`.
     """
     check_payload(payload, _total(visits, high))
+    _check_range(error, low, high)
+    if low < high and any(v.x.numel() for v in visits):
+        found = _checked(visits, backend).encode_fewest(visits, error, low, high, payload)
+        if found is not None:
+            return found[0], Verdict(found[1], bad_visit(visits))
     bits, encoded = _fitted(visits, error, low, high, backend, payload)
+    chosen = torch.full((1,), bits, dtype=torch.int64, device=payload.device)
     if encoded:
-        return bits, Verdict(FINE_FLAG, bad_visit(visits))
+        return chosen, Verdict(FINE_FLAG, bad_visit(visits))
     visits = [v._replace(options=v.options and v.options._replace(bits=bits)) for v in visits]
-    return bits, encode_batch(visits, payload[: _total(visits, bits)], backend=backend)
+    return chosen, encode_batch(visits, payload[: _total(visits, bits)], backend=backend)
+
+
+def _check_range(error: float, low: int, high: int) -> None:
+    layout.check_bits(low)
+    layout.check_bits(high, low=low)
+    if not 0 < error < 1:
+        raise ConfigError("error", error, "a number above 0 and below 1")
 
 
 def _total(visits: Sequence[Visit], bits: int) -> int:
@@ -118,10 +133,7 @@ def _fitted(
     visits: Sequence[Visit], error: float, low: int, high: int, backend: str, payload: Tensor | None
 ) -> tuple[int, bool]:
     """The fewest bits, and whether the payload, if one is given, is what they make of the samples."""
-    layout.check_bits(low)
-    layout.check_bits(high, low=low)
-    if not 0 < error < 1:
-        raise ConfigError("error", error, "a number above 0 and below 1")
+    _check_range(error, low, high)
     visits = [v for v in visits if v.x.numel()]
     if not visits or low == high:
         return low, False
@@ -129,7 +141,7 @@ def _fitted(
     if found := chosen.fit(visits, error, low, high, payload):
         return found, True
     left: dict[int, float] = {}  # out, by bits
-    look = [min(max(_FIRST_LOOK, low), high)]
+    look = [min(max(FIRST_LOOK, low), high)]
     while True:
         norm, *measured = halved_sum(chosen.distortion(visits, look)).tolist()
         left |= zip(look, measured, strict=True)

@@ -8,6 +8,7 @@ from ctypes import Array, c_int32
 import torch
 from torch import Tensor
 
+from pipecomp.kernels.distortion import encode_fewest
 from pipecomp.kernels.layout import Options, group_length
 from pipecomp.kernels.native_library import DTYPES, DequantizeArgs, Library, QuantizeArgs, layout_of
 from pipecomp.kernels.ragged import FINE, FINE_FLAG, Arriving, Visit, payload_bytes
@@ -52,6 +53,8 @@ class RaggedKernels(Library):
         call = self.library.pipecomp_distortion
         call(table, len(visits), values, numbers, len(bits), out.data_ptr(), self.isa_index, self.threads)
         return out
+
+    encode_fewest = staticmethod(encode_fewest)
 
     def fit(self, visits: Sequence[Visit], error: float, low: int, high: int, payload: Tensor | None) -> int:
         """As `distortion.fit`: for max scales and nearest rounding."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipecomp.kernels.bitpack import pack_bits, unpack_bits
-from pipecomp.kernels.distortion import distortion, fit
+from pipecomp.kernels.distortion import distortion, encode_fewest, fit
 from pipecomp.kernels.dithering import (
     exponential_decode,
     exponential_encode,
@@ -26,6 +26,7 @@ __all__ = [
     "dequantize",
     "distortion",
     "encode_batch",
+    "encode_fewest",
     "exponential_decode",
     "exponential_encode",
     "exponential_reduce_",

@@ -12,8 +12,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from pipecomp.kernels import triton_buckets, triton_ragged, triton_rows
-from pipecomp.kernels.distortion import distortion, fit  # torch's own operations on the GPU: a few passes over a packet
+from pipecomp.kernels import triton_buckets, triton_distortion, triton_ragged, triton_rows
+from pipecomp.kernels.distortion import distortion  # torch's own operations on the GPU: a few passes over a packet
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -59,6 +59,8 @@ sketch_decode = on_their_device(triton_buckets.sketch_decode)
 sketch_encode = on_their_device(triton_buckets.sketch_encode)
 decode_batch = on_their_device(triton_ragged.decode_batch)
 encode_batch = on_their_device(triton_ragged.encode_batch)
+encode_fewest = on_their_device(triton_distortion.encode_fewest)
+fit = on_their_device(triton_distortion.fit)
 
 __all__ = [
     "decode_batch",
@@ -66,6 +68,7 @@ __all__ = [
     "dequantize",
     "distortion",
     "encode_batch",
+    "encode_fewest",
     "exponential_decode",
     "exponential_encode",
     "exponential_reduce_",

@@ -60,15 +60,21 @@ def octets(chunk, OCT: tl.constexpr):
 @triton.jit
 def store_codes(codes, octet, lane, c, value_ok, size_bytes, BITS: tl.constexpr):
     """Packs codes c [OCT, 8] (int32), zero where not value_ok, into a stream of size_bytes, from byte octet * BITS."""
+    store_codes_of(codes, octet, lane, c, value_ok, size_bytes, BITS, BITS)
+
+
+@triton.jit
+def store_codes_of(codes, octet, lane, c, value_ok, size_bytes, bits, MOST_BITS: tl.constexpr):
+    """The same where the bits are no constant: at most MOST_BITS."""
     c = tl.where(value_ok, c, 0)
-    if BITS <= 4:  # eight codes fill 32 bits at most: half of what 64 take to be added across threads
-        word = tl.sum(c << (lane * BITS), 1)
+    if MOST_BITS <= 4:  # eight codes fill 32 bits at most: half of what 64 take to be added across threads
+        word = tl.sum(c << (lane * bits), 1)
         value = (word[:, None] >> tl.minimum(8 * lane, 24)) & 255
     else:
-        word = tl.sum(c.to(tl.int64) << (lane * BITS).to(tl.int64), 1)
+        word = tl.sum(c.to(tl.int64) << (lane * bits).to(tl.int64), 1)
         value = (word[:, None] >> (8 * lane).to(tl.int64)) & 255
-    at = octet * BITS + lane
-    tl.store(codes + at, value.to(tl.uint8), mask=(lane < BITS) & (at < size_bytes))
+    at = octet * bits + lane
+    tl.store(codes + at, value.to(tl.uint8), mask=(lane < bits) & (at < size_bytes))
 
 
 @triton.jit

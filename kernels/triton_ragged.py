@@ -20,7 +20,7 @@ from pipecomp.kernels.triton_quantize import (
     load_codes,
     octets,
     random_bits,
-    store_codes,
+    store_codes_of,
     to_float,
     uniform,
     unit_and_chunk,
@@ -31,17 +31,22 @@ FIELDS = 8  # of a sample: x, m, scales, codes (each as if row 0 were the batch'
 
 
 @triton.jit
-def place_of(unit, table, SAMPLES, GROUP, GROUPS, H, FIELDS: tl.constexpr):
-    """Of a group: the row in the batch, its sample's fields, the group's number, its first column, its values."""
-    row = unit // GROUPS
+def find_sample(row, table, SAMPLES, FIELDS: tl.constexpr):
+    """Where the fields are of the sample that a row of the batch belongs to."""
     sample, end = 0, SAMPLES
     while end - sample > 1:
         middle = (sample + end) // 2
         before = tl.load(table + middle * FIELDS + 4) <= row
         sample, end = tl.where(before, middle, sample), tl.where(before, end, middle)
-    fields = table + sample * FIELDS
+    return table + sample * FIELDS
+
+
+@triton.jit
+def place_of(unit, table, SAMPLES, GROUP, GROUPS, H, FIELDS: tl.constexpr):
+    """Of a group: the row in the batch, its sample's fields, the group's number, its first column, its values."""
+    row = unit // GROUPS
     column = unit % GROUPS * GROUP
-    return row, fields, unit % GROUPS, column, tl.minimum(H - column, GROUP)
+    return row, find_sample(row, table, SAMPLES, FIELDS), unit % GROUPS, column, tl.minimum(H - column, GROUP)
 
 
 @triton.jit
@@ -61,6 +66,7 @@ def encode_kernel(
     w,
     table,
     bad,
+    chosen,
     SAMPLES,
     H,
     GROUP,
@@ -68,6 +74,7 @@ def encode_kernel(
     GROUP_BYTES,
     ROW_BYTES,
     BITS: tl.constexpr,
+    FITTED: tl.constexpr,
     DELTA: tl.constexpr,
     KEEP: tl.constexpr,
     STOCHASTIC: tl.constexpr,
@@ -75,7 +82,11 @@ def encode_kernel(
     ALIGNED: tl.constexpr,
     FIELDS: tl.constexpr,
 ):
-    """One group's scale and codes, and m (KEEP): moved with DELTA, else set. A bad group lowers bad[0] to its row."""
+    """One group's scale and codes, and m (KEEP): moved with DELTA, else set. A bad group lowers bad[0] to its row.
+
+    FITTED: chosen[0] has the bits, of which BITS are the most; w has what 1 bit, 2 and so on stand for, one after the
+    other; of a sample's scales and codes the table says only what does not hang on the bits.
+    """
     unit, chunk = unit_and_chunk(GROUP, 8 * OCT)
     row, fields, group, column, n = place_of(unit, table, SAMPLES, GROUP, GROUPS, H, FIELDS)
     octet, lane, at = octets(chunk, OCT)
@@ -86,23 +97,35 @@ def encode_kernel(
         before = tl.load(m_at, mask=ok, other=0.0)
         v = v - before
     most = tl.max(v.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-    inside = row - tl.load(fields + 4)
+    first = tl.load(fields + 4)
+    inside = row - first
     tl.atomic_min(bad, (tl.load(fields + 5) << 32) | inside, mask=most > 0x71800000)  # 2**100
     most = tl.where(most < 0x0D800000, 0, most)  # 2**-100
+    if FITTED:
+        bits = tl.load(chosen).to(tl.int32)
+        group_bytes = (GROUP * bits + 7) // 8
+        row_bytes = (GROUPS - 1) * group_bytes + ((H - (GROUPS - 1) * GROUP) * bits + 7) // 8
+        scales = first * row_bytes
+        levels = (1 << bits).to(tl.float32)
+        w += (1 << bits) - 2
+    else:
+        bits, group_bytes, row_bytes = BITS, GROUP_BYTES, ROW_BYTES
+        scales = tl.load(fields + 2)
+        levels = tl.full([], 1 << BITS, tl.float32)
     byte = tl.arange(0, 4)
-    scale_at = payload + tl.load(fields + 2) + 4 * (row * GROUPS + group)
+    scale_at = payload + scales + 4 * (row * GROUPS + group)
     tl.store(scale_at + byte, ((most >> (8 * byte)) & 255).to(tl.uint8))
     scale = most.to(tl.float32, bitcast=True)
     u = v * tl.div_rn(1.0, tl.where(scale == 0.0, 1.0, scale)) + 1.0
-    top: tl.constexpr = (1 << BITS) - 1
+    top = levels - 1.0
     if STOCHASTIC:
-        steps = u * (top / 2) + uniform(random_bits(tl.where(ok, inside * H + column + at, 0), fields + 6))
+        steps = u * (top * 0.5) + uniform(random_bits(tl.where(ok, inside * H + column + at, 0), fields + 6))
     else:
-        steps = u * (1 << (BITS - 1))
+        steps = u * (levels * 0.5)
     c = tl.minimum(tl.maximum(steps, 0.0), top).to(tl.int32)
     c = tl.where(scale == 0.0, 0, c)
-    codes = payload + tl.load(fields + 3) + row * ROW_BYTES + group * GROUP_BYTES
-    store_codes(codes, octet, lane, c, ok, (n * BITS + 7) // 8, BITS)
+    codes = payload + tl.load(fields + 3) + row * row_bytes + group * group_bytes
+    store_codes_of(codes, octet, lane, c, ok, (n * bits + 7) // 8, bits, BITS)
     if KEEP:
         moved = tl.where(scale == 0.0, 0.0, tl.load(w + c, mask=ok, other=0.0) * scale)
         if DELTA:
@@ -190,6 +213,25 @@ def _launch_encode(batch: list[tuple[int, Visit, Tensor]], payload: Tensor, bad:
     m = x if first.m is None else first.m
     rows = [(i, v.x, v.m, part, v.options.seed if v.options else 0) for i, v, part in batch]
     s, table, w, aligned = _table(rows, x, m, payload, o)
+    launch_encode(first, x, m, payload, w, table, bad, None, len(rows), s, aligned)
+
+
+def launch_encode(
+    first: Visit,
+    x: Tensor,
+    m: Tensor,
+    payload: Tensor,
+    w: Tensor,
+    table: Tensor,
+    bad: Tensor,
+    chosen: Tensor | None,
+    samples: int,
+    s: Shape,
+    aligned: bool,
+) -> None:
+    """Encode samples like `first` with the bits of its options, or with those in `chosen`, at most that many."""
+    o = first.options
+    assert o is not None
     octet = triton.next_power_of_2(-(-s.group // 8))
     encode_kernel[s.grid(8 * octet)](
         x,
@@ -198,9 +240,11 @@ def _launch_encode(batch: list[tuple[int, Visit, Tensor]], payload: Tensor, bad:
         w,
         table,
         bad,
-        len(rows),
+        bad if chosen is None else chosen,
+        samples,
         *s.sizes,
         BITS=o.bits,
+        FITTED=chosen is not None,
         DELTA=first.delta,
         KEEP=first.m is not None,
         STOCHASTIC=o.rounding == "stochastic",

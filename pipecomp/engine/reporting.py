@@ -70,7 +70,7 @@ class Reporting:
             "stage": engine.stage_id,
             "replica": engine.grid.data_parallel_id,
             "steps": engine.global_steps,
-            "links": {f"{end.index}->{end.index + 1}": end.stats.as_dict() for end in engine.links},
+            "links": {f"{end.index}->{end.index + 1}": end.stats.as_dict() for end in engine.links.counted()},
             "groups": engine.gradients.stats(),
             "seconds": asdict(self._seconds),
             "in_flight": engine.in_flight.value,

@@ -136,14 +136,14 @@ class Quantized:
         e = self.error
         return self.bits if e is None else ops.fewest_bits(visits, e.error, e.min, e.max)
 
-    def encode_fewest(self, visits: list[ops.Visit], payload: Tensor) -> tuple[Self, ops.Verdict]:
+    def encode_fewest(self, visits: list[ops.Visit], payload: Tensor) -> tuple[Tensor, ops.Verdict]:
         """Encode these samples with the bits of `fewest`, where there is room for the most.
 
-        Returns the codec that has these bits, to which the payload's beginning belongs, and what `encode` does.
+        Returns the bits, int64 [1] beside the payload, whose beginning is what `of_packet` of them encodes; and what
+        `encode` does.
         """
         assert self.error is not None
-        bits, verdict = ops.encode_fewest(visits, payload, self.error.error, self.error.min, self.error.max)
-        return self.of_packet(bits), verdict
+        return ops.encode_fewest(visits, payload, self.error.error, self.error.min, self.error.max)
 
     def payload_bytes(self, tokens: int, hidden: int) -> int:
         """Count the bytes of an encoded [tokens, hidden]; see Codec."""

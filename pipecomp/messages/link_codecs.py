@@ -38,10 +38,16 @@ class VisitCodecs:
         """Make the codecs of a packet with these samples; the fewest bits allowed of what it has none of."""
         return self.of_packet(self.change.fewest(changes), 0 if self.first is None else self.first.fewest(firsts))
 
-    def encode_changes(self, visits: list[ops.Visit], payload: Tensor) -> tuple[VisitCodecs, ops.Verdict]:
-        """Encode a packet of changes alone with the fewest bits; see `Quantized.encode_fewest`."""
-        change, verdict = self.change.encode_fewest(visits, payload)
-        return self.of_packet(change.bits, 0 if self.first is None else self.first.fewest([])), verdict
+    def fitting(self, delta: bool) -> Quantized | None:
+        """Find what encodes changes (delta) or first visits with the fewest bits that keep an error, if so they are."""
+        codec = self.change if delta else self.first
+        return None if codec is None or codec.error is None else codec
+
+    def of_fitted(self, bits: int, delta: bool) -> VisitCodecs:
+        """Make the codecs of a packet of changes alone, or first visits, which took so many bits."""
+        if delta:
+            return self.of_packet(bits, 0 if self.first is None else self.first.fewest([]))
+        return self.of_packet(self.change.fewest([]), bits)
 
     def may_have_first(self, bits: int) -> bool:
         """Whether a packet may have first visits of so many bits."""

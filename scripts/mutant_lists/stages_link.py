@@ -154,6 +154,14 @@ MUTANTS = (
         "reports tell a wrong error of compression",
     ),
     Mutant(
+        "no wait for the bits that the device chose",
+        _PACKET,
+        "int(self._bits.wait())",
+        "int(self._bits.target) % 8 + 1",
+        STAGING,
+        "the other stage decodes other bits than were sent",
+    ),
+    Mutant(
         "a packet on its way from a device is sent as it is",
         "stages/link/transport.py",
         "else packet.finish()",

@@ -58,7 +58,7 @@ class Clusters:
         y_TH = book.centers_CH[number_T]
         codec = self._codec.fitted(x_TH, y_TH)
         samples = layout.samples(Form.DELTA, book.version, version)
-        header = self._end.header(Kind.ACTIVATION, codec.change, x_TH, samples, layout, at, x_TH.dtype)
+        header = self._end.header(Kind.ACTIVATION, codec.change, x_TH.shape[1], samples, layout, at, x_TH.dtype)
         seed = self._end.draw(Kind.ACTIVATION, at)
 
         def encode(payload: Tensor, whole: Tensor | None) -> list[ops.Verdict]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from pipecomp.errors import LinkError, LinkTimeoutError
 from pipecomp.mesh.frames import ROOM_BYTES
-from pipecomp.stages.link.transport import MAX_PACKET_BYTES, Moved
+from pipecomp.stages.link.transport import MAX_PACKET_BYTES, Moved, Outgoing, finished_at
 
 
 class Delivery:
@@ -71,6 +71,14 @@ class Delivery:
         with self._changed:
             self._waiting += 1
             self._waiting_bytes += size
+
+    def found(self, outgoing: Outgoing, queued: float) -> tuple[np.ndarray, float]:
+        """Wait for a packet that waits to leave, and may turn out to be shorter than it said; see `finished_at`."""
+        said = outgoing.size
+        packet, queued = finished_at(outgoing, queued)
+        with self._changed:
+            self._waiting_bytes -= said - packet.size
+        return packet, queued
 
     def gone(self, size: int) -> None:
         """A packet of so many bytes waits no more."""

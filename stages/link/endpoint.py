@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,7 +40,7 @@ from pipecomp.messages.wire import Header, Kind, Sample, begin, decode, packet_b
 from pipecomp.stages.link.arrivals import Arrivals
 from pipecomp.stages.link.boundary import Layout, scatter
 from pipecomp.stages.link.bounds import EVALUATED, Bounds
-from pipecomp.stages.link.packet import Encode, Fit, Packet
+from pipecomp.stages.link.packet import Contents, Describe, Encode, Fit, LateContents, Packet
 from pipecomp.stages.link.transport import MAX_PACKET_BYTES, Transport
 from pipecomp.stages.link.window import CropCanvas
 from pipecomp.stats import LinkStats
@@ -100,6 +100,7 @@ class Endpoint:
         self._config, self._replica = config, replica
         self._pass_nonfinite = pass_nonfinite
         self.codecs = LinkCodecs(a, index, clusters)
+        self._uncounted: deque[Contents] = deque()  # of packets that were sent
         self._measured: deque[Copy] = deque()  # norms of sampled activations and of what is left out of them
 
     def limit(self, bounds: Bounds, dtype: torch.dtype) -> None:
@@ -153,14 +154,14 @@ class Endpoint:
         self,
         kind: Kind,
         codec: Codec,
-        x: Tensor,
+        hidden: int,
         samples: list[Sample],
         layout: Layout,
         at: Position,
         dtype: torch.dtype,
         first_bits: int = 0,
     ) -> Header:
-        """Describe a packet of x. dtype: the stages' own. first_bits: of its first visits, if any."""
+        """Describe a packet of rows of `hidden` values. dtype: the stages' own. first_bits: of first visits, if any."""
         return Header(
             kind=kind,
             method=codec.method,
@@ -172,7 +173,7 @@ class Endpoint:
             bits=codec.bits,
             first_bits=first_bits,
             tokens=layout.tokens,
-            hidden=x.shape[-1],
+            hidden=hidden,
             group_size=self._config.activations.group_size or 0,
             samples=tuple(samples),
         )
@@ -184,21 +185,26 @@ class Endpoint:
         target = torch.from_numpy(begin(buffer, header, checksum=checksum))
         payload = self.staging.place(target)
         whole = torch.from_numpy(buffer) if checksum and payload is target else None
-        return self._packet(header, buffer, payload, target, encode(payload, whole), at)
+        verdicts = encode(payload, whole)
+        contents = Contents(header, buffer.size)
+        return self._packet(header.kind, header.samples, contents, buffer, payload, target, verdicts, at)
 
-    def pack_fitted(self, samples: int, most_bytes: int, encode: Fit, at: Position) -> Packet:
-        """As `pack`, for bits that are known once the codes are made: in room for the most, then cut to its length."""
-        buffer = self.staging.buffer(packet_bytes(samples, most_bytes))
-        target = torch.from_numpy(payload_of(buffer, samples))
+    def pack_fitted(
+        self, kind: Kind, samples: list[Sample], most_bytes: int, encode: Fit, describe: Describe, at: Position
+    ) -> Packet:
+        """As `pack`, for bits that are known once the codes are made: in room for the most, cut to its length later."""
+        buffer = self.staging.buffer(packet_bytes(len(samples), most_bytes))
+        target = torch.from_numpy(payload_of(buffer, len(samples)))
         payload = self.staging.place(target)
-        header, size, verdicts = encode(payload)
-        buffer = buffer[: packet_bytes(samples, size)]
-        begin(buffer, header, checksum=self._config.transport.checksum)
-        return self._packet(header, buffer, payload[:size], target[:size], verdicts, at)
+        bits, verdicts = encode(payload)
+        contents = LateContents(self.staging.to_host(bits), describe)
+        return self._packet(kind, samples, contents, buffer, payload, target, verdicts, at)
 
     def _packet(
         self,
-        header: Header,
+        kind: Kind,
+        samples: Sequence[Sample],
+        contents: Contents,
         buffer: np.ndarray,
         payload: Tensor,
         target: Tensor,
@@ -206,8 +212,9 @@ class Endpoint:
         at: Position,
     ) -> Packet:
         """See `pack`. payload: whose bytes belong to `target`, which is in the buffer."""
-        what = self.where(at, "gradients" if header.kind is Kind.GRADIENT else "activations")
-        packet = Packet(header, buffer, verdicts, self.staging.to_host(payload, target), self.staging, what)
+        what = self.where(at, "gradients" if kind is Kind.GRADIENT else "activations")
+        copy, checksum = self.staging.to_host(payload, target), self._config.transport.checksum
+        packet = Packet(samples, contents, buffer, verdicts, copy, self.staging, what, checksum=checksum)
         if self.staging.immediate:
             packet.finish()
         return packet
@@ -216,24 +223,35 @@ class Endpoint:
         self, kind: Kind, codec: Codec, x_TH: Tensor, samples: list[Sample], layout: Layout, at: Position
     ) -> Packet:
         """Encode all rows by one codec."""
+        (rows, hidden), dtype = x_TH.shape, x_TH.dtype
 
         def header(codec: Codec) -> Header:
-            return self.header(kind, codec, x_TH, samples, layout, at, x_TH.dtype)
+            return self.header(kind, codec, hidden, samples, layout, at, dtype)
 
-        most, seed = codec.payload_bytes(*x_TH.shape), self.draw(kind, at)
+        most, seed = codec.payload_bytes(rows, hidden), self.draw(kind, at)
         if not isinstance(codec, Quantized) or codec.error is None:
             return self.pack(header(codec), most, lambda payload, whole: codec.encode(x_TH, payload, seed, whole), at)
 
-        def fit(payload: Tensor) -> tuple[Header, int, list[Verdict]]:
+        def fit(payload: Tensor) -> tuple[Tensor, list[Verdict]]:
             visit = ops.Visit(codec.before(x_TH), None, codec.options(seed))
-            fitted, verdict = codec.encode_fewest([visit], payload)
-            return header(fitted), fitted.payload_bytes(*x_TH.shape), [verdict]
+            bits, verdict = codec.encode_fewest([visit], payload)
+            return bits, [verdict]
 
-        return self.pack_fitted(len(samples), most, fit, at)
+        def describe(bits: int) -> tuple[Header, int]:
+            fitted = codec.of_packet(bits)
+            return header(fitted), fitted.payload_bytes(rows, hidden)
+
+        return self.pack_fitted(kind, samples, most, fit, describe, at)
 
     def _send(self, packet: Packet) -> None:
         self.transport.send(packet.buffer if self.staging.immediate else packet)
-        self._count(packet.header, packet.size)
+        self._uncounted.append(packet.contents)
+        self.count_sent()
+
+    def count_sent(self, *, wait: bool = False) -> None:
+        """Count packets that were sent. wait: also for those whose bits the device has still to find."""
+        while self._uncounted and (wait or self._uncounted[0].known):
+            self._count(*self._uncounted.popleft().found())
 
     def receive(self, kind: Kind, at: Position) -> tuple[np.ndarray, Header, np.ndarray]:
         """Wait for the peer's next packet: the whole, its header, its payload. LinkError if it is not that of `at`."""

@@ -34,7 +34,7 @@ from pipecomp.errors import LinkError, LinkTimeoutError, PeerLostError, WireErro
 from pipecomp.mesh.frames import ROOM_BYTES
 from pipecomp.sockets import cut, leaving, with_sockets
 from pipecomp.stages.link.delivery import Delivery
-from pipecomp.stages.link.transport import Outgoing, Pacer, finished_at
+from pipecomp.stages.link.transport import Outgoing, Pacer
 
 FRAME_BYTES = 1 << 19
 _RING = 16  # receives posted ahead
@@ -174,7 +174,7 @@ class GlooTransport(Delivery):
                         finish_one()
                     continue
                 try:
-                    packet, queued = finished_at(outgoing, queued)
+                    packet, queued = self.found(outgoing, queued)
                 except Exception as error:
                     self.failed(error)
                     refused = True

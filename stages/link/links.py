@@ -34,6 +34,12 @@ class Links:
     def __iter__(self) -> Iterator[LinkEnd]:
         return (end for end in (self.to_previous, self.to_next) if end is not None)
 
+    def counted(self) -> Iterator[LinkEnd]:
+        """Give the ends once all that they have sent is counted."""
+        for end in self:
+            end.count_sent(wait=True)
+            yield end
+
     @property
     def wait_seconds(self) -> float:
         """How long this rank has waited for packets in training."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -11,31 +11,69 @@ from torch import Tensor
 from pipecomp.errors import NonFiniteError
 from pipecomp.kernels.ops import Verdict
 from pipecomp.kernels.staging import Copy, Staging
-from pipecomp.messages.wire import Header, seal
+from pipecomp.messages.wire import Header, Sample, begin, packet_bytes, seal
 
 # Writes a payload, and seals the packet around it if that is given and can be done on the way.
 Encode = Callable[[Tensor, Tensor | None], list[Verdict]]
-# Writes a payload; the packet's header, which follows from it, the payload's length, and the verdicts.
-Fit = Callable[[Tensor], tuple[Header, int, list[Verdict]]]
+# Writes a payload, with bits that are known once it is written: int64 [1] beside it, and the verdicts.
+Fit = Callable[[Tensor], tuple[Tensor, list[Verdict]]]
+# What bits make of it: the packet's header, and the payload's length.
+Describe = Callable[[int], tuple[Header, int]]
+
+
+class Contents:
+    """A packet's header and length, which may follow from bits that only the device knows yet."""
+
+    def __init__(self, header: Header, size: int) -> None:
+        self._found: tuple[Header, int] | None = (header, size)
+
+    @property
+    def known(self) -> bool:
+        """Whether `found` does not wait."""
+        return self._found is not None
+
+    def found(self) -> tuple[Header, int]:
+        """Give the header, and the bytes of the packet, once they are known. Any thread may ask."""
+        assert self._found is not None
+        return self._found
+
+
+class LateContents(Contents):
+    """They follow from bits, int64 [1], that are on their way to the host."""
+
+    def __init__(self, bits: Copy, describe: Describe) -> None:
+        self._bits, self._describe, self._found = bits, describe, None
+
+    def found(self) -> tuple[Header, int]:
+        """See Contents."""
+        if self._found is None:
+            header, payload_bytes = self._describe(int(self._bits.wait()))
+            self._found = header, packet_bytes(len(header.samples), payload_bytes)
+        return self._found
 
 
 class Packet:
     """A packet on its way to the host: Unfinished, until its bytes are there and all values turn out to be encoded.
 
-    what: is encoded, for the error. settle: waits until it is known whether all values could be encoded, and raises
-    NonFiniteError if not; stores keep it until they know, and it keeps nothing of the packet.
+    buffer: has room for it, and its beginning where the contents were known. what: is encoded, for the error. settle:
+    waits until it is known whether all values could be encoded, and raises NonFiniteError if not; stores keep it until
+    they know, and it keeps nothing of the packet.
     """
 
     def __init__(
         self,
-        header: Header,
+        samples: Sequence[Sample],
+        contents: Contents,
         buffer: np.ndarray,
         verdicts: list[Verdict],
         payload: Copy,
         staging: Staging,
         what: str,
+        *,
+        checksum: bool,
     ) -> None:
-        self.header, self.buffer, self._payload = header, buffer, payload
+        self.samples, self.contents, self.buffer, self._payload = samples, contents, buffer, payload
+        self._begun, self._checksum = contents.known, checksum
         self._sealed = any(verdict.sealed for verdict in verdicts)
         self.settle = partial(_settle, [(verdict, staging.to_host(verdict.flag)) for verdict in verdicts], what)
 
@@ -48,6 +86,11 @@ class Packet:
         """See Unfinished."""
         self.settle()
         self._payload.wait()
+        if not self._begun:
+            header, size = self.contents.found()
+            self.buffer = self.buffer[:size]
+            begin(self.buffer, header, checksum=self._checksum)
+            self._begun = True
         if not self._sealed:
             seal(self.buffer)
         return self.buffer

@@ -52,7 +52,7 @@ class LinkSender(LinkEnd):
         undecided = set[int]().union(*self._undecided.values())
         packet, seen = self._activations.encode(x_TH, layout, versions, at, x_TH.dtype, undecided=undecided)
         if self.goes_on:
-            self._undecided[at] = {s.id for s in packet.header.samples if s.form is Form.FULL}
+            self._undecided[at] = {s.id for s in packet.samples if s.form is Form.FULL}
         return packet, seen
 
     def _sample_errors(self, x: Sequence[Tensor], seen: Sequence[Tensor]) -> None:

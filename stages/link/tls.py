@@ -19,7 +19,7 @@ from pipecomp.mesh.frames import CONTENT_BYTES, HEADER_BYTES
 from pipecomp.mesh.mesh import Mesh
 from pipecomp.mesh.transfer import Transfer
 from pipecomp.stages.link.delivery import Delivery
-from pipecomp.stages.link.transport import Outgoing, Pacer, finished_at
+from pipecomp.stages.link.transport import Outgoing, Pacer
 
 _RECORD_BYTES, _SEAL_BYTES = 1 << 14, 22  # of TLS: what it seals at once, and what that adds
 _PACED_BYTES = 1 << 19  # held back at once, as gloo's frames are
@@ -100,7 +100,7 @@ class TlsTransport(Delivery):
     def _hold_back(self) -> None:
         while (item := self._paced.get()) is not None:
             try:
-                packet, queued = finished_at(*item)
+                packet, queued = self.found(*item)
                 for at in range(0, max(1, packet.size) if self._pacer else 0, _PACED_BYTES):
                     assert self._pacer is not None
                     self._pacer.hold(bytes_on_wire(min(_PACED_BYTES, packet.size - at)), queued)

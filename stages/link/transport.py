@@ -37,10 +37,10 @@ class Unfinished(Protocol):
 
     @property
     def size(self) -> int:
-        """Bytes of the packet."""
+        """Bytes of the packet, or more as long as it is unfinished."""
 
     def finish(self) -> np.ndarray:
-        """Wait for the packet, uint8 [size]. Raises what makes it unfit to be sent: then nothing is sent any more."""
+        """Wait for the packet, uint8 [n]. Raises what makes it unfit to be sent: then nothing is sent any more."""
 
 
 Outgoing = np.ndarray | Unfinished

@@ -25,7 +25,7 @@ from torch import Tensor
 from pipecomp.buffers.base import CachedActivation, Settled
 from pipecomp.errors import BaseMismatchError, LinkError, WireError
 from pipecomp.kernels import ops
-from pipecomp.messages.codecs import torch_dtype
+from pipecomp.messages.codecs import Quantized, torch_dtype
 from pipecomp.messages.link_codecs import VisitCodecs
 from pipecomp.messages.wire import Form, Header, Kind, Sample
 from pipecomp.stages.link.boundary import Layout
@@ -71,15 +71,15 @@ class Visits:
         samples = self._plan(changes, layout, hidden, versions, set(undecided))
         rows = layout.rows()
         x = [self._codecs.before(x_TH[cut], s.form is Form.DELTA) for cut, s in zip(rows, samples, strict=True)]
-        fits = self._fits(samples)
-        codecs, smaller = (self._codecs, {}) if fits else self._fitted(x, samples, changes)
+        fitting = self._fitting(samples)
+        codecs, smaller = (self._codecs, {}) if fitting else self._fitted(x, samples, changes)
         head, ends = _places(codecs, samples, hidden, dtype)
         change_T = torch.zeros(x_TH.shape[0] if head else 0, dtype=torch.uint8, device=x_TH.device)
         seen: list[Tensor] = []
         runs = self._runs(changes, samples, hidden, at, lambda s: s.form is not Form.NOT_KEPT, seen)
 
         def header(codecs: VisitCodecs) -> Header:
-            return self._end.header(self._kind, codecs.change, x_TH, samples, layout, at, dtype, codecs.first_bits)
+            return self._end.header(self._kind, codecs.change, hidden, samples, layout, at, dtype, codecs.first_bits)
 
         def visits(run: range, m: list[Tensor], payload: Tensor) -> list[ops.Visit]:
             for i, m_nH in zip(run, m, strict=True):
@@ -101,15 +101,20 @@ class Visits:
                 verdicts.append(ops.encode_batch(its, part, packet=whole if run.stop == len(samples) else None))
             return verdicts
 
-        def fit(payload: Tensor) -> tuple[Header, int, list[ops.Verdict]]:
-            fitted, verdicts = codecs, []
-            for run, m in runs:
-                fitted, verdict = codecs.encode_changes(visits(run, m, payload), payload[head:])
+        def fit(payload: Tensor) -> tuple[Tensor, list[ops.Verdict]]:
+            assert fitting is not None
+            bits, verdicts = torch.empty(0), []
+            for run, m in runs:  # one
+                bits, verdict = fitting.encode_fewest(visits(run, m, payload), payload[head:])
                 verdicts.append(verdict)
-            return header(fitted), _places(fitted, samples, hidden, dtype)[1][-1], verdicts
+            return bits, verdicts
 
-        if fits:
-            packet = self._end.pack_fitted(len(samples), ends[-1], fit, at)
+        def describe(bits: int) -> tuple[Header, int]:
+            fitted = codecs.of_fitted(bits, samples[0].form is Form.DELTA)
+            return header(fitted), _places(fitted, samples, hidden, dtype)[1][-1]
+
+        if fitting:
+            packet = self._end.pack_fitted(self._kind, samples, ends[-1], fit, describe, at)
         else:
             packet = self._end.pack(header(codecs), ends[-1], encode, at)
         if settled:
@@ -190,10 +195,11 @@ class Visits:
         if self._end.compares:
             self._end.changed.update(put)
 
-    def _fits(self, samples: Sequence[Sample]) -> bool:
-        """Whether a packet's bits can be found while it is encoded: of changes alone, all of different samples."""
-        alone = all(s.form is Form.DELTA for s in samples) and len({s.id for s in samples}) == len(samples)
-        return alone and self._codecs.change.error is not None
+    def _fitting(self, samples: Sequence[Sample]) -> Quantized | None:
+        """Find what finds a packet's bits while it encodes it: changes alone, or first visits, of different samples."""
+        changes = {s.form is Form.DELTA for s in samples}
+        alike = len(changes) == 1 and len({s.id for s in samples}) == len(samples)
+        return self._codecs.fitting(changes.pop()) if alike else None
 
     def _fitted(
         self, x: list[Tensor], samples: Sequence[Sample], changes: Changes

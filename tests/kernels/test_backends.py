@@ -217,7 +217,7 @@ def test_distortion(backend, case, bits, bad):
 @st.composite
 def fitted_cases(draw):
     """Samples as `fit` takes them, an error that is often just that of some bits, and limits."""
-    H, rows, seed = draw(st.sampled_from(WIDTHS)), draw(st.integers(1, 40)), draw(seeds)
+    H, rows, seed = draw(st.sampled_from(WIDTHS)), draw(st.integers(1, 4 if INTERPRETED else 40)), draw(seeds)
     group, dtype = draw(st.sampled_from([None, 24])), draw(st.sampled_from(DTYPES))
     visits = []
     for i in range(draw(st.integers(1, 3))):
@@ -434,6 +434,55 @@ def test_bit_streams(backend, bits, n, dtype, seed):
 
 
 if INTERPRETED:
+
+    @config
+    @given(case=fitted_cases(), shift=st.integers(0, 3), seed=seeds, stochastic=st.booleans(), bad=st.booleans())
+    @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
+    def test_encode_fewest(case, shift, seed, stochastic, bad):
+        """Bits that the host does not know are those that measuring finds; the rest is what the quantizer makes."""
+        visits, error, low, high = case
+        how = {"rounding": "stochastic" if stochastic else "nearest"}
+        visits = [v._replace(options=v.options._replace(seed=seed + i, **how)) for i, v in enumerate(visits)]
+        if bad:
+            x = visits[-1].x.clone()
+            x[0, -1] = math.nan
+            visits[-1] = visits[-1]._replace(x=x)
+        bits = ops.fewest_bits(visits, error, low, high, backend="torch")
+        assert triton_backend.fit(visits, error, low, high, None) == bits, "changes and others in one packet"
+        for alike in ([v for v in visits if v.delta], [v for v in visits if not v.delta]):
+            if not alike:
+                continue
+            bits = ops.fewest_bits(alike, error, low, high, backend="torch")
+            mine = [v._replace(m=None if v.m is None else v.m.clone()) for v in alike]
+            room = sum(_part_bytes(v._replace(options=v.options._replace(bits=high))) for v in alike)
+            payload = torch.full((shift + room + 64,), 7, dtype=torch.uint8)
+            found, flag = triton_backend.encode_fewest(mine, error, low, high, payload[shift:-64])
+            assert (int(found), found.dtype, found.shape) == (bits, torch.int64, (1,))
+            assert bool((torch.cat([payload[:shift], payload[-64:]]) == 7).all())
+            alike = [v._replace(options=v.options._replace(bits=bits)) for v in alike]
+            parts = torch.empty(sum(_part_bytes(v) for v in alike), dtype=torch.uint8)
+            assert same(flag, ragged.encode_batch(alike, parts, None))
+            if int(flag) == ragged.FINE:
+                assert same(payload[shift : shift + parts.numel()], parts)
+                assert all(v.m is None or same(v.m, w.m) for v, w in zip(mine, alike, strict=True))
+
+    @pytest.mark.parametrize("what", ["rms", "an odd number of values", "changes and others", "other options"])
+    def test_what_the_host_must_wait_for(what):
+        """The kernels leave it to what measures number by number, and nothing is changed."""
+        H = 2 * 67 if what == "an odd number of values" else 8
+        o = Options(8, None, "rms" if what == "rms" else "max")
+        visit = ragged.Visit(torch.randn(3, H), torch.randn(3, H), o, True)
+        others = {
+            "changes and others": visit._replace(delta=False),
+            "other options": visit._replace(options=Options(8, 4)),
+        }
+        visits = [visit, others.get(what, visit)]
+        payload = torch.empty(2 * sum(_part_bytes(v) for v in visits), dtype=torch.uint8)
+        assert triton_backend.encode_fewest(visits, 0.1, 2, 8, payload) is None
+        wanted = ops.fewest_bits([visit], 0.1, 2, 8, backend="torch")
+        bits, verdict = ops.encode_fewest([visit], payload[: _part_bytes(visit)], 0.1, 2, 8, backend="triton")
+        assert int(bits) == wanted
+        verdict.check()
 
     @pytest.mark.parametrize("rows", [[1], [3, 1], [1, 2, 5, 1, 3, 1, 4]], ids=str)
     def test_rows_find_their_samples(rows):

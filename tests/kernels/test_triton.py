@@ -113,6 +113,20 @@ def test_of_a_batch_the_device_gets_some_numbers_a_sample(rows):
     assert copied.values == [8 * len(rows) + 8] * 2  # two values of w have the bytes of one of the table
 
 
+def test_bits_that_the_device_finds_cost_one_copy():
+    """And nothing else: what is found stays there until the host is sent it."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    from pipecomp.kernels import triton_backend
+    from tests.kernels.triton_launches import recorded
+
+    o, x = Options(8, None), torch.zeros(192, 2, device="meta")
+    payload = torch.empty(ops.payload_bytes(*x.shape, o, x.dtype), dtype=torch.uint8, device="meta")
+    with recorded() as launches, DeviceCopies() as copied:
+        triton_backend.encode_fewest([Visit(each, each, o, True) for each in x.split(64)], 0.1, 2, 8, payload)
+    assert [launch.name for launch in launches] == ["distortion_kernel", "choose_kernel", "encode_kernel"]
+    assert copied.values == [1 + 8 * 3 + 255]  # the error, the samples' numbers, what codes stand for, two in one
+
+
 @pytest.mark.parametrize("shift", [0, 1])
 def test_values_are_moved_four_at_a_time_where_they_lie_so(shift):
     """Elsewhere a GPU would refuse it."""

@@ -19,15 +19,22 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from pipecomp.kernels import triton_backend, triton_gradient, triton_quantize, triton_ragged, triton_rows
+from pipecomp.kernels import (
+    triton_backend,
+    triton_distortion,
+    triton_gradient,
+    triton_quantize,
+    triton_ragged,
+    triton_rows,
+)
 from pipecomp.kernels.layout import Options
 from pipecomp.kernels.ragged import Arriving, Visit
 
-MODULES = (triton_quantize, triton_gradient, triton_ragged)
+MODULES = (triton_quantize, triton_gradient, triton_ragged, triton_distortion)
 KERNELS = {name: kernel for module in MODULES for name, kernel in vars(module).items() if name.endswith("_kernel")}
 POINTERS = {
     **{torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"},
-    **{torch.uint8: "*u8", torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64"},
+    **{torch.float64: "*fp64", torch.uint8: "*u8", torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64"},
 }
 
 
@@ -118,6 +125,8 @@ def launch_all(x: torch.Tensor, options: Options) -> None:
         triton_backend.encode_batch([Visit(x, m, options, delta)], payload, None)
         triton_backend.decode_batch(payload, [Arriving(m, options, delta)])
     triton_backend.encode_batch([Visit(x, None, options)], payload, None)
+    for visit in (Visit(x, m, options, True), Visit(x, None, options)):
+        triton_backend.encode_fewest([visit], 0.1, 2, 4 if visit.delta else 8, payload)
     _launch_gradients(g_d, m.reshape(-1))
 
 

@@ -36,6 +36,10 @@ METHODS: list[dict[str, Any]] = [
     {"first_visit": 8, "rotation": True},
     {"rounding": "stochastic", "group_size": 3},
     {"backward_top_k": 0.3},
+    {
+        **{"forward_bits": {"error": 0.1, "min": 1, "max": 6}, "first_visit": {"error": 0.02}},
+        **{"backward_method": "delta", "backward_bits": {"error": 0.2}, "backward_first_visit": {"error": 0.05}},
+    },
 ]
 LAYOUTS = [
     Layout((1, 2, 3), (0, 1, 0), (5, 3, 1), S),
@@ -327,6 +331,67 @@ def test_a_verdict_keeps_no_tensor():
     del x, m
     assert [one() for one in kept] == [None, None]
     verdict.check()
+
+
+@pytest.mark.parametrize("method", ["aqsgd", "direct"])
+def test_bits_that_follow_an_error_are_first_known_to_the_thread_that_sends(method):
+    """The computing one goes on; then the packet is cut to its length, and counted with it."""
+    activations = {"method": method, "forward_bits": {"error": 0.1}, "backward_bits": 8}
+    if method == "aqsgd":
+        activations["first_visit"] = {"error": 0.05}
+    config = Config.from_dict({"activations": activations})
+    x_BSH, layout, at = torch.randn(3, S, H), LAYOUTS[0], Position(0, 0)
+    queued: list[Any] = []
+    whole: dict[str, np.ndarray] = {}
+    for staging in (None, LazyStaging()):
+        a, _ = loopback_pair()
+        with closing(MemoryStore(staging=staging)) as store:
+            up = LinkSender(0, config, a, store if method == "aqsgd" else None, staging=staging)
+            send, a.send = a.send, queued.append
+            up.send_activation(x_BSH, layout, at)
+            (packet,) = queued
+            queued.clear()
+            if staging is None:
+                send(packet)
+                whole["host"] = packet
+                continue
+            assert not packet.contents.known
+            assert up.stats.forward.bytes_sent == 0
+            assert packet.size > whole["host"].size, "room for 8 bits"
+            kept = weakref.ref(packet.contents)
+            assert packet.finish().tobytes() == whole["host"].tobytes()
+            assert packet.size == whole["host"].size
+            up.count_sent()
+            assert up.stats.forward.bytes_sent == packet.size
+            del packet
+            assert kept() is None
+
+
+def test_all_that_was_sent_is_counted_for_who_asks():
+    config = Config.from_dict({"activations": {"method": "direct", "forward_bits": {"error": 0.1}}})
+    a, _ = loopback_pair()
+    up, queued = LinkSender(0, config, a, None, staging=LazyStaging()), []
+    a.send = queued.append
+    for i in range(3):
+        up.send_activation(torch.randn(3, S, H), LAYOUTS[0], Position(0, i))
+    assert len(up._uncounted) == 3
+    up.count_sent(wait=True)
+    assert up.stats.forward.bytes_sent == sum(packet.finish().size for packet in queued)
+
+
+def test_a_packet_that_turns_out_shorter_leaves_no_bytes_waiting():
+    class Shorter:
+        size = 100
+
+        def finish(self) -> np.ndarray:
+            return np.zeros(60, dtype=np.uint8)
+
+    a, _ = loopback_pair()
+    a.queued(100)
+    packet, _ = a.found(Shorter(), 0.0)
+    assert a._waiting_bytes == packet.size == 60
+    a.gone(packet.size)
+    assert a._waiting_bytes == 0
 
 
 def test_packets_that_have_left_are_not_kept_until_their_step_ends():
