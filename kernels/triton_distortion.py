@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -19,7 +20,7 @@ from pipecomp.kernels import reference, rng
 from pipecomp.kernels.distortion import FIRST_LOOK
 from pipecomp.kernels.ragged import FINE, Visit
 from pipecomp.kernels.triton_quantize import to_float
-from pipecomp.kernels.triton_ragged import FIELDS, find_sample, launch_encode
+from pipecomp.kernels.triton_ragged import FIELDS, Table, find_sample, launch_encode
 from pipecomp.kernels.triton_rows import MOST_VALUES, Shape, loadable, warps
 
 MOST_ODD = 64  # largest odd factor of a length whose halves a program adds up in registers
@@ -74,10 +75,17 @@ def whole(steps):
 
 
 @triton.jit
-def measure_group(x, m, delta, to, LOW, COUNT, STRIDE, N: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """to[b * STRIDE] becomes the squared norm of what LOW + b bits leave out of N values, float64."""
+def load_group(x, m, delta, N: tl.constexpr):
+    """Values to be quantized, float32: x, or where delta is 1, x - m."""
     at, ok = tile_of(N)
-    v = to_float(tl.load(x + at, mask=ok, other=0)) - tl.load(m + at, mask=ok & (at < delta * N), other=0.0)
+    held = tl.load(m + at, mask=ok & (at < delta * N), other=0.0)
+    return to_float(tl.load(x + at, mask=ok, other=0)) - held
+
+
+@triton.jit
+def measure_group(v, to, LOW, COUNT, STRIDE, N: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """to[b * STRIDE] becomes the squared norm of what LOW + b bits leave out of N values, float64."""
+    _, ok = tile_of(N)
     most = tl.max(v.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
     wrong = most > 0x71800000  # 2**100; Inf and NaN are above it
     scale = tl.where(most < 0x0D800000, 0, most).to(tl.float32, bitcast=True)  # 2**-100
@@ -130,15 +138,16 @@ def distortion_kernel(
     TAIL: tl.constexpr = H % GROUP
     out = sums + ROWS + row
     if GROUP == H:
-        measure_group(x_row, m_row, delta, out, LOW, COUNT, ROWS, H, STOCHASTIC)
+        measure_group(load_group(x_row, m_row, delta, H), out, LOW, COUNT, ROWS, H, STOCHASTIC)
     else:
         GROUPS: tl.constexpr = FULL + (TAIL + GROUP - 1) // GROUP
         own = parts + row * COUNT * GROUPS
         for g in range(FULL):
-            measure_group(x_row + g * GROUP, m_row + g * GROUP, delta, own + g, LOW, COUNT, GROUPS, GROUP, STOCHASTIC)
+            v = load_group(x_row + g * GROUP, m_row + g * GROUP, delta, GROUP)
+            measure_group(v, own + g, LOW, COUNT, GROUPS, GROUP, STOCHASTIC)
         if TAIL:
-            cut: tl.constexpr = FULL * GROUP
-            measure_group(x_row + cut, m_row + cut, delta, own + FULL, LOW, COUNT, GROUPS, TAIL, STOCHASTIC)
+            v = load_group(x_row + FULL * GROUP, m_row + FULL * GROUP, delta, TAIL)
+            measure_group(v, own + FULL, LOW, COUNT, GROUPS, TAIL, STOCHASTIC)
         tl.debug_barrier()  # what other threads of this program have stored
         place, there = tile_of(GROUPS)
         for b in range(COUNT):
@@ -146,10 +155,10 @@ def distortion_kernel(
 
 
 @triton.jit
-def choose_kernel(sums, limit, chosen, ROWS, LOW, HIGH, FIRST_LOOK, BLOCK: tl.constexpr):
+def choose_kernel(sums, chosen, limit, ROWS, LOW, HIGH, FIRST_LOOK, BLOCK: tl.constexpr):
     """Sum up sums [1 + HIGH - LOW + 1, ROWS] in place, then chosen[0] becomes what `distortion_ops` would choose.
 
-    limit: float64 [1], the share of the squared norm that may be left out.
+    limit: the share of the squared norm that may be left out, as the bit pattern of a float64.
     """
     k = tl.arange(0, 16)
     n = ROWS
@@ -166,7 +175,7 @@ def choose_kernel(sums, limit, chosen, ROWS, LOW, HIGH, FIRST_LOOK, BLOCK: tl.co
         tl.debug_barrier()
         n = half
     norm = tl.load(sums)
-    most = tl.load(limit) * norm
+    most = tl.full([], limit, tl.int64).to(tl.float64, bitcast=True) * norm
     bits = k
     known = (bits >= LOW) & (bits <= HIGH)
     left = tl.load(sums + (1 + bits - LOW).to(tl.int64) * ROWS, mask=known, other=0.0)
@@ -208,11 +217,7 @@ def encode_fewest(
 
 
 class _Batch:
-    """Samples that share what kernels are made for, and their table on the device.
-
-    Its fields are those of `triton_ragged.FIELDS`, but that scales' has whether the sample is a change, and codes' what
-    `encode_kernel` adds to it.
-    """
+    """Samples that share what kernels are made for."""
 
     def __init__(self, visits: Sequence[Visit]) -> None:
         self.visits = [v for v in visits if v.x.numel()]
@@ -222,7 +227,7 @@ class _Batch:
         self.x = loadable(self.first.x)
         self.m = next((v.m for v in self.visits if v.m is not None), self.x)
         self.shape = Shape((sum(len(v.x) for v in self.visits), self.x.shape[1]), 8, self.options.group_size)
-        self._fields, self._aligned = self._make_fields(visits)
+        self._all = visits
 
     @classmethod
     def of(cls, visits: Sequence[Visit]) -> _Batch | None:
@@ -238,9 +243,14 @@ class _Batch:
         able = batch.options.scale == "max" and max(lengths) <= MOST_VALUES and odd <= MOST_ODD
         return batch if able and s.rows * s.H < 1 << 31 else None
 
-    def _make_fields(self, visits: Sequence[Visit]) -> tuple[list[int], bool]:
-        s, fields, row, aligned = self.shape, [], 0, True
-        for i, v in enumerate(visits):
+    def _make_table(self) -> Table:
+        """Make the table, on the device.
+
+        Its fields are those of `triton_ragged.FIELDS`, but that scales' has whether the sample is a change, and codes'
+        what `encode_kernel` adds to it.
+        """
+        s, fields, row, aligned = self.shape, list[int](), 0, True
+        for i, v in enumerate(self._all):
             n = len(v.x)
             if v.x.numel():
                 x_at = (v.x.data_ptr() - self.x.data_ptr()) // v.x.element_size() - row * s.H
@@ -249,40 +259,39 @@ class _Batch:
                 seed = v.options.seed if v.options else 0
                 fields += [x_at, m_at, int(v.delta), 4 * s.groups * (row + n), row, i, *rng.keys(seed, 0)]
                 row += n
-        return fields, aligned
+        # One copy; of pageable memory the driver takes 64 KiB at most, and waits for more.
+        w = _code_values(self.options.rounding).view(torch.int64)
+        both = torch.cat([torch.tensor(fields), w]).to(self.x.device, non_blocking=True)
+        return Table(s, len(self.visits), both[: len(fields)], both[len(fields) :].view(torch.float32), aligned)
 
     def choose(self, error: float, low: int, high: int) -> Tensor:
         """Choose the bits: int64 [1] on the device."""
-        s, device, count, o = self.shape, self.x.device, high - low + 1, self.options
-        w = _code_values(o.rounding)
-        limit = torch.tensor([error * error], dtype=torch.float64).view(torch.int64)
-        # One copy; of pageable memory the driver takes 64 KiB at most, and waits for more.
-        self._both = torch.cat([limit, torch.tensor(self._fields), w.view(torch.int64)]).to(device, non_blocking=True)
-        self._table, samples = self._both[1:], len(self._fields) // FIELDS
+        s, device, count = self.shape, self.x.device, high - low + 1
+        t = self._table = self._make_table()
         sums = torch.empty((1 + count, s.rows), dtype=torch.float64, device=device)
         parts = torch.empty(s.rows * count * s.groups if s.groups > 1 else 1, dtype=torch.float64, device=device)
         chosen = torch.empty(1, dtype=torch.int64, device=device)
         distortion_kernel[(s.rows,)](
             self.x,
             self.m,
-            self._table,
+            t.fields,
             sums,
             parts,
-            samples,
+            t.samples,
             s.rows,
             low,
             count,
             H=s.H,
             GROUP=s.group,
-            STOCHASTIC=o.rounding == "stochastic",
+            STOCHASTIC=self.options.rounding == "stochastic",
             FIELDS=FIELDS,
             num_warps=warps(triton.next_power_of_2(s.H)),
             enable_fp_fusion=False,
         )
         choose_kernel[(1,)](
             sums,
-            self._both.view(torch.float64),
             chosen,
+            int(np.float64(error * error).view(np.int64)),  # Triton would make a float32 of it
             s.rows,
             low,
             high,
@@ -294,12 +303,10 @@ class _Batch:
         return chosen
 
     def encode(self, chosen: Tensor, high: int, payload: Tensor) -> Tensor:
-        """Encode with the bits in `chosen`, `high` at most: the flag of `ragged.encode_batch`."""
+        """Encode with the bits that `choose` gave, `high` at most: the flag of `ragged.encode_batch`."""
         bad = torch.full((1,), FINE, dtype=torch.int64, device=payload.device)
-        w = self._table[len(self._fields) :].view(torch.float32)
         first = self.first._replace(options=self.options._replace(bits=high))
-        samples = len(self._fields) // FIELDS
-        launch_encode(first, self.x, self.m, payload, w, self._table, bad, chosen, samples, self.shape, self._aligned)
+        launch_encode(first, self.x, self.m, payload, self._table, bad, chosen)
         return bad
 
 

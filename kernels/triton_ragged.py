@@ -7,6 +7,7 @@ enable_fp_fusion=False. Nothing here waits for the GPU, but for the check of a p
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -28,6 +29,19 @@ from pipecomp.kernels.triton_quantize import (
 from pipecomp.kernels.triton_rows import BLOCK, MOST_VALUES, Shape, launch_dequantize, launch_quantize, loadable, warps
 
 FIELDS = 8  # of a sample: x, m, scales, codes (each as if row 0 were the batch's), first row, number, two keys
+
+
+class Table(NamedTuple):
+    """What kernels are told of samples: fields and what codes stand for (w), on the device.
+
+    shape: of all rows together. aligned: whether all x and m begin at multiples of four.
+    """
+
+    shape: Shape
+    samples: int
+    fields: Tensor
+    w: Tensor
+    aligned: bool
 
 
 @triton.jit
@@ -56,6 +70,24 @@ def start_of(field, ALIGNED: tl.constexpr):
     if ALIGNED:
         start = tl.multiple_of(start, 4)
     return start
+
+
+@triton.jit
+def sizes_of(bits, H, GROUP, GROUPS):
+    """The bits, and how many bytes the codes of a group and of a row then have."""
+    group_bytes = (GROUP * bits + 7) // 8
+    return bits, group_bytes, (GROUPS - 1) * group_bytes + ((H - (GROUPS - 1) * GROUP) * bits + 7) // 8
+
+
+@triton.jit
+def codes_of(u, bits, index, keys, STOCHASTIC: tl.constexpr):
+    """Codes of values over their scale, plus 1. index: theirs in the sample, for the keys' random bits."""
+    levels = (1 << bits) * 1.0
+    if STOCHASTIC:
+        steps = u * ((levels - 1.0) * 0.5) + uniform(random_bits(index, keys))
+    else:
+        steps = u * (levels * 0.5)
+    return tl.minimum(tl.maximum(steps, 0.0), levels - 1.0).to(tl.int32)
 
 
 @triton.jit
@@ -102,27 +134,17 @@ def encode_kernel(
     tl.atomic_min(bad, (tl.load(fields + 5) << 32) | inside, mask=most > 0x71800000)  # 2**100
     most = tl.where(most < 0x0D800000, 0, most)  # 2**-100
     if FITTED:
-        bits = tl.load(chosen).to(tl.int32)
-        group_bytes = (GROUP * bits + 7) // 8
-        row_bytes = (GROUPS - 1) * group_bytes + ((H - (GROUPS - 1) * GROUP) * bits + 7) // 8
+        bits, group_bytes, row_bytes = sizes_of(tl.load(chosen).to(tl.int32), H, GROUP, GROUPS)
         scales = first * row_bytes
-        levels = (1 << bits).to(tl.float32)
         w += (1 << bits) - 2
     else:
-        bits, group_bytes, row_bytes = BITS, GROUP_BYTES, ROW_BYTES
-        scales = tl.load(fields + 2)
-        levels = tl.full([], 1 << BITS, tl.float32)
+        bits, group_bytes, row_bytes, scales = BITS, GROUP_BYTES, ROW_BYTES, tl.load(fields + 2)
     byte = tl.arange(0, 4)
     scale_at = payload + scales + 4 * (row * GROUPS + group)
     tl.store(scale_at + byte, ((most >> (8 * byte)) & 255).to(tl.uint8))
     scale = most.to(tl.float32, bitcast=True)
     u = v * tl.div_rn(1.0, tl.where(scale == 0.0, 1.0, scale)) + 1.0
-    top = levels - 1.0
-    if STOCHASTIC:
-        steps = u * (top * 0.5) + uniform(random_bits(tl.where(ok, inside * H + column + at, 0), fields + 6))
-    else:
-        steps = u * (levels * 0.5)
-    c = tl.minimum(tl.maximum(steps, 0.0), top).to(tl.int32)
+    c = codes_of(u, bits, tl.where(ok, inside * H + column + at, 0), fields + 6, STOCHASTIC)
     c = tl.where(scale == 0.0, 0, c)
     codes = payload + tl.load(fields + 3) + row * row_bytes + group * group_bytes
     store_codes_of(codes, octet, lane, c, ok, (n * bits + 7) // 8, bits, BITS)
@@ -212,36 +234,25 @@ def _launch_encode(batch: list[tuple[int, Visit, Tensor]], payload: Tensor, bad:
     assert o is not None
     m = x if first.m is None else first.m
     rows = [(i, v.x, v.m, part, v.options.seed if v.options else 0) for i, v, part in batch]
-    s, table, w, aligned = _table(rows, x, m, payload, o)
-    launch_encode(first, x, m, payload, w, table, bad, None, len(rows), s, aligned)
+    launch_encode(first, x, m, payload, _table(rows, x, m, payload, o), bad)
 
 
 def launch_encode(
-    first: Visit,
-    x: Tensor,
-    m: Tensor,
-    payload: Tensor,
-    w: Tensor,
-    table: Tensor,
-    bad: Tensor,
-    chosen: Tensor | None,
-    samples: int,
-    s: Shape,
-    aligned: bool,
+    first: Visit, x: Tensor, m: Tensor, payload: Tensor, t: Table, bad: Tensor, chosen: Tensor | None = None
 ) -> None:
     """Encode samples like `first` with the bits of its options, or with those in `chosen`, at most that many."""
-    o = first.options
+    o, s = first.options, t.shape
     assert o is not None
     octet = triton.next_power_of_2(-(-s.group // 8))
     encode_kernel[s.grid(8 * octet)](
         x,
         m,
         payload,
-        w,
-        table,
+        t.w,
+        t.fields,
         bad,
         bad if chosen is None else chosen,
-        samples,
+        t.samples,
         *s.sizes,
         BITS=o.bits,
         FITTED=chosen is not None,
@@ -249,7 +260,7 @@ def launch_encode(
         KEEP=first.m is not None,
         STOCHASTIC=o.rounding == "stochastic",
         OCT=octet,
-        ALIGNED=aligned,
+        ALIGNED=t.aligned,
         FIELDS=FIELDS,
         num_warps=warps(8 * octet),
         enable_fp_fusion=False,
@@ -268,18 +279,18 @@ def decode_batch(payload: Tensor, samples: Sequence[Arriving]) -> None:
             batches.setdefault(key, []).append((i, s.m, s.m, part, 0))
     for (o, delta, _), rows in batches.items():
         m = rows[0][1]
-        shape, table, w, aligned = _table(rows, m, m, payload, o)
-        decode_kernel[shape.grid(BLOCK)](
+        t = _table(rows, m, m, payload, o)
+        decode_kernel[t.shape.grid(BLOCK)](
             m,
             payload,
-            w,
-            table,
-            len(rows),
-            *shape.sizes,
+            t.w,
+            t.fields,
+            t.samples,
+            *t.shape.sizes,
             BITS=o.bits,
             DELTA=delta,
             BLOCK=BLOCK,
-            ALIGNED=aligned,
+            ALIGNED=t.aligned,
             FIELDS=FIELDS,
             enable_fp_fusion=False,
         )
@@ -291,11 +302,8 @@ def _table(
     m: Tensor,
     payload: Tensor,
     o: Options,
-) -> tuple[Shape, Tensor, Tensor, bool]:
-    """The fields of each sample (number, x, m, part of the payload, seed), and what codes stand for, on the device.
-
-    Also whether all x and m begin at multiples of four.
-    """
+) -> Table:
+    """Make the table of samples: number, x, m, part of the payload, seed."""
     s = Shape((sum(len(each) for _, each, _, _, _ in batch), x.shape[1]), o.bits, o.group_size)
     fields, row, aligned = [], 0, True
     for i, each, held, part, seed in batch:
@@ -309,4 +317,4 @@ def _table(
     # One copy. Of pageable memory the driver takes 64 KiB at most, and waits for more: rows have no numbers here.
     w = torch.tensor(reference.code_values(o.bits, o.rounding), dtype=torch.float32)
     both = torch.cat([torch.tensor(fields), w.view(torch.int64)]).to(payload.device, non_blocking=True)
-    return s, both[: len(fields)], both[len(fields) :].view(torch.float32), aligned
+    return Table(s, len(batch), both[: len(fields)], both[len(fields) :].view(torch.float32), aligned)

@@ -94,7 +94,8 @@ def _kernels(found: Any) -> list[str]:
     )
     return [
         f"Float32, {found[0]['shape']}; each beside the device's memcpy of the bytes that it must move, the cache "
-        f"emptied before each call. `{KERNEL}` is what links call: the samples of a micro-batch in one launch.",
+        f"emptied before each call. `{KERNEL}` is what links call: the samples of a micro-batch in one launch. "
+        "`encode_fewest` chooses its bits too, those named at most.",
         "",
         *_table(("kernel", "bits", "µs", "GB/s", "memcpy GB/s", "of memcpy"), cells),
     ]

@@ -29,7 +29,15 @@ Row = dict[str, Any]
 SHAPES = ((1, 1024, 1600), (8, 128, 768), (8192, 1600))
 BITS = (2, 3, 4, 6, 8)
 OPERATIONS = (
-    *("delta_quantize", "delta_quantize stochastic", "encode_batch", "quantize", "dequantize", "dequantize into m"),
+    *(
+        "delta_quantize",
+        "delta_quantize stochastic",
+        "encode_batch",
+        "encode_fewest",
+        "quantize",
+        "dequantize",
+        "dequantize into m",
+    ),
     *("exponential encode", "exponential reduce", "exponential decode"),
     *("linear encode", "linear reduce", "linear decode", "cluster assignment", "top-k 20 %", "crc32"),
 )
@@ -106,6 +114,8 @@ def cases(shape: tuple[int, ...], bits: Sequence[int], backend: str, device: str
         yield Case("delta_quantize stochastic", b, 12 * n + packed, partial(delta, inputs, m, stochastic))
         payload = torch.empty(packed, dtype=torch.uint8, device=device)
         yield Case("encode_batch", b, 12 * n + packed, partial(batch, inputs, m, payload, Options(b, None), backend))
+        fewest = partial(fitted, inputs, m, payload, Options(b, None), backend)
+        yield Case("encode_fewest", b, 12 * n + packed, fewest)
         yield Case("quantize", b, 4 * n + packed, partial(ops.quantize, first, **options))
         codes, scale = ops.quantize(first, b)
         decode = partial(ops.dequantize, codes, scale, shape=shape, **options)
@@ -151,9 +161,20 @@ def delta(inputs: Iterator[Tensor], m: Tensor, options: Row) -> object:
 
 def batch(inputs: Iterator[Tensor], m: Tensor, payload: Tensor, options: Options, backend: str) -> object:
     """Do the sender's side of a micro-batch of SAMPLES samples; nobody waits for its verdict."""
+    return ops.encode_batch(micro_batch(inputs, m, options), payload, backend=backend)
+
+
+def fitted(inputs: Iterator[Tensor], m: Tensor, payload: Tensor, options: Options, backend: str) -> object:
+    """Do the same with the fewest bits that keep an error, of which all are needed."""
+    error = min(0.9, 4 / 2**options.bits)  # of normal values and max scales
+    return ops.encode_fewest(micro_batch(inputs, m, options), payload, error, 1, options.bits, backend=backend)
+
+
+def micro_batch(inputs: Iterator[Tensor], m: Tensor, options: Options) -> list[Visit]:
+    """Make SAMPLES samples of the next input and m, all changes."""
     H = m.shape[-1]
     samples = zip(next(inputs).view(-1, H).chunk(SAMPLES), m.view(-1, H).chunk(SAMPLES), strict=True)
-    return ops.encode_batch([Visit(x, m, options, True) for x, m in samples], payload, backend=backend)
+    return [Visit(x, m, options, True) for x, m in samples]
 
 
 def reduce(a: Tensor, b: Tensor, n: int, options: Row) -> object:

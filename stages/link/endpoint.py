@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,7 +40,7 @@ from pipecomp.messages.wire import Header, Kind, Sample, begin, decode, packet_b
 from pipecomp.stages.link.arrivals import Arrivals
 from pipecomp.stages.link.boundary import Layout, scatter
 from pipecomp.stages.link.bounds import EVALUATED, Bounds
-from pipecomp.stages.link.packet import Contents, Describe, Encode, Fit, LateContents, Packet
+from pipecomp.stages.link.packet import Contents, Encode, Fitted, LateContents, Packet
 from pipecomp.stages.link.transport import MAX_PACKET_BYTES, Transport
 from pipecomp.stages.link.window import CropCanvas
 from pipecomp.stats import LinkStats
@@ -178,46 +178,32 @@ class Endpoint:
             samples=tuple(samples),
         )
 
-    def pack(self, header: Header, payload_bytes: int, encode: Encode, at: Position) -> Packet:
-        """Encode a packet; on the host it is whole, and could be encoded, when this returns."""
+    def pack(self, header: Header | Fitted, most_bytes: int, encode: Encode, at: Position) -> Packet:
+        """Encode a packet; on the host it is whole, and could be encoded, when this returns.
+
+        most_bytes: of its payload, which is as long where the header is known.
+        """
         checksum = self._config.transport.checksum
-        buffer = self.staging.buffer(packet_bytes(len(header.samples), payload_bytes))
-        target = torch.from_numpy(begin(buffer, header, checksum=checksum))
+        buffer = self.staging.buffer(packet_bytes(len(header.samples), most_bytes))
+        whole = torch.from_numpy(buffer) if checksum and isinstance(header, Header) else None
+        if isinstance(header, Header):
+            begin(buffer, header, checksum=checksum)
+        target = torch.from_numpy(payload_of(buffer, len(header.samples)))
         payload = self.staging.place(target)
-        whole = torch.from_numpy(buffer) if checksum and payload is target else None
-        verdicts = encode(payload, whole)
-        contents = Contents(header, buffer.size)
-        return self._packet(header.kind, header.samples, contents, buffer, payload, target, verdicts, at)
-
-    def pack_fitted(
-        self, kind: Kind, samples: list[Sample], most_bytes: int, encode: Fit, describe: Describe, at: Position
-    ) -> Packet:
-        """As `pack`, for bits that are known once the codes are made: in room for the most, cut to its length later."""
-        buffer = self.staging.buffer(packet_bytes(len(samples), most_bytes))
-        target = torch.from_numpy(payload_of(buffer, len(samples)))
-        payload = self.staging.place(target)
-        bits, verdicts = encode(payload)
-        contents = LateContents(self.staging.to_host(bits), describe)
-        return self._packet(kind, samples, contents, buffer, payload, target, verdicts, at)
-
-    def _packet(
-        self,
-        kind: Kind,
-        samples: Sequence[Sample],
-        contents: Contents,
-        buffer: np.ndarray,
-        payload: Tensor,
-        target: Tensor,
-        verdicts: list[Verdict],
-        at: Position,
-    ) -> Packet:
-        """See `pack`. payload: whose bytes belong to `target`, which is in the buffer."""
-        what = self.where(at, "gradients" if kind is Kind.GRADIENT else "activations")
-        copy, checksum = self.staging.to_host(payload, target), self._config.transport.checksum
-        packet = Packet(samples, contents, buffer, verdicts, copy, self.staging, what, checksum=checksum)
+        verdicts, bits = encode(payload, whole if payload is target else None)
+        what = self.where(at, "gradients" if header.kind is Kind.GRADIENT else "activations")
+        contents = self._contents(header, buffer.size, bits)
+        copy = self.staging.to_host(payload, target)
+        packet = Packet(header.samples, contents, buffer, verdicts, copy, self.staging, what, checksum=checksum)
         if self.staging.immediate:
             packet.finish()
         return packet
+
+    def _contents(self, header: Header | Fitted, size: int, bits: Tensor | None) -> Contents:
+        if isinstance(header, Header):
+            return Contents(header, size)
+        assert bits is not None, "encoding tells them"
+        return LateContents(self.staging.to_host(bits), header)
 
     def _encode(
         self, kind: Kind, codec: Codec, x_TH: Tensor, samples: list[Sample], layout: Layout, at: Position
@@ -230,18 +216,20 @@ class Endpoint:
 
         most, seed = codec.payload_bytes(rows, hidden), self.draw(kind, at)
         if not isinstance(codec, Quantized) or codec.error is None:
-            return self.pack(header(codec), most, lambda payload, whole: codec.encode(x_TH, payload, seed, whole), at)
+            return self.pack(
+                header(codec), most, lambda payload, whole: (codec.encode(x_TH, payload, seed, whole), None), at
+            )
 
-        def fit(payload: Tensor) -> tuple[Tensor, list[Verdict]]:
+        def fit(payload: Tensor, _: Tensor | None) -> tuple[list[Verdict], Tensor]:
             visit = ops.Visit(codec.before(x_TH), None, codec.options(seed))
             bits, verdict = codec.encode_fewest([visit], payload)
-            return bits, [verdict]
+            return [verdict], bits
 
         def describe(bits: int) -> tuple[Header, int]:
             fitted = codec.of_packet(bits)
             return header(fitted), fitted.payload_bytes(rows, hidden)
 
-        return self.pack_fitted(kind, samples, most, fit, describe, at)
+        return self.pack(Fitted(kind, samples, describe), most, fit, at)
 
     def _send(self, packet: Packet) -> None:
         self.transport.send(packet.buffer if self.staging.immediate else packet)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -11,14 +12,19 @@ from torch import Tensor
 from pipecomp.errors import NonFiniteError
 from pipecomp.kernels.ops import Verdict
 from pipecomp.kernels.staging import Copy, Staging
-from pipecomp.messages.wire import Header, Sample, begin, packet_bytes, seal
+from pipecomp.messages.wire import Header, Kind, Sample, begin, packet_bytes, seal
 
-# Writes a payload, and seals the packet around it if that is given and can be done on the way.
-Encode = Callable[[Tensor, Tensor | None], list[Verdict]]
-# Writes a payload, with bits that are known once it is written: int64 [1] beside it, and the verdicts.
-Fit = Callable[[Tensor], tuple[Tensor, list[Verdict]]]
-# What bits make of it: the packet's header, and the payload's length.
-Describe = Callable[[int], tuple[Header, int]]
+# Writes a payload, and seals the packet around it if that is given and can be done on the way. The verdicts, and where
+# the bits follow from the values, these bits: int64 [1] beside the payload.
+Encode = Callable[[Tensor, Tensor | None], tuple[list[Verdict], Tensor | None]]
+
+
+class Fitted(NamedTuple):
+    """A packet whose bits follow from its values. describe: what they make of its header and its payload's length."""
+
+    kind: Kind
+    samples: Sequence[Sample]
+    describe: Callable[[int], tuple[Header, int]]
 
 
 class Contents:
@@ -41,13 +47,13 @@ class Contents:
 class LateContents(Contents):
     """They follow from bits, int64 [1], that are on their way to the host."""
 
-    def __init__(self, bits: Copy, describe: Describe) -> None:
-        self._bits, self._describe, self._found = bits, describe, None
+    def __init__(self, bits: Copy, fitted: Fitted) -> None:
+        self._bits, self._fitted, self._found = bits, fitted, None
 
     def found(self) -> tuple[Header, int]:
         """See Contents."""
         if self._found is None:
-            header, payload_bytes = self._describe(int(self._bits.wait()))
+            header, payload_bytes = self._fitted.describe(int(self._bits.wait()))
             self._found = header, packet_bytes(len(header.samples), payload_bytes)
         return self._found
 

@@ -32,7 +32,7 @@ from pipecomp.stages.link.boundary import Layout
 from pipecomp.stages.link.changes import Changes
 from pipecomp.stages.link.endpoint import Endpoint, Position
 from pipecomp.stages.link.finite import check_finite
-from pipecomp.stages.link.packet import Packet
+from pipecomp.stages.link.packet import Fitted, Packet
 
 
 class Visits:
@@ -94,29 +94,23 @@ class Visits:
                 for i, m_nH in zip(run, m, strict=True)
             ]
 
-        def encode(payload: Tensor, whole: Tensor | None) -> list[ops.Verdict]:
-            verdicts: list[ops.Verdict] = []
-            for run, m in runs:
+        def encode(payload: Tensor, whole: Tensor | None) -> tuple[list[ops.Verdict], Tensor | None]:
+            verdicts, bits = [], None
+            for run, m in runs:  # one, if `fitting`
                 its, part = visits(run, m, payload), payload[ends[run.start] : ends[run.stop]]
-                verdicts.append(ops.encode_batch(its, part, packet=whole if run.stop == len(samples) else None))
-            return verdicts
-
-        def fit(payload: Tensor) -> tuple[Tensor, list[ops.Verdict]]:
-            assert fitting is not None
-            bits, verdicts = torch.empty(0), []
-            for run, m in runs:  # one
-                bits, verdict = fitting.encode_fewest(visits(run, m, payload), payload[head:])
+                if fitting:
+                    bits, verdict = fitting.encode_fewest(its, part)
+                else:
+                    verdict = ops.encode_batch(its, part, packet=whole if run.stop == len(samples) else None)
                 verdicts.append(verdict)
-            return bits, verdicts
+            return verdicts, bits
 
         def describe(bits: int) -> tuple[Header, int]:
             fitted = codecs.of_fitted(bits, samples[0].form is Form.DELTA)
             return header(fitted), _places(fitted, samples, hidden, dtype)[1][-1]
 
-        if fitting:
-            packet = self._end.pack_fitted(self._kind, samples, ends[-1], fit, describe, at)
-        else:
-            packet = self._end.pack(header(codecs), ends[-1], encode, at)
+        known = Fitted(self._kind, samples, describe) if fitting else header(codecs)
+        packet = self._end.pack(known, ends[-1], encode, at)
         if settled:
             packet.settle()
         self._keep(changes, packet.settle)

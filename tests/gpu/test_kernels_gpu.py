@@ -48,6 +48,39 @@ def test_quantizer(rows, H, group, dtype, mode):
         assert same(back, reference.dequantize(*want, bits, (rows, H), group, mode[1], None, False))
 
 
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize(("H", "group"), [(768, None), (1600, None), (257, 64), (33, 5), (4096, 128)])
+def test_the_gpu_finds_the_fewest_bits_alone(H, group, rounding):
+    """And encodes with them; nothing of it waits."""
+    g = torch.Generator().manual_seed(H)
+    for error, low, high in ((0.05, 2, 3), (0.05, 2, 8), (0.3, 1, 5)):
+        x = [torch.randn(n, H, generator=g).bfloat16() for n in (40, 1, 300)]
+        m = [each.float() + 0.2 * torch.randn(each.shape, generator=g) for each in x]
+        for delta in (False, True):
+            visits = [
+                ops.Visit(a, b.clone(), Options(high, group, rounding=rounding, seed=i), delta)
+                for i, (a, b) in enumerate(zip(x, m, strict=True))
+            ]
+            on_gpu = [v._replace(x=v.x.cuda(), m=v.m.cuda()) for v in visits]
+            size = sum(ops.payload_bytes(*v.x.shape, v.options, v.x.dtype) for v in visits)
+            payload, wanted = torch.zeros(size, dtype=torch.uint8, device="cuda"), torch.zeros(size, dtype=torch.uint8)
+            ops.encode_fewest(on_gpu, payload, error, low, high)  # compiles
+            for v, b in zip(on_gpu, m, strict=True):
+                v.m.copy_(b)
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                bits, verdict = ops.encode_fewest(on_gpu, payload, error, low, high)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            verdict.check()
+            chosen, on_cpu = ops.encode_fewest(visits, wanted, error, low, high, backend="torch")
+            on_cpu.check()
+            assert int(bits) == int(chosen)
+            its = sum(ops.payload_bytes(*v.x.shape, v.options._replace(bits=int(bits)), v.x.dtype) for v in visits)
+            assert same(payload[:its], wanted[:its])
+            assert all(same(v.m, w.m) for v, w in zip(on_gpu, visits, strict=True))
+
+
 def test_not_finite_leaves_m_alone():
     a, m = torch.randn(300, 500, device="cuda"), torch.randn(300, 500, device="cuda")
     a[271, 3] = float("nan")
