@@ -109,7 +109,7 @@ def measure_group(v, to, LOW, COUNT, STRIDE, N: tl.constexpr, STOCHASTIC: tl.con
         tl.store(to + b * STRIDE, tl.where(wrong, float("nan"), tl.where(zero, 0.0, left)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["SAMPLES", "ROWS", "LOW", "COUNT"])  # else some lengths of samples compile it again
 def distortion_kernel(
     x,
     m,
@@ -154,7 +154,7 @@ def distortion_kernel(
             tl.store(out + b * ROWS, halved(tl.load(own + b * GROUPS + place, mask=there, other=0.0), GROUPS))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["limit", "ROWS", "LOW", "HIGH", "FIRST_LOOK"])
 def choose_kernel(sums, chosen, limit, ROWS, LOW, HIGH, FIRST_LOOK, BLOCK: tl.constexpr):
     """Sum up sums [1 + HIGH - LOW + 1, ROWS] in place, then chosen[0] becomes what `distortion_ops` would choose.
 

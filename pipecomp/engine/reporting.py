@@ -31,6 +31,8 @@ class Reporting:
         """Begin an optimizer step: what comes now belongs to it."""
         self._backwards = 0
         self.trace.begin_step(step)
+        for end in self._engine.links:  # outside of all parts, which would take earlier packets' bits for their own
+            end.count_sent()
 
     @contextmanager
     def part(self, part: str, micro_batch: int | None) -> Iterator[None]:

@@ -17,7 +17,8 @@ from pipecomp.stages.link.transport import MAX_PACKET_BYTES, Moved, Outgoing, fi
 class Delivery:
     """The half of a Transport that looks at this process; the other half moves bytes.
 
-    That half calls `deliver` on its receiving thread, `check_open` before it sends, `queued`, `gone` and `failed`.
+    That half calls `deliver` on its receiving thread, `check_open` before it sends, `queued`, `found`, `gone` and
+    `failed`.
     silence_s: how long `recv` waits; None where that thread notices silence.
     """
 

@@ -40,7 +40,7 @@ from pipecomp.messages.wire import Header, Kind, Sample, begin, decode, packet_b
 from pipecomp.stages.link.arrivals import Arrivals
 from pipecomp.stages.link.boundary import Layout, scatter
 from pipecomp.stages.link.bounds import EVALUATED, Bounds
-from pipecomp.stages.link.packet import Contents, Encode, Fitted, LateContents, Packet
+from pipecomp.stages.link.packet import Contents, Encode, Fitted, Packet
 from pipecomp.stages.link.transport import MAX_PACKET_BYTES, Transport
 from pipecomp.stages.link.window import CropCanvas
 from pipecomp.stats import LinkStats
@@ -100,7 +100,7 @@ class Endpoint:
         self._config, self._replica = config, replica
         self._pass_nonfinite = pass_nonfinite
         self.codecs = LinkCodecs(a, index, clusters)
-        self._uncounted: deque[Contents] = deque()  # of packets that were sent
+        self._uncounted: deque[Contents] = deque()  # of packets whose bits were not known when they were sent
         self._measured: deque[Copy] = deque()  # norms of sampled activations and of what is left out of them
 
     def limit(self, bounds: Bounds, dtype: torch.dtype) -> None:
@@ -185,25 +185,20 @@ class Endpoint:
         """
         checksum = self._config.transport.checksum
         buffer = self.staging.buffer(packet_bytes(len(header.samples), most_bytes))
-        whole = torch.from_numpy(buffer) if checksum and isinstance(header, Header) else None
+        whole = None
         if isinstance(header, Header):
             begin(buffer, header, checksum=checksum)
+            whole = torch.from_numpy(buffer) if checksum else None
         target = torch.from_numpy(payload_of(buffer, len(header.samples)))
         payload = self.staging.place(target)
         verdicts, bits = encode(payload, whole if payload is target else None)
         what = self.where(at, "gradients" if header.kind is Kind.GRADIENT else "activations")
-        contents = self._contents(header, buffer.size, bits)
+        contents = Contents(header, buffer.size, None if bits is None else self.staging.to_host(bits))
         copy = self.staging.to_host(payload, target)
         packet = Packet(header.samples, contents, buffer, verdicts, copy, self.staging, what, checksum=checksum)
         if self.staging.immediate:
             packet.finish()
         return packet
-
-    def _contents(self, header: Header | Fitted, size: int, bits: Tensor | None) -> Contents:
-        if isinstance(header, Header):
-            return Contents(header, size)
-        assert bits is not None, "encoding tells them"
-        return LateContents(self.staging.to_host(bits), header)
 
     def _encode(
         self, kind: Kind, codec: Codec, x_TH: Tensor, samples: list[Sample], layout: Layout, at: Position
@@ -215,29 +210,31 @@ class Endpoint:
             return self.header(kind, codec, hidden, samples, layout, at, dtype)
 
         most, seed = codec.payload_bytes(rows, hidden), self.draw(kind, at)
-        if not isinstance(codec, Quantized) or codec.error is None:
-            return self.pack(
-                header(codec), most, lambda payload, whole: (codec.encode(x_TH, payload, seed, whole), None), at
-            )
+        fitting = codec if isinstance(codec, Quantized) and codec.error is not None else None
 
-        def fit(payload: Tensor, _: Tensor | None) -> tuple[list[Verdict], Tensor]:
-            visit = ops.Visit(codec.before(x_TH), None, codec.options(seed))
-            bits, verdict = codec.encode_fewest([visit], payload)
+        def encode(payload: Tensor, whole: Tensor | None) -> tuple[list[Verdict], Tensor | None]:
+            if fitting is None:
+                return codec.encode(x_TH, payload, seed, whole), None
+            visit = ops.Visit(fitting.before(x_TH), None, fitting.options(seed))
+            bits, verdict = fitting.encode_fewest([visit], payload)
             return [verdict], bits
 
         def describe(bits: int) -> tuple[Header, int]:
-            fitted = codec.of_packet(bits)
+            assert fitting is not None
+            fitted = fitting.of_packet(bits)
             return header(fitted), fitted.payload_bytes(rows, hidden)
 
-        return self.pack(Fitted(kind, samples, describe), most, fit, at)
+        return self.pack(Fitted(kind, samples, describe) if fitting else header(codec), most, encode, at)
 
     def _send(self, packet: Packet) -> None:
         self.transport.send(packet.buffer if self.staging.immediate else packet)
-        self._uncounted.append(packet.contents)
-        self.count_sent()
+        if packet.contents.known:
+            self._count(*packet.contents.found())
+        else:
+            self._uncounted.append(packet.contents)
 
     def count_sent(self, *, wait: bool = False) -> None:
-        """Count packets that were sent. wait: also for those whose bits the device has still to find."""
+        """Count packets whose bits were not known when they were sent. wait: for those whose bits still are not."""
         while self._uncounted and (wait or self._uncounted[0].known):
             self._count(*self._uncounted.popleft().found())
 

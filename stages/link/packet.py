@@ -28,10 +28,14 @@ class Fitted(NamedTuple):
 
 
 class Contents:
-    """A packet's header and length, which may follow from bits that only the device knows yet."""
+    """A packet's header and length, which may follow from bits, int64 [1], that are on their way to the host.
 
-    def __init__(self, header: Header, size: int) -> None:
-        self._found: tuple[Header, int] | None = (header, size)
+    size: of the packet, where its header is known.
+    """
+
+    def __init__(self, header: Header | Fitted, size: int, bits: Copy | None) -> None:
+        self._header, self._bits = header, bits
+        self._found = (header, size) if isinstance(header, Header) else None
 
     @property
     def known(self) -> bool:
@@ -40,20 +44,10 @@ class Contents:
 
     def found(self) -> tuple[Header, int]:
         """Give the header, and the bytes of the packet, once they are known. Any thread may ask."""
-        assert self._found is not None
-        return self._found
-
-
-class LateContents(Contents):
-    """They follow from bits, int64 [1], that are on their way to the host."""
-
-    def __init__(self, bits: Copy, fitted: Fitted) -> None:
-        self._bits, self._fitted, self._found = bits, fitted, None
-
-    def found(self) -> tuple[Header, int]:
-        """See Contents."""
         if self._found is None:
-            header, payload_bytes = self._fitted.describe(int(self._bits.wait()))
+            assert isinstance(self._header, Fitted)
+            assert self._bits is not None
+            header, payload_bytes = self._header.describe(int(self._bits.wait()))
             self._found = header, packet_bytes(len(header.samples), payload_bytes)
         return self._found
 

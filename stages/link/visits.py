@@ -191,9 +191,9 @@ class Visits:
 
     def _fitting(self, samples: Sequence[Sample]) -> Quantized | None:
         """Find what finds a packet's bits while it encodes it: changes alone, or first visits, of different samples."""
-        changes = {s.form is Form.DELTA for s in samples}
-        alike = len(changes) == 1 and len({s.id for s in samples}) == len(samples)
-        return self._codecs.fitting(changes.pop()) if alike else None
+        deltas = {s.form is Form.DELTA for s in samples}
+        alike = len(deltas) == 1 and len({s.id for s in samples}) == len(samples)
+        return self._codecs.fitting(deltas.pop()) if alike else None
 
     def _fitted(
         self, x: list[Tensor], samples: Sequence[Sample], changes: Changes

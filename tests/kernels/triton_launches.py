@@ -52,6 +52,8 @@ class Launch(NamedTuple):
         for parameter in KERNELS[self.name].params:
             value = self.arguments[parameter.name]
             kind, divisible = _kind(value)
+            if parameter.do_not_specialize:
+                kind, divisible = "i32" if kind == "constexpr" else kind, False
             if parameter.is_constexpr or kind == "constexpr":
                 constants[parameter.num,] = value
                 kind = "constexpr"
