@@ -1,6 +1,6 @@
 """Average 8 M gradients of two ranks over a slow link and without one, beside gloo's own float32 all-reduce.
 
-    python -m benchmarks slow_allreduce [--bandwidth 100mbit] [--values 8000000] [--rounds 3] [--out FOLDER]
+    python -m benchmarks slow_allreduce [--bandwidth 100mbit] [--values 8000000] [--rounds 7] [--out FOLDER]
                                         [--redraw]
 
 The link is a kernel-shaped one between two network namespaces (root and iproute2 needed); "loopback" is 127.0.0.1.
@@ -130,7 +130,7 @@ def results(rows: list[Row]) -> list[str]:
 
 def main(argv: Sequence[str]) -> None:
     """See the top of the file."""
-    own = {"values": (8_000_000, "of the gradient"), "rounds": (3, "after the first, which warms up")}
+    own = {"values": (8_000_000, "of the gradient"), "rounds": (7, "after the first, which warms up")}
     given = arguments(argv, __doc__, bandwidth=("100mbit", "of the slow link"), **own)
     setup = digest([METHODS, given.values, given.rounds])
     Runs(given, "slow_allreduce", setup, ("where",)).complete(
