@@ -25,7 +25,14 @@ def copy_file(source: Path, target: Path) -> None:
     with explained(target.parent, f"copy {source} there"):
         make_private(target.parent)
         with replacing(target) as part, source.open("rb") as old, _private(part) as new:
-            try:
-                fcntl.ioctl(new.fileno(), _FICLONE, old.fileno())
-            except OSError:  # another file system, or one that cannot
+            if not _shared(old, new):  # outside of what its error handles: a full disk is the only reason to tell
                 shutil.copyfileobj(old, new, 16 << 20)
+
+
+def _shared(old: BinaryIO, new: BinaryIO) -> bool:
+    """Let a new file share an old one's blocks; False on another file system, or one that cannot."""
+    try:
+        fcntl.ioctl(new.fileno(), _FICLONE, old.fileno())
+    except OSError:
+        return False
+    return True

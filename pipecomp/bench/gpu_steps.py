@@ -33,11 +33,12 @@ FIXED = "AQ-SGD fw3 bw6 BF16"
 EVERYTHING = "AQ-SGD, constant error, at most fw3 bw6, BF16"  # as plans make it
 TRIALS = 14  # steps after which the number in flight is settled: two with each that 8 micro-batches allow
 _MOST = keeping_error("forward_bits", 3), keeping_error("backward_bits", 6)
+_PLANNED = {**options.aqsgd(*_MOST, one_pass=False), "store": {"backend": "lmdb"}}
 LINES = (
     Line(name=STOCK_BF16, engine="deepspeed", dtype="bf16"),
     Line(name="BF16", dtype="bf16", against=STOCK_BF16),
     Line(name=FIXED, dtype="bf16", section=aqsgd(3, 6), against=STOCK_BF16),
-    Line(name=EVERYTHING, dtype="bf16", section=options.aqsgd(*_MOST, one_pass=False), against=STOCK_BF16),
+    Line(name=EVERYTHING, dtype="bf16", section=_PLANNED, against=STOCK_BF16),
 )
 # What raises if it waits. Not the others, nor what follows them: DeepSpeed waits there, and with a collective's tensors
 # a thread of gloo, which the mode would end too. None of these has a collective of tensors on the GPU.

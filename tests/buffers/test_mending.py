@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import re
 from contextlib import closing, suppress
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipecomp.buffers import open_environment, salvage
+from pipecomp.buffers import open_environment, salvage, snapshot
 from pipecomp.buffers.admin import info, prune, verify
 from pipecomp.buffers.lmdb_folder import DATA_FILE
 from pipecomp.buffers.mending import mend
@@ -235,3 +236,20 @@ def test_what_is_no_database_any_more_starts_empty(store: Path, content: bytes |
     assert words is not None
     assert words.endswith(": it starts empty")
     assert held(store) == 0
+
+
+def test_a_disk_that_is_full_is_the_reason_that_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that its blocks could not be shared before; checkpoints tell the first error of a chain."""
+
+    def refuse(*given: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (tmp_path / "old").write_bytes(b"m")
+    monkeypatch.setattr(snapshot.fcntl, "ioctl", lambda *given: (_ for _ in ()).throw(OSError(errno.EXDEV, "no")))
+    monkeypatch.setattr(snapshot.shutil, "copyfileobj", refuse)
+    with pytest.raises(StoreError) as told:
+        copy_file(tmp_path / "old", tmp_path / "copy" / "new")
+    error: BaseException | None = told.value
+    while error is not None:
+        assert getattr(error, "errno", errno.ENOSPC) == errno.ENOSPC
+        error = error.__context__
