@@ -58,7 +58,7 @@ def fewest_bits(visits: Sequence[Visit], error: float, low: int, high: int, *, b
         >>> ops.fewest_bits([ops.Visit(x, None, ops.Options(8, None))], 0.1, 2, 8)
         5
     """
-    return _fitted(visits, error, low, high, backend, None)[0]
+    return _fitted(visits, error, low, high, _choosing(visits, error, low, high, backend), None)[0]
 
 
 @torch.no_grad()
@@ -87,12 +87,10 @@ def encode_fewest(
         ConfigError: As `fewest_bits`.
     """
     check_payload(payload, _total(visits, high))
-    _check_range(error, low, high)
-    if low < high and any(v.x.numel() for v in visits):
-        found = _checked(visits, backend).encode_fewest(visits, error, low, high, payload)
-        if found is not None:
-            return found[0], Verdict(found[1], bad_visit(visits))
-    bits, encoded = _fitted(visits, error, low, high, backend, payload)
+    choosing = _choosing(visits, error, low, high, backend)
+    if choosing is not None and (found := choosing.encode_fewest(visits, error, low, high, payload)) is not None:
+        return found[0], Verdict(found[1], bad_visit(visits))
+    bits, encoded = _fitted(visits, error, low, high, choosing, payload)
     chosen = torch.full((1,), bits, dtype=torch.int64, device=payload.device)
     if encoded:
         return chosen, Verdict(FINE_FLAG, bad_visit(visits))
@@ -100,11 +98,14 @@ def encode_fewest(
     return chosen, encode_batch(visits, payload[: _total(visits, bits)], backend=backend)
 
 
-def _check_range(error: float, low: int, high: int) -> None:
+def _choosing(visits: Sequence[Visit], error: float, low: int, high: int, backend: str) -> Backend | None:
+    """Check the arguments; the backend that chooses, None where there is nothing to choose."""
     layout.check_bits(low)
     layout.check_bits(high, low=low)
     if not 0 < error < 1:
         raise ConfigError("error", error, "a number above 0 and below 1")
+    filled = [v for v in visits if v.x.numel()]
+    return _checked(filled, backend) if filled and low < high else None
 
 
 def _total(visits: Sequence[Visit], bits: int) -> int:
@@ -130,14 +131,12 @@ def _checked(visits: Sequence[Visit], backend: str) -> Backend:
 
 
 def _fitted(
-    visits: Sequence[Visit], error: float, low: int, high: int, backend: str, payload: Tensor | None
+    visits: Sequence[Visit], error: float, low: int, high: int, chosen: Backend | None, payload: Tensor | None
 ) -> tuple[int, bool]:
     """The fewest bits, and whether the payload, if one is given, is what they make of the samples."""
-    _check_range(error, low, high)
-    visits = [v for v in visits if v.x.numel()]
-    if not visits or low == high:
+    if chosen is None:
         return low, False
-    chosen = _checked(visits, backend)
+    visits = [v for v in visits if v.x.numel()]
     if found := chosen.fit(visits, error, low, high, payload):
         return found, True
     left: dict[int, float] = {}  # out, by bits

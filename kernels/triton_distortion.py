@@ -16,11 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pipecomp.kernels import reference, rng
+from pipecomp.kernels import reference
 from pipecomp.kernels.distortion import FIRST_LOOK
 from pipecomp.kernels.ragged import FINE, Visit
 from pipecomp.kernels.triton_quantize import to_float
-from pipecomp.kernels.triton_ragged import FIELDS, Table, find_sample, launch_encode
+from pipecomp.kernels.triton_ragged import FIELDS, Row, Table, find_sample, launch_encode, make_table
 from pipecomp.kernels.triton_rows import MOST_VALUES, Shape, loadable, warps
 
 MOST_ODD = 64  # largest odd factor of a length whose halves a program adds up in registers
@@ -249,20 +249,12 @@ class _Batch:
         Its fields are those of `triton_ragged.FIELDS`, but that scales' has whether the sample is a change, and codes'
         what `encode_kernel` adds to it.
         """
-        s, fields, row, aligned = self.shape, list[int](), 0, True
+        s, rows, row = self.shape, list[Row](), 0
         for i, v in enumerate(self._all):
-            n = len(v.x)
             if v.x.numel():
-                x_at = (v.x.data_ptr() - self.x.data_ptr()) // v.x.element_size() - row * s.H
-                m_at = 0 if v.m is None else (v.m.data_ptr() - self.m.data_ptr()) // 4 - row * s.H
-                aligned = aligned and x_at % 4 == m_at % 4 == 0
-                seed = v.options.seed if v.options else 0
-                fields += [x_at, m_at, int(v.delta), 4 * s.groups * (row + n), row, i, *rng.keys(seed, 0)]
-                row += n
-        # One copy; of pageable memory the driver takes 64 KiB at most, and waits for more.
-        w = _code_values(self.options.rounding).view(torch.int64)
-        both = torch.cat([torch.tensor(fields), w]).to(self.x.device, non_blocking=True)
-        return Table(s, len(self.visits), both[: len(fields)], both[len(fields) :].view(torch.float32), aligned)
+                row += len(v.x)
+                rows.append((i, v.x, v.m, int(v.delta), 4 * s.groups * row, v.options.seed if v.options else 0))
+        return make_table(s, rows, self.x, self.m, _code_values(self.options.rounding))
 
     def choose(self, error: float, low: int, high: int) -> Tensor:
         """Choose the bits: int64 [1] on the device."""

@@ -31,6 +31,9 @@ from pipecomp.kernels.triton_rows import BLOCK, MOST_VALUES, Shape, launch_dequa
 FIELDS = 8  # of a sample: x, m, scales, codes (each as if row 0 were the batch's), first row, number, two keys
 
 
+Row = tuple[int, Tensor, Tensor | None, int, int, int]  # of a sample: number, x, m, scales and codes of FIELDS, seed
+
+
 class Table(NamedTuple):
     """What kernels are told of samples: fields and what codes stand for (w), on the device.
 
@@ -305,16 +308,25 @@ def _table(
 ) -> Table:
     """Make the table of samples: number, x, m, part of the payload, seed."""
     s = Shape((sum(len(each) for _, each, _, _, _ in batch), x.shape[1]), o.bits, o.group_size)
-    fields, row, aligned = [], 0, True
+    rows: list[Row] = []
+    row = 0
     for i, each, held, part, seed in batch:
         n, byte = len(each), part.data_ptr() - payload.data_ptr()
-        scales, codes = byte - 4 * row * s.groups, byte + 4 * n * s.groups - row * s.row_bytes
+        rows.append((i, each, held, byte - 4 * row * s.groups, byte + 4 * n * s.groups - row * s.row_bytes, seed))
+        row += n
+    w = torch.tensor(reference.code_values(o.bits, o.rounding), dtype=torch.float32)
+    return make_table(s, rows, x, m, w)
+
+
+def make_table(s: Shape, samples: Sequence[Row], x: Tensor, m: Tensor, w: Tensor) -> Table:
+    """Make the table of samples, and copy it to x's device. w: what codes stand for, an even number of float32."""
+    fields, row, aligned = [], 0, True
+    for i, each, held, scales, codes, seed in samples:
         x_at = (each.data_ptr() - x.data_ptr()) // each.element_size() - row * s.H
         m_at = 0 if held is None else (held.data_ptr() - m.data_ptr()) // 4 - row * s.H
         aligned = aligned and x_at % 4 == m_at % 4 == 0
         fields += [x_at, m_at, scales, codes, row, i, *rng.keys(seed, 0)]
-        row += n
+        row += len(each)
     # One copy. Of pageable memory the driver takes 64 KiB at most, and waits for more: rows have no numbers here.
-    w = torch.tensor(reference.code_values(o.bits, o.rounding), dtype=torch.float32)
-    both = torch.cat([torch.tensor(fields), w.view(torch.int64)]).to(payload.device, non_blocking=True)
-    return Table(s, len(batch), both[: len(fields)], both[len(fields) :].view(torch.float32), aligned)
+    both = torch.cat([torch.tensor(fields), w.view(torch.int64)]).to(x.device, non_blocking=True)
+    return Table(s, len(samples), both[: len(fields)], both[len(fields) :].view(torch.float32), aligned)
