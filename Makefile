@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 # Containers often forbid it: each of the processes that tests start would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test soak trust mutants lint bench clean
+.PHONY: setup demo test soak trust lint bench clean
 
 setup: $(READY)
 
@@ -28,10 +28,6 @@ soak: $(READY)
 # docs/trust.md: pipelines against unsplit training. VERSIONS="deepspeed==… transformers==…" tries other versions.
 trust: $(READY)
 	$(BIN)/python scripts/trust.py $(if $(VERSIONS),--versions "$(VERSIONS)") $(ARGS)
-
-# Whether the tests notice small defects that are put into copies of the code.
-mutants: $(READY)
-	$(BIN)/python scripts/mutants.py $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

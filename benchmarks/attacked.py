@@ -29,7 +29,7 @@ from benchmarks.paired import BY_NAME, MODEL, STAGES
 from benchmarks.runner import Runs, arguments, chosen, digest
 from pipecomp.bench.configurations import EIGHT
 from pipecomp.bench.pipeline import start_engine
-from pipecomp.keys.authority import new
+from pipecomp.tls.authority import new
 
 AIM = 1.05
 WARM_UP = 3

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from pipecomp.messages.wire import packet_bytes
+from pipecomp.codecs.wire import packet_bytes
 from pipecomp.stages.link.boundary import Layout, gather, scatter
 from pipecomp.stages.link.endpoint import Position
 from pipecomp.stages.link.receiver import LinkReceiver

@@ -24,7 +24,7 @@ from benchmarks.runner import arguments
 from pipecomp.allreduce import Prediction, predict
 from pipecomp.bench.allreduce import HEADINGS, Row, Variant, bench_allreduce, cells, digits, variants_of
 from pipecomp.bench.gradients import values_in
-from pipecomp.files import write_whole
+from pipecomp.utils.files import write_whole
 
 RATES = {"1 Gbit/s": 1e9, "100 Mbit/s": 1e8}
 RANKS = 4  # machines in the paper's Figure 15

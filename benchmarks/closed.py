@@ -23,7 +23,7 @@ from benchmarks.paired import BY_NAME, MODEL, STAGES, compute_seconds
 from benchmarks.runner import Runs, arguments, chosen, digest
 from pipecomp.bench.configurations import EIGHT, rate_for
 from pipecomp.bench.pipeline import start_engine
-from pipecomp.keys.authority import new
+from pipecomp.tls.authority import new
 
 GLOO, TLS, WIREGUARD = "gloo", "tls", "gloo through WireGuard"
 VALUES = 8_000_000
@@ -132,9 +132,9 @@ def _turns(what: str, node: int, folder: str) -> Callable[[], Any]:
     import torch
     import torch.distributed as dist
 
-    from pipecomp.cluster.rendezvous import join_processes
-    from pipecomp.mesh.process_group import current_mesh
+    from pipecomp.distributed.rendezvous import join_processes
     from pipecomp.stages.link.tls import TlsTransport
+    from pipecomp.tls.process_group import current_mesh
 
     if what == "step":
         return start_engine(LINE, MODEL, STAGES, folder).train_batch
@@ -162,7 +162,7 @@ def _ratios(row: Row, side: str) -> list[float]:
 
 def _share(row: Row) -> float:
     """Of the nominal rate, which counts all headers, that packets of a link have had."""
-    from pipecomp.rates import parse_rate
+    from pipecomp.utils.units import parse_rate
 
     return 8 * LINK_BYTES * LINK_PACKETS / statistics.median(row["seconds"][TLS]) / parse_rate("rate", row["rate"])
 

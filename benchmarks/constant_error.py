@@ -24,7 +24,7 @@ from benchmarks.page import Row, prose, spread, values
 from benchmarks.runner import Runs, chosen, digest
 from benchmarks.shootout import BACKWARD_ERROR, DROPOUT, FIRST_BITS, FORWARD_ERROR
 from benchmarks.training import in_order
-from pipecomp.activation_config import FEWEST
+from pipecomp.config.activations import FEWEST
 from pipecomp.plan.dropout import CLASSIFIERS_FEWEST_BITS, FEWEST_BITS
 from pipecomp.plan.options import aqsgd
 from pipecomp.plan.search import keeping_error

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from pipecomp.buffers import MemoryStore
+from pipecomp.codecs import wire
 from pipecomp.config import Config
 from pipecomp.kernels import ops
-from pipecomp.messages import wire
 from pipecomp.stages.link.boundary import Layout
 from pipecomp.stages.link.endpoint import Position
 from pipecomp.stages.link.loopback import loopback_pair

@@ -26,9 +26,9 @@ from typing import Any
 import torch
 
 from pipecomp.buffers import open_environment
-from pipecomp.cluster.local_ranks import run_ranks
+from pipecomp.codecs.wire import Header
 from pipecomp.config import Config
-from pipecomp.messages.wire import Header
+from pipecomp.distributed.local_ranks import run_ranks
 from pipecomp.stages.link.boundary import Layout
 from pipecomp.stages.link.endpoint import Position
 from pipecomp.stages.link.gloo import GlooTransport, neighbour_groups
@@ -115,7 +115,7 @@ def work(rank: int, world: int, note: Any, given: argparse.Namespace, folder: st
     """By line, milliseconds of CPU time a sample in each round, by thread."""
     import torch.distributed as dist
 
-    from pipecomp.cluster.rendezvous import join_processes
+    from pipecomp.distributed.rendezvous import join_processes
 
     join_processes()
     lines = {name: Line(rank, name, folder, given.tokens, given.hidden) for name in LINES}

@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from pipecomp.files import replacing
+from pipecomp.utils.files import replacing
 
 Row = dict[str, Any]
 # Where the rows come from that were kept before rows named their machine.

@@ -12,9 +12,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from pipecomp.codecs.codecs import Codec, Quantized, as_bytes, encoded, of_bytes
 from pipecomp.errors import require
 from pipecomp.kernels import ops
-from pipecomp.messages.codecs import Codec, Quantized, as_bytes, encoded, of_bytes
 
 RANK_BITS = 16
 

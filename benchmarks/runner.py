@@ -29,7 +29,7 @@ from typing import Any
 
 from benchmarks.page import Row, this_machine
 from pipecomp.errors import DataError
-from pipecomp.files import replacing
+from pipecomp.utils.files import replacing
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared" / "data"

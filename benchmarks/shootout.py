@@ -27,7 +27,7 @@ from benchmarks.rival_rows import LowRank, Product, Rows, TahQuant
 from benchmarks.rivals import Changes, Unchanged, Whole
 from benchmarks.runner import SHARED, Runs, arguments, chosen, digest
 from benchmarks.training import byte_counts, train_epochs
-from pipecomp.messages.codecs import Quantized, TopK
+from pipecomp.codecs.codecs import Quantized, TopK
 from pipecomp.plan.search import ERRORS
 
 BITS = convergence.BITS

@@ -20,8 +20,8 @@ import torch
 
 from pipecomp.demo.task import sequences, train_tokenizer
 from pipecomp.errors import DataError
-from pipecomp.files import replacing
 from pipecomp.recipes.pretraining import pretrain
+from pipecomp.utils.files import replacing
 
 VOCABULARY, LENGTH = 2048, 32
 TRAINING, HELD_OUT = 512, 128

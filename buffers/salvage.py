@@ -23,7 +23,7 @@ from pipecomp.buffers.lmdb_check import read_checked, structure_problems
 from pipecomp.buffers.lmdb_file import ValueFile
 from pipecomp.buffers.lmdb_folder import DATA_FILE
 from pipecomp.errors import StoreError
-from pipecomp.processes import python_module
+from pipecomp.utils.processes import python_module
 
 _LIMIT_S = 60.0
 _BYTES_PER_S = 20e6

@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 from pipecomp.buffers.lmdb_errors import explained
 from pipecomp.buffers.lmdb_folder import make_private
-from pipecomp.files import replacing
+from pipecomp.utils.files import replacing
 
 _FICLONE = 0x40049409  # Linux: let two files share their blocks until one changes them (XFS, Btrfs)
 

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from pipecomp.activation_config import ConstantError, bits_of_link, bits_text
 from pipecomp.config import Activations, Config
+from pipecomp.config.activations import ConstantError, bits_of_link, bits_text
 from pipecomp.errors import ConfigError
 
 EXAMPLE = {

@@ -7,8 +7,8 @@ import zlib
 
 import pytest
 
-from pipecomp import files
-from pipecomp.files import file_crc, replacing, write_whole
+from pipecomp.utils import files
+from pipecomp.utils.files import file_crc, replacing, write_whole
 
 
 def test_a_file_is_replaced_at_once(tmp_path):

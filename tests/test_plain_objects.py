@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from torch.distributed import distributed_c10d
 
-from pipecomp.cluster.collectives import exchange_objects_as_json
+from pipecomp.distributed.collectives import exchange_objects_as_json
 from pipecomp.doctor.measure import Measured
 from pipecomp.engine.trace import Event
 from pipecomp.errors import WireError
-from pipecomp.plain_objects import decode, encode, exchanged
 from pipecomp.plan.auto import Seen
 from pipecomp.plan.simulation import StageCosts
+from pipecomp.utils.serialization import decode, encode, exchanged
 
 
 @exchanged

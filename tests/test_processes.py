@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import pipecomp
-from pipecomp.processes import python_module
+from pipecomp.utils.processes import python_module
 from tests.limits import HANG_S
 
 ROOT = Path(__file__).parents[1]
@@ -21,32 +21,34 @@ def test_another_package_in_the_working_directory_is_not_taken(tmp_path: Path, m
     (tmp_path / "pipecomp" / "__init__.py").write_text("raise SystemExit('of the working directory')\n")
     (tmp_path / "dataclasses.py").write_text("raise SystemExit('a file of the user')\n")
     monkeypatch.chdir(tmp_path)
-    found = subprocess.run(python_module("pipecomp.rates"), capture_output=True, text=True, timeout=HANG_S, check=False)
+    found = subprocess.run(
+        python_module("pipecomp.utils.units"), capture_output=True, text=True, timeout=HANG_S, check=False
+    )
     assert (found.returncode, found.stderr) == (0, "")
 
 
 def test_the_package_itself_is_taken_from_the_working_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    assert python_module("pipecomp.rates", "a")[1:] == ["-m", "pipecomp.rates", "a"]
+    assert python_module("pipecomp.utils.units", "a")[1:] == ["-m", "pipecomp.utils.units", "a"]
 
 
 def test_a_working_directory_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     tmp_path.rmdir()
-    assert python_module("pipecomp.rates")[1:] == ["-P", "-m", "pipecomp.rates"]
+    assert python_module("pipecomp.utils.units")[1:] == ["-P", "-m", "pipecomp.utils.units"]
     monkeypatch.chdir(ROOT)
 
 
 SERVED = """
 import multiprocessing
-from pipecomp.cluster.local_ranks import run_ranks
+from pipecomp.distributed.local_ranks import run_ranks
 
 def where(rank, world, note):
     import pipecomp
     return pipecomp.__file__
 
 if __name__ == "__main__":
-    multiprocessing.set_forkserver_preload(["pipecomp.rates"])
+    multiprocessing.set_forkserver_preload(["pipecomp.utils.units"])
     print(run_ranks(1, where, timeout_s=600)[0])
 """
 

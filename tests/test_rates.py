@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipecomp.errors import ConfigError
-from pipecomp.rates import bits_per_second, milliseconds, parse_rate, parse_time, rate_text, wire_bytes
+from pipecomp.utils.units import bits_per_second, milliseconds, parse_rate, parse_time, rate_text, wire_bytes
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from pipecomp.cluster.local_ranks import run_ranks
-from pipecomp.sockets import leaving, tcp_sockets
+from pipecomp.distributed.local_ranks import run_ranks
+from pipecomp.utils.sockets import leaving, tcp_sockets
 from tests.limits import HANG_S, until
 
 BYTES = 1 << 20

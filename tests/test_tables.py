@@ -12,7 +12,7 @@ from tests.limits import HANG_S
 
 TALKS = """
 import sys
-from pipecomp.tables import outlast_readers
+from pipecomp.utils.tables import outlast_readers
 outlast_readers()
 for _ in range(3):
     sys.stdout.write("out " * 5000)
@@ -33,6 +33,6 @@ def test_a_process_outlasts_its_output(tmp_path: Path, way: str) -> None:
 
 def test_a_stream_of_ones_own_keeps_its_descriptor() -> None:
     own = "import os, sys; sys.stdout = os.fdopen(1, 'w')\n"
-    said = own + "from pipecomp.tables import outlast_readers\noutlast_readers()\nprint('said')"
+    said = own + "from pipecomp.utils.tables import outlast_readers\noutlast_readers()\nprint('said')"
     done = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, timeout=HANG_S, check=True)
     assert done.stdout == "said\n"

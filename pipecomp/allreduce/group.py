@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from pipecomp.errors import LinkError, PeerLostError
-from pipecomp.sockets import wait_until_left, with_sockets
+from pipecomp.utils.sockets import wait_until_left, with_sockets
 
 _CALLS = 1 << 18  # tags of one group's messages, then they come round again
 _CHANNELS = 1 << 12

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from pipecomp.allreduce.state import State
 from pipecomp.errors import ConfigError
-from pipecomp.files import replacing
-from pipecomp.json_tree import describe, rebuild
+from pipecomp.utils.files import replacing
+from pipecomp.utils.json_tree import describe, rebuild
 
 FORMAT = "pipecomp gradient memories 1"
 

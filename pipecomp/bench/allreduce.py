@@ -29,11 +29,11 @@ from pipecomp.allreduce.options import Gradients
 from pipecomp.allreduce.predict import plan_of
 from pipecomp.allreduce.registry import METHODS
 from pipecomp.bench.gradients import Bucket, Shapes, gradient, shapes_of, values_in
-from pipecomp.cluster.collectives import broadcast
-from pipecomp.cluster.local_ranks import run_ranks
+from pipecomp.distributed.collectives import broadcast
+from pipecomp.distributed.local_ranks import run_ranks
 from pipecomp.errors import require
 from pipecomp.stats import ring_bytes
-from pipecomp.tables import COMPACT, table
+from pipecomp.utils.tables import COMPACT, table
 
 Row = dict[str, Any]
 SIZES = (1 << 16, 1 << 20, 6_553_600)  # the last fills one of DDP's buckets, 25 MiB

@@ -23,10 +23,10 @@ from pipecomp.bench import gpu_steps
 from pipecomp.bench.gpu_page import PAGE, PICTURE, gpu_page, of_stock
 from pipecomp.bench.gpu_timeline import Interval, draw
 from pipecomp.bench.kernels import bench_kernels
-from pipecomp.cluster.sharing import usable_cores
+from pipecomp.distributed.placement import usable_cores
 from pipecomp.errors import KernelError, PipecompError
-from pipecomp.files import write_whole
 from pipecomp.netlab.lab import Lab
+from pipecomp.utils.files import write_whole
 
 Row = dict[str, Any]
 LIMIT_S = 480.0

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pipecomp.files import replacing
+from pipecomp.utils.files import replacing
 
 ROWS = {"compute": "#4c72b0", "to host": "#dd8452", "to device": "#55a868"}
 _COPIES = {"Memcpy DtoH": "to host", "Memcpy HtoD": "to device"}

@@ -23,7 +23,7 @@ from pipecomp.errors import KernelError, require
 from pipecomp.kernels import ops
 from pipecomp.kernels.layout import Options
 from pipecomp.kernels.ragged import Visit
-from pipecomp.tables import table
+from pipecomp.utils.tables import table
 
 Row = dict[str, Any]
 SHAPES = ((1, 1024, 1600), (8, 128, 768), (8192, 1600))

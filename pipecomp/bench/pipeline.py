@@ -23,7 +23,7 @@ from rich.table import Table
 from pipecomp.bench.configurations import LINES, RATES, STOCK, TWICE, UNTHROTTLED, Line, Model, rate_for
 from pipecomp.errors import require
 from pipecomp.netlab.lab import Lab
-from pipecomp.tables import table
+from pipecomp.utils.tables import table
 
 if TYPE_CHECKING:
     import torch
@@ -140,7 +140,7 @@ def train(rank: int, world: int, note: Any, line: Line, model: Model, stages: in
     import torch
     import torch.distributed as dist
 
-    from pipecomp.cluster.collectives import gathered
+    from pipecomp.distributed.collectives import gathered
 
     torch.set_num_threads(1)
     engine = start_engine(line, model, stages, folder)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipecomp.cluster.rendezvous import join_processes
+from pipecomp.distributed.rendezvous import join_processes
 from pipecomp.netlab.throttle import throttle_to
 from pipecomp.stages import default_loss, split
 

@@ -22,7 +22,7 @@ from rich.table import Table
 from pipecomp.buffers import LmdbEnvironment, MemoryEnvironment
 from pipecomp.buffers.value import ValueFormat
 from pipecomp.errors import require
-from pipecomp.tables import COMPACT, table
+from pipecomp.utils.tables import COMPACT, table
 
 Row = dict[str, Any]
 BACKENDS: dict[str, Callable[..., Any]] = {"lmdb": LmdbEnvironment, "memory": MemoryEnvironment}

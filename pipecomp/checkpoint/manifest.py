@@ -14,7 +14,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from pipecomp.files import UNFINISHED, file_crc, write_whole
+from pipecomp.utils.files import UNFINISHED, file_crc, write_whole
 
 NOT_FINISHED = "it was not finished"
 _MANIFEST = "pipecomp-seal-{}.json"

@@ -15,8 +15,8 @@ from pipecomp.checkpoint.deepspeed_names import (
     SINGLE_PARTITION_OF_FP32_GROUPS,
 )
 from pipecomp.checkpoint.reshard_read import MASTER, Description, Names, SavedPipeline, grouped_names
-from pipecomp.cluster.agreement import AllRanks
-from pipecomp.cluster.collectives import gathered
+from pipecomp.distributed.collectives import gathered
+from pipecomp.distributed.consistency import AllRanks
 from pipecomp.errors import ConfigError, require
 from pipecomp.stages.partition.modules import ModuleStage
 from pipecomp.stages.partition.splitting import Stage

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pipecomp.buffers import StoreEnvironment
-from pipecomp.cluster.agreement import AllRanks
+from pipecomp.distributed.consistency import AllRanks
 from pipecomp.errors import StoreError
 from pipecomp.stages.partition.planning import SplitPlan
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from pipecomp.cluster.collectives import gathered
+from pipecomp.distributed.collectives import gathered
 from pipecomp.errors import CheckpointError, OutputError, PipecompError, SplitError
 
 _PRIVATE = 0o077  # taken away from what is made

@@ -27,7 +27,7 @@ from pipecomp.cli.keys import keys
 from pipecomp.cli.start import init, train
 from pipecomp.cli.store import store
 from pipecomp.cli.up import up
-from pipecomp.tables import replace_unprintable
+from pipecomp.utils.tables import replace_unprintable
 
 app = typer.Typer(
     no_args_is_help=True,

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from pipecomp.cli.common import JsonOption, check_minutes, console, plain_errors, say, say_error, write_json
-from pipecomp.tables import table
+from pipecomp.utils.tables import table
 
 keys = typer.Typer(no_args_is_help=True, help="Say which machines belong to a run: its keys and certificates.")
 _Ranks = Annotated[str | None, typer.Option(help="That may run there, as in 0,2-3; by default the next one.")]
@@ -24,7 +24,7 @@ def keys_new(
     days: _Days = 90,
 ) -> None:
     """Make a run's keys in FOLDER, on the machine that invites the others."""
-    from pipecomp.keys.authority import new
+    from pipecomp.tls.authority import new
 
     made = new(folder, run=run, machine=machine, ranks=ranks, days=days).identity()
     console.print(f"Run {made.run}: keys in {folder}. Invite others with", highlight=False)
@@ -42,7 +42,7 @@ def keys_invite(
     days: _Days = 90,
 ) -> None:
     """Wait for another machine, and give it a certificate; prints the line to paste there."""
-    from pipecomp.keys.invitation import Invitation
+    from pipecomp.tls.enrollment import Invitation
 
     check_minutes(minutes)
     with Invitation(folder, machine, ranks=ranks, listen=listen, days=days) as invitation:
@@ -66,8 +66,8 @@ def keys_join(
     code: Annotated[str, typer.Option(help="As `pipecomp keys invite` printed it.")],
 ) -> None:
     """Get this machine's certificate from the one that invites it; its private key is made here, and stays."""
-    from pipecomp.keys.certificates import ranks_text
-    from pipecomp.keys.invitation import join
+    from pipecomp.tls.certificates import ranks_text
+    from pipecomp.tls.enrollment import join
 
     got = join(folder, at, fingerprint, code)
     text = f"machine {got.machine} of run {got.run}, rank {ranks_text(got.ranks)}, until {got.expires:%Y-%m-%d}"
@@ -78,7 +78,7 @@ def keys_join(
 @plain_errors()
 def keys_revoke(folder: str, machine: str) -> None:
     """Take a machine's certificate back; the others learn of it when they next meet this machine."""
-    from pipecomp.keys.authority import revoke
+    from pipecomp.tls.authority import revoke
 
     revoke(folder, machine)
     console.print(f"{machine} is revoked", highlight=False)
@@ -88,7 +88,7 @@ def keys_revoke(folder: str, machine: str) -> None:
 @plain_errors()
 def keys_list(folder: str, json_file: JsonOption = None) -> None:
     """Show the machines that belong to a run; on other machines than the inviting one, this one alone."""
-    from pipecomp.keys.authority import listed
+    from pipecomp.tls.authority import listed
 
     lines = listed(folder)
     write_json(json_file, lines)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pipecomp
 from pipecomp.errors import ConfigError, require, writable
-from pipecomp.files import write_whole
+from pipecomp.utils.files import write_whole
 
 _HERE = Path(pipecomp.__file__).parent
 _README = "README.md"

@@ -159,9 +159,9 @@ def arguments(given: dict[str, Any], data: list[Path], out: Path | None, report_
 
 def start(words: list[str], stages: int | None, hosts: list[str] | None, *, dry_run: bool) -> None:
     """Start the ranks or say how they are started, or be one that a launcher has started. Exits with their status."""
-    from pipecomp.cluster.launch import read_launch
-    from pipecomp.cluster.remote_ranks import ranks_of, run_ranks_of, working_directory
-    from pipecomp.processes import python_module
+    from pipecomp.distributed.launch_env import read_launch
+    from pipecomp.distributed.remote_ranks import ranks_of, run_ranks_of, working_directory
+    from pipecomp.utils.processes import python_module
 
     if "RANK" in os.environ:
         require(not dry_run, "--dry-run", True, "nothing where a launcher has started this process as a rank")

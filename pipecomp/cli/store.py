@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from pipecomp.cli.common import JsonOption, console, plain_errors, write_json
-from pipecomp.tables import COMPACT, table
+from pipecomp.utils.tables import COMPACT, table
 
 store = typer.Typer(no_args_is_help=True, help="Look at, check and clean a message store.")
 

@@ -44,7 +44,7 @@ def up(
     open port. To continue a run, give the same two commands again: machines that
     have joined need no new invitation.
     """
-    from pipecomp.keys.listener import EVERYWHERE, Address
+    from pipecomp.tls.listener import EVERYWHERE, Address
     from pipecomp.up import host
 
     check_minutes(minutes)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipecomp.errors import DataError
-from pipecomp.files import write_whole
 from pipecomp.report.record import METRICS, RUN
+from pipecomp.utils.files import write_whole
 
 
 def seconds_per_step(measured: Sequence[float], warm_up: int) -> float:

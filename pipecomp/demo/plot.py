@@ -11,7 +11,7 @@ from rich.table import Table
 from pipecomp.demo.results import epoch_means
 from pipecomp.demo.settings import NAMES, WARM_UP
 from pipecomp.report.text import duration
-from pipecomp.tables import table
+from pipecomp.utils.tables import table
 
 _HEADINGS = (
     "method",

@@ -9,9 +9,9 @@ from typing import Any
 
 from pipecomp.demo.lengthen import lengthened, seconds_per_step
 from pipecomp.demo.settings import NAMES, WARM_UP, Settings
-from pipecomp.rates import parse_rate, rate_text
 from pipecomp.report.text import duration, times
 from pipecomp.stats import total_bytes
+from pipecomp.utils.units import parse_rate, rate_text
 
 
 def summary(settings: Settings, ranks: list[dict[str, Any]]) -> dict[str, Any]:

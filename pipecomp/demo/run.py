@@ -18,19 +18,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pipecomp.cluster.local_ranks import preload_large_packages, run_ranks, start_server
 from pipecomp.demo.lengthen import check_same_start, lengthen
 from pipecomp.demo.plot import plot
 from pipecomp.demo.results import compare, summary
 from pipecomp.demo.settings import MICRO_BATCH, NAMES, TIMED, WARM_UP, Settings, ds_config
 from pipecomp.demo.task import Sequences, Task, documentation_task, gpt2
+from pipecomp.distributed.local_ranks import preload_large_packages, run_ranks, start_server
 from pipecomp.errors import writable
-from pipecomp.json_tree import finite
 from pipecomp.netlab.shape import read_shape
 from pipecomp.netlab.software import SoftwareNetwork
 from pipecomp.netlab.throttle import VARIABLE
-from pipecomp.rates import parse_rate, rate_text
 from pipecomp.report.record import Recorder
+from pipecomp.utils.json_tree import finite
+from pipecomp.utils.units import parse_rate, rate_text
 
 UNLIMITED = "none-without-limit"  # the folder of FP32's run on an unlimited link
 _OUT = "a folder that is there or can be made, and"

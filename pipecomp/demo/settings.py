@@ -8,7 +8,7 @@ from typing import Any
 
 from pipecomp.config import MOST_SEED, Activations
 from pipecomp.errors import require
-from pipecomp.rates import parse_rate
+from pipecomp.utils.units import parse_rate
 
 MICRO_BATCH, MICRO_BATCHES = 4, 4
 BATCH = MICRO_BATCH * MICRO_BATCHES

@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 import torch
 
-from pipecomp.cluster.launch import Launch
-from pipecomp.cluster.sharing import usable_cores
-from pipecomp.cluster.start import computes_on_cpu
+from pipecomp.distributed.launch_env import Launch
+from pipecomp.distributed.placement import usable_cores
+from pipecomp.distributed.start import computes_on_cpu
 from pipecomp.doctor.finding import OK, PROBLEM, WARNING, Finding, judge, mib
 from pipecomp.kernels import dispatch
 from pipecomp.kernels.build import find_compiler
-from pipecomp.tables import counted
+from pipecomp.utils.tables import counted
 
 GPU_SHARING = "GPU sharing"
 _BUILD = "python -m pipecomp.kernels.build"

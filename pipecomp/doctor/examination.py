@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from pipecomp.cluster.agreement import versions
-from pipecomp.cluster.launch import Launch, read_launch
-from pipecomp.cluster.local_ranks import RankFailedError, run_ranks
+from pipecomp.distributed.consistency import versions
+from pipecomp.distributed.launch_env import Launch, read_launch
+from pipecomp.distributed.local_ranks import RankFailedError, run_ranks
 from pipecomp.doctor.compute import GPU_SHARING, compute_findings
 from pipecomp.doctor.finding import PROBLEM, WARNING, Finding, has_problem
 from pipecomp.doctor.limits import MOUNT_SHM, limit_findings

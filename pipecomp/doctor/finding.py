@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pipecomp.tables import counted
+from pipecomp.utils.tables import counted
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 WIDTH = 100

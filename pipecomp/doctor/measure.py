@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipecomp.plain_objects import exchanged
+from pipecomp.utils.serialization import exchanged
 
 _PINGS, _PING_SECONDS = 30, 0.5
 _FIRST_BYTES, _MOST_BYTES = 1 << 16, 1 << 26

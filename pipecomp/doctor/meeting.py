@@ -18,20 +18,20 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from pipecomp.cluster import closed
-from pipecomp.cluster.closed import join_mesh, wanted_keys
-from pipecomp.cluster.launch import Launch
-from pipecomp.cluster.network_interfaces import address_towards, gloo_address, machine
-from pipecomp.cluster.rendezvous import find_store, first_line
-from pipecomp.cluster.sharing import own_gpu
+from pipecomp.distributed import tls_join
+from pipecomp.distributed.launch_env import Launch
+from pipecomp.distributed.network_interfaces import address_towards, gloo_address, machine
+from pipecomp.distributed.placement import own_gpu
+from pipecomp.distributed.rendezvous import find_store, first_line
+from pipecomp.distributed.tls_join import join_mesh, wanted_keys
 from pipecomp.doctor.compute import check_shared_gpus
 from pipecomp.doctor.finding import OK, PROBLEM, Finding, has_problem
 from pipecomp.doctor.measure import GlooPeer, Measured, follow, lead
 from pipecomp.doctor.path import PacketPath, check_path, follow_path, lead_path
 from pipecomp.doctor.peers import Identity, check_clocks, check_joined, check_pair, check_same_versions, pairs
 from pipecomp.errors import LinkTimeoutError, PipecompError
-from pipecomp.mesh.mesh import Mesh
-from pipecomp.mesh.process_group import BACKEND, current_mesh
+from pipecomp.tls.mesh import Mesh
+from pipecomp.tls.process_group import BACKEND, current_mesh
 
 _PREFIX = "pipecomp/doctor"
 _GLOO_S = 6.0  # gloo waits five times that for a connection
@@ -176,7 +176,7 @@ class Meeting:
         """This machine's address on the way to the others: gloo's, or the one that leads to rank 0."""
         if self._mesh is None:
             return gloo_address()
-        return address_towards(closed.meeting(self.rank, self.world).address.host) or "127.0.0.1"
+        return address_towards(tls_join.meeting(self.rank, self.world).address.host) or "127.0.0.1"
 
     def collect(self, own: Sequence[Finding], wait_s: float) -> list[Finding]:
         """Hand in what each rank found on its machine; all of it on rank 0, nothing on the others.

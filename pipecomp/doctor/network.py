@@ -7,10 +7,9 @@ import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pipecomp.cluster.closed import ADDRESS, wanted_keys
-from pipecomp.cluster.launch import Launch
-from pipecomp.cluster.network_interfaces import GLOO_VARIABLE as VARIABLE
-from pipecomp.cluster.network_interfaces import (
+from pipecomp.distributed.launch_env import Launch
+from pipecomp.distributed.network_interfaces import GLOO_VARIABLE as VARIABLE
+from pipecomp.distributed.network_interfaces import (
     Choice,
     Interface,
     default_choice,
@@ -18,6 +17,7 @@ from pipecomp.cluster.network_interfaces import (
     is_loopback,
     list_interfaces,
 )
+from pipecomp.distributed.tls_join import ADDRESS, wanted_keys
 from pipecomp.doctor.finding import OK, PROBLEM, WARNING, Finding, judge
 
 GLOO = "gloo interface"

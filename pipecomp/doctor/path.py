@@ -20,10 +20,10 @@ from typing import NamedTuple
 
 import torch
 
-from pipecomp.cluster.network_interfaces import list_interfaces
+from pipecomp.distributed.network_interfaces import list_interfaces
 from pipecomp.doctor.finding import OK, WARNING, Finding, judge
 from pipecomp.doctor.measure import Peer
-from pipecomp.rates import bits_per_second, milliseconds
+from pipecomp.utils.units import bits_per_second, milliseconds
 
 _PROBES, _EVERY_S, _PROBE_BYTES = 100, 0.01, 128  # 100 kbit/s for a second
 _COPIES = 4  # of a packet whose size is tried: one may be lost

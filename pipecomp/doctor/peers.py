@@ -6,11 +6,11 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from pipecomp.cluster.agreement import differences
-from pipecomp.cluster.network_interfaces import loopback
+from pipecomp.distributed.consistency import differences
+from pipecomp.distributed.network_interfaces import loopback
 from pipecomp.doctor.finding import OK, PROBLEM, WARNING, Finding, judge
 from pipecomp.doctor.measure import Measured
-from pipecomp.rates import bits_per_second, milliseconds
+from pipecomp.utils.units import bits_per_second, milliseconds
 
 _MOST_PAIRS = 28  # four seconds each
 _ALL_PAIRS_RANKS = 4

@@ -11,18 +11,18 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from pipecomp.activation_config import FEWEST, bits_text
-from pipecomp.cluster.agreement import AllRanks, settings_of
-from pipecomp.cluster.closed import KEYS, check_network
-from pipecomp.cluster.rendezvous import check_processes
 from pipecomp.config import Config, read_json_object
-from pipecomp.config_checks import require_objects
+from pipecomp.config.activations import FEWEST, bits_text
+from pipecomp.config.checks import require_objects
+from pipecomp.distributed.consistency import AllRanks, settings_of
+from pipecomp.distributed.rendezvous import check_processes
+from pipecomp.distributed.tls_join import KEYS, check_network
 from pipecomp.engine.gradient_exchange import check_gradients
 from pipecomp.errors import ConfigError, SplitError, require
-from pipecomp.mesh.process_group import BACKEND
 from pipecomp.stages import plan
 from pipecomp.stages.partition.modules import Modules
 from pipecomp.stages.partition.planning import SplitPlan
+from pipecomp.tls.process_group import BACKEND
 
 SECTION = "pipecomp"
 _INTERVAL = "activation_checkpoint_interval"

@@ -21,20 +21,20 @@ from typing import Any, NamedTuple, TypedDict
 
 import torch
 
-from pipecomp.activation_config import FEWEST, bits_text, plain_bits
 from pipecomp.checkpoint import manifest, reshard_load
 from pipecomp.checkpoint.rng_state import random_state, set_random_state
 from pipecomp.checkpoint.writing import Attempts, NotingWriter, private, write_state
-from pipecomp.cluster.agreement import AllRanks
-from pipecomp.cluster.collectives import broadcast, gathered
 from pipecomp.config import Config
+from pipecomp.config.activations import FEWEST, bits_text, plain_bits
+from pipecomp.distributed.collectives import broadcast, gathered
+from pipecomp.distributed.consistency import AllRanks
 from pipecomp.engine.gradient_exchange import load_residuals, save_residuals
 from pipecomp.errors import CheckpointError, ConfigError, PipecompError, StoreError, WireError, require
-from pipecomp.files import write_whole
 from pipecomp.optim import QuantizedAdam
 from pipecomp.optim.adam import thaw
 from pipecomp.plan.auto import wants_measuring
 from pipecomp.stages.link.handshake import summarize
+from pipecomp.utils.files import write_whole
 
 _STATE_KEY = "pipecomp"
 

@@ -10,12 +10,11 @@ import torch.distributed as dist
 
 from pipecomp.buffers import MessageStore, StoreEnvironment, open_environment
 from pipecomp.checkpoint.run_id import Run, find_run, model_digest
-from pipecomp.cluster.agreement import AllRanks
 from pipecomp.config import Config
+from pipecomp.distributed.consistency import AllRanks
 from pipecomp.engine.engine import PipelineEngine
 from pipecomp.engine.matching import pipelines
 from pipecomp.kernels.staging import Staging
-from pipecomp.mesh.process_group import BACKEND, current_mesh
 from pipecomp.netlab.throttle import throttle_to
 from pipecomp.stages.link.boundary import Crossing
 from pipecomp.stages.link.bounds import Bounds
@@ -27,6 +26,7 @@ from pipecomp.stages.link.sender import LinkSender
 from pipecomp.stages.link.tls import TlsTransport
 from pipecomp.stages.link.transport import Transport
 from pipecomp.stages.partition.planning import SplitPlan
+from pipecomp.tls.process_group import BACKEND, current_mesh
 
 
 def tied_groups(split_plan: SplitPlan, grid: Any) -> dict[str, dist.ProcessGroup]:

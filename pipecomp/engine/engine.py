@@ -20,11 +20,11 @@ from deepspeed.runtime.pipe import schedule as ds_schedule
 from torch import Tensor
 
 from pipecomp.checkpoint.run_id import Run
-from pipecomp.cluster.agreement import AllRanks
-from pipecomp.cluster.collectives import gathered
-from pipecomp.cluster.heartbeat import Heartbeat
 from pipecomp.config import Config
 from pipecomp.data import TrainLoader
+from pipecomp.distributed.collectives import gathered
+from pipecomp.distributed.consistency import AllRanks
+from pipecomp.distributed.heartbeat import Heartbeat
 from pipecomp.engine.checkpointing import Checkpoints, LoadOptions, Progress, Resumed
 from pipecomp.engine.export import save_pretrained
 from pipecomp.engine.facts import run_facts

@@ -17,12 +17,12 @@ import torch.distributed as dist
 
 from pipecomp.allreduce.group import host_backend
 from pipecomp.checkpoint.writing import ModelAttempts
-from pipecomp.cluster.collectives import broadcast, gathered
+from pipecomp.distributed.collectives import broadcast, gathered
 from pipecomp.errors import OutputError, WireError
-from pipecomp.files import UNFINISHED, file_crc
-from pipecomp.plain_objects import exchanged
 from pipecomp.stages.partition.saving import shard_name, write_index, write_shard
 from pipecomp.stages.partition.splitting import Stage
+from pipecomp.utils.files import UNFINISHED, file_crc
+from pipecomp.utils.serialization import exchanged
 
 _PIECE = 1 << 24  # bytes a send
 # Shards go one after the other, so that ranks wait for those before them: 100 GB over 10 Mbit/s. Of one that is lost

@@ -8,10 +8,10 @@ from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
 
-from pipecomp.json_tree import finite
 from pipecomp.netlab.throttle import VARIABLE, ThrottleSettings
 from pipecomp.plan.network import TCP_SHARE, Line, Network
 from pipecomp.stages.partition.splitting import Stage
+from pipecomp.utils.json_tree import finite
 
 
 def run_facts(engine: Any) -> dict[str, Any]:

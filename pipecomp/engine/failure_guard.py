@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from pipecomp.cluster.failure import find_lost, linger, of_a_collective, report_lost, report_stopped
-from pipecomp.cluster.heartbeat import Heartbeat
+from pipecomp.distributed.failure import find_lost, linger, of_a_collective, report_lost, report_stopped
+from pipecomp.distributed.heartbeat import Heartbeat
 from pipecomp.errors import OutputError, PeerLostError, PipecompError
 from pipecomp.stages.link.links import Links
 

@@ -21,11 +21,11 @@ import torch.distributed as dist
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.utils import logger as deepspeed_logger
 
-from pipecomp.cluster.agreement import AllRanks
-from pipecomp.cluster.heartbeat import process_heartbeat
-from pipecomp.cluster.rendezvous import collective_backend, join_processes
-from pipecomp.cluster.sharing import own_gpu, ranks_on_gpu
 from pipecomp.data import ShardedSampler, TrainLoader, check_labels, count_samples, dataset_facts, id_of_place
+from pipecomp.distributed.consistency import AllRanks
+from pipecomp.distributed.heartbeat import process_heartbeat
+from pipecomp.distributed.placement import own_gpu, ranks_on_gpu
+from pipecomp.distributed.rendezvous import collective_backend, join_processes
 from pipecomp.engine.agreed import Agreed, agree
 from pipecomp.engine.assemble import (
     check_given,
@@ -42,10 +42,10 @@ from pipecomp.engine.starting import device_that_is_there, patient_groups
 from pipecomp.errors import ConfigError
 from pipecomp.kernels import dispatch, ops
 from pipecomp.kernels.staging_cuda import staging_for
-from pipecomp.mesh.process_group import current_mesh
 from pipecomp.plan.auto import Batch, sample_length, settle, wants_measuring
 from pipecomp.plan.dropout import fewest_bits, warn_of_dropout
 from pipecomp.stages.partition.splitting import Stage
+from pipecomp.tls.process_group import current_mesh
 
 
 def initialize(

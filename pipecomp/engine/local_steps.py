@@ -21,10 +21,10 @@ from pipecomp.checkpoint.reshard_read import names_in_every_cut
 from pipecomp.engine.gradient_exchange import GradientExchange
 from pipecomp.engine.precedence import Precedence
 from pipecomp.errors import ConfigError
-from pipecomp.files import replacing
 from pipecomp.local_steps.outer_steps import OuterSteps
 from pipecomp.local_steps.second_moments import SecondMoments
 from pipecomp.stages.link.transport import Transport
+from pipecomp.utils.files import replacing
 
 
 class LocalExchanges(NamedTuple):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipecomp.cluster.agreement import AllRanks
+from pipecomp.distributed.consistency import AllRanks
 from pipecomp.stages.partition.modules import ModuleStage
 from pipecomp.stages.partition.planning import SplitPlan
 from pipecomp.stages.partition.splitting import Stage

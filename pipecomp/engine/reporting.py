@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pipecomp.cluster.collectives import broadcast, gathered
+from pipecomp.distributed.collectives import broadcast, gathered
 from pipecomp.engine.trace import MOST_EVENTS, Trace, TracedStore, chrome_events, draw_trace, write_trace
 from pipecomp.errors import OutputError
 from pipecomp.stats import Seconds

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipecomp.cluster.rendezvous import ranks_here
-from pipecomp.schedule.free_memory import free_bytes
+from pipecomp.distributed.rendezvous import ranks_here
 from pipecomp.schedule.in_flight import InFlight, KeptBytes
 from pipecomp.stages.link.boundary import Layout
 from pipecomp.stats import LinkStats
+from pipecomp.utils.free_memory import free_bytes
 
 
 class RunAhead:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipecomp.buffers.base import CachedActivation, MessageStore, Put, Settled
-from pipecomp.files import replacing, write_whole
-from pipecomp.plain_objects import exchanged
+from pipecomp.utils.files import replacing, write_whole
+from pipecomp.utils.serialization import exchanged
 
 MOST_EVENTS = 200_000  # of a rank: some 30 MB on their way to the others, and in the file
 TRACKS = ("compute", "wait", "quantize", "store", "reduce", "update", "send", "receive")

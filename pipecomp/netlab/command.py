@@ -13,9 +13,9 @@ from rich.table import Table
 
 from pipecomp.netlab.lab import Finished, Lab
 from pipecomp.netlab.shape import Shape
-from pipecomp.processes import handled
-from pipecomp.rates import rate_text
-from pipecomp.tables import COMPACT, table
+from pipecomp.utils.processes import handled
+from pipecomp.utils.tables import COMPACT, table
+from pipecomp.utils.units import rate_text
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

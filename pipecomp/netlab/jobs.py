@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from pipecomp.cluster.local_ranks import RankFailedError
+from pipecomp.distributed.local_ranks import RankFailedError
 from pipecomp.netlab.names import MARK
 from pipecomp.netlab.network import Network
 from pipecomp.netlab.processes import Job

@@ -21,7 +21,7 @@ from pipecomp.netlab.network import NetlabError, Network, NodeBytes
 from pipecomp.netlab.processes import Job, OnLine, Processes, kill
 from pipecomp.netlab.shape import Options, Shape, read_shape
 from pipecomp.netlab.software import SoftwareNetwork
-from pipecomp.rates import parse_rate
+from pipecomp.utils.units import parse_rate
 
 LAUNCHERS = ("none", "deepspeed")
 _TICK_S = 0.02

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import IO
 
 from pipecomp.netlab.network import NetlabError
-from pipecomp.processes import exit_status
+from pipecomp.utils.processes import exit_status
 
 OnLine = Callable[[str, str, str], None]  # label, "stdout" or "stderr", line
 _TERM_S, _KILL_S = 5.0, 10.0

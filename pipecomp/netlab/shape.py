@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TypedDict, Unpack
 
 from pipecomp.errors import ConfigError, require
-from pipecomp.rates import FRAME, MAX_DELAY_S, parse_rate, parse_time
+from pipecomp.utils.units import FRAME, MAX_DELAY_S, parse_rate, parse_time
 
 MAX_CUT_S = 86400.0
 MAX_NODES = 64

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipecomp.cluster.network_interfaces import free_port, loopback
+from pipecomp.distributed.network_interfaces import free_port, loopback
 from pipecomp.netlab.network import NetlabError, NodeBytes
 from pipecomp.netlab.shape import Shape
 from pipecomp.netlab.throttle import SharedState, ThrottleSettings

@@ -21,7 +21,7 @@ from typing import BinaryIO
 
 from pipecomp.errors import LinkError, require
 from pipecomp.netlab.shape import Shape, burst_bytes
-from pipecomp.rates import SEGMENT, wire_bytes
+from pipecomp.utils.units import SEGMENT, wire_bytes
 
 VARIABLE = "PIPECOMP_NETLAB"
 _BEHIND_S = 0.05  # how far a sender may lag behind what it could have sent: what a socket's buffer would have held

@@ -16,12 +16,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from pipecomp.activation_config import FEWEST, Activations, Bits, ConstantError, bits_of_link, each_link, per_link
-from pipecomp.cluster.collectives import broadcast, gathered
 from pipecomp.config import Config
+from pipecomp.config.activations import FEWEST, Activations, Bits, ConstantError, bits_of_link, each_link, per_link
+from pipecomp.distributed.collectives import broadcast, gathered
 from pipecomp.doctor.measure import Measured
 from pipecomp.kernels.staging import Staging
-from pipecomp.plain_objects import exchanged
 from pipecomp.plan.messages import activation_bytes, gradient_bytes, with_bits
 from pipecomp.plan.network import TCP_SHARE, Line, Network
 from pipecomp.plan.prediction import best_in_flight
@@ -30,9 +29,10 @@ from pipecomp.plan.profile import most_tokens
 from pipecomp.plan.search import PAYS, choose_bits, keeping_error
 from pipecomp.plan.simulation import StageCosts, Step
 from pipecomp.plan.timing import time_link, time_stage
-from pipecomp.rates import bits_per_second
 from pipecomp.stages.link.transport import Transport
 from pipecomp.stages.partition.splitting import Stage
+from pipecomp.utils.serialization import exchanged
+from pipecomp.utils.units import bits_per_second
 
 _WAYS = ("forward", "back")
 _TOKENS = 512

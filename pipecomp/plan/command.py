@@ -10,9 +10,9 @@ from typing import Any
 
 from rich.console import Console
 
-from pipecomp.activation_config import Activations
-from pipecomp.cluster.launch import Launch, read_launch
 from pipecomp.config import Config
+from pipecomp.config.activations import Activations
+from pipecomp.distributed.launch_env import Launch, read_launch
 from pipecomp.gradient_config import Gradients
 from pipecomp.plan.dropout import fewest_bits
 from pipecomp.plan.network import Line, Network, chain

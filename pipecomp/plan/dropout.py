@@ -11,8 +11,8 @@ import logging
 
 from torch import nn
 
-from pipecomp.activation_config import FEWEST, ConstantError, each_link
 from pipecomp.config import Config
+from pipecomp.config.activations import FEWEST, ConstantError, each_link
 
 # Forward, that cost at most 1 % of the training loss with dropout 0.1, Hugging Face's default.
 FEWEST_BITS = 3

@@ -11,11 +11,11 @@ from dataclasses import replace
 
 import torch
 
-from pipecomp.activation_config import Bits
+from pipecomp.codecs.codecs import Codec, Quantized
+from pipecomp.codecs.link_codecs import LinkCodecs
+from pipecomp.codecs.wire import packet_bytes
 from pipecomp.config import Config
-from pipecomp.messages.codecs import Codec, Quantized
-from pipecomp.messages.link_codecs import LinkCodecs
-from pipecomp.messages.wire import packet_bytes
+from pipecomp.config.activations import Bits
 
 
 def activation_bytes(

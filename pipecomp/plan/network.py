@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipecomp.errors import require
-from pipecomp.plain_objects import exchanged
-from pipecomp.rates import FRAME, FRAME_HEADERS, SEGMENT
+from pipecomp.utils.serialization import exchanged
+from pipecomp.utils.units import FRAME, FRAME_HEADERS, SEGMENT
 
 TCP_SHARE = SEGMENT / FRAME
 """Of a network's nominal rate, what TCP over Ethernet leaves for content: frames of 1,500 bytes, headers off."""

@@ -12,16 +12,16 @@ from typing import Any
 
 import torch
 
-from pipecomp.activation_config import Bits, ConstantError, each_link, plain_bits
-from pipecomp.cluster.launch import Launch
 from pipecomp.config import Config
+from pipecomp.config.activations import Bits, ConstantError, each_link, plain_bits
+from pipecomp.distributed.launch_env import Launch
 from pipecomp.errors import ConfigError, require
 from pipecomp.plan.network import TCP_SHARE
 from pipecomp.plan.prediction import Speeds
 from pipecomp.plan.profile import Profile, count, most_tokens
 from pipecomp.plan.search import AVERAGES, ERRORS
-from pipecomp.rates import MAX_DELAY_S, parse_rate, parse_time, rate_text
 from pipecomp.stages.partition.loading import resolve
+from pipecomp.utils.units import MAX_DELAY_S, parse_rate, parse_time, rate_text
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 RATES = ("10gbit", "1gbit", "500mbit", "300mbit", "100mbit")

@@ -15,14 +15,14 @@ import torch
 from pipecomp.allreduce import predict as predict_average
 from pipecomp.allreduce.local_options import LocalSteps
 from pipecomp.config import Config
-from pipecomp.plain_objects import exchanged
 from pipecomp.plan.messages import activation_bytes, gradient_bytes
 from pipecomp.plan.network import Network
 from pipecomp.plan.profile import Profile
 from pipecomp.plan.simulation import Played, StageCosts, Step, play
 from pipecomp.schedule.in_flight import numbers
 from pipecomp.stages.partition.planning import SplitPlan
-from pipecomp.tables import counted
+from pipecomp.utils.serialization import exchanged
+from pipecomp.utils.tables import counted
 
 _WORTH = 0.99  # running further ahead must shorten a step to this
 # Bytes of a parameter on each replica, and more that replicas share out: weight, gradient and Adam's two moments in

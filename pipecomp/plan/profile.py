@@ -17,12 +17,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipecomp.errors import ConfigError, require
-from pipecomp.plain_objects import exchanged
 from pipecomp.schedule.in_flight import KeptBytes
 from pipecomp.stages.partition.architectures import architecture_of, default_loss
 from pipecomp.stages.partition.loading import Source, resolve, skeleton
 from pipecomp.stages.partition.planning import SplitPlan, plan_model
 from pipecomp.stages.partition.splitting import Stage, take_stage
+from pipecomp.utils.serialization import exchanged
 
 _AFTER_PADDING = {"roberta", "xlm-roberta", "camembert"}  # their positions begin after that of the padding token
 BACKWARD = 2.0  # backward operations for each forward one: the gradients of inputs and of weights

@@ -9,13 +9,13 @@ from typing import Any
 
 from rich.table import Table
 
-from pipecomp.activation_config import FEWEST, Bits, ConstantError, bits_text, each_link
+from pipecomp.config.activations import FEWEST, Bits, ConstantError, bits_text, each_link
 from pipecomp.plan.network import Network
 from pipecomp.plan.options import DTYPES, aqsgd
 from pipecomp.plan.prediction import Job, Prediction
 from pipecomp.plan.search import FEWEST_AVERAGES, TIED, Choice, choose_local_steps, keeping_error
-from pipecomp.rates import bits_per_second, milliseconds
-from pipecomp.tables import table
+from pipecomp.utils.tables import table
+from pipecomp.utils.units import bits_per_second, milliseconds
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

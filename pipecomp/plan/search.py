@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from pipecomp.activation_config import FEWEST, Bits, ConstantError, bits_of_link, each_link, per_link
 from pipecomp.config import Config
+from pipecomp.config.activations import FEWEST, Bits, ConstantError, bits_of_link, each_link, per_link
 from pipecomp.errors import require
 from pipecomp.gradient_config import Gradients
 from pipecomp.plan.messages import with_bits

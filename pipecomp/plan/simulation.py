@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipecomp.errors import require
-from pipecomp.plain_objects import exchanged
 from pipecomp.plan.network import Network, rates
 from pipecomp.schedule.in_flight import numbers
 from pipecomp.schedule.order import train_order
+from pipecomp.utils.serialization import exchanged
 
 _SENDS = {"send activation": ("forward", 1), "send gradient": ("backward", -1)}
 _RECEIVES = {"receive activation": "forward", "receive gradient": "backward"}

@@ -12,7 +12,7 @@ from pipecomp.plan.profile import Profile, balanced, tied_values, without_weight
 from pipecomp.plan.report import stage_table, tied_names
 from pipecomp.plan.search import layouts, shares
 from pipecomp.schedule.in_flight import numbers
-from pipecomp.tables import table
+from pipecomp.utils.tables import table
 
 LEFT_OUT = "For step times, bits and a configuration give --speed (or --profile, or --measure) and --bandwidth."
 

@@ -15,17 +15,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipecomp.cluster.collectives import gathered
-from pipecomp.cluster.launch import read_launch
-from pipecomp.cluster.rendezvous import join_processes
-from pipecomp.cluster.start import computes_on_cpu
 from pipecomp.config import Config
+from pipecomp.distributed.collectives import gathered
+from pipecomp.distributed.launch_env import read_launch
+from pipecomp.distributed.rendezvous import join_processes
+from pipecomp.distributed.start import computes_on_cpu
 from pipecomp.doctor.measure import Measured
 from pipecomp.doctor.storage import measure_speed, nearest
 from pipecomp.errors import require, writable
-from pipecomp.mesh.mesh import Mesh
-from pipecomp.mesh.process_group import BACKEND, current_mesh
-from pipecomp.plain_objects import exchanged
 from pipecomp.plan.network import Network, between_replicas
 from pipecomp.plan.options import aqsgd
 from pipecomp.plan.prediction import Speeds
@@ -36,6 +33,9 @@ from pipecomp.plan.timing import time_average, time_link, time_model, time_updat
 from pipecomp.stages.link.gloo import GlooTransport, neighbour_groups
 from pipecomp.stages.link.tls import TlsTransport
 from pipecomp.stages.link.transport import PacerTo, Transport
+from pipecomp.tls.mesh import Mesh
+from pipecomp.tls.process_group import BACKEND, current_mesh
+from pipecomp.utils.serialization import exchanged
 
 _TIMEOUT_S = 120.0
 

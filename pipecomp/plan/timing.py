@@ -29,7 +29,7 @@ from pipecomp.stages.link.sender import LinkSender
 from pipecomp.stages.partition.architectures import architecture_of, default_loss
 from pipecomp.stages.partition.loading import Source, build_stage, resolve
 from pipecomp.stages.partition.splitting import Stage
-from pipecomp.tables import counted
+from pipecomp.utils.tables import counted
 
 _LEAST_RUNS, _MOST_RUNS = 2, 20
 _SEVERAL = 4  # samples, to tell what a call costs from what a sample costs

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipecomp.cluster.collectives import broadcast
+from pipecomp.distributed.collectives import broadcast
 from pipecomp.errors import DataError, require
 from pipecomp.recipes.text import check_sources, dataset_split, read_sources, read_text
 

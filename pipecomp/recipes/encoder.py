@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pipecomp.cluster import start
+from pipecomp.distributed import start
 from pipecomp.errors import require
 from pipecomp.recipes import classify, run
 from pipecomp.recipes.classify import Samples, Task

@@ -12,10 +12,10 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from pipecomp.buffers.admin import forget
-from pipecomp.cluster.agreement import settings_of
-from pipecomp.cluster.collectives import gathered
-from pipecomp.cluster.interruption import Interruption, say_here
 from pipecomp.config import Config
+from pipecomp.distributed.collectives import gathered
+from pipecomp.distributed.consistency import settings_of
+from pipecomp.distributed.preemption import Interruption, say_here
 from pipecomp.errors import OutputError
 from pipecomp.recipes.report import Report
 from pipecomp.recipes.resume import REPLICAS, SAMPLES, STAGES, RunCheckpoints, hold_folder

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from pipecomp.cluster import start
+from pipecomp.distributed import start
 from pipecomp.errors import DataError, require
 from pipecomp.recipes import run, text
 from pipecomp.recipes.resume import DATA, data_facts, what_is_trained

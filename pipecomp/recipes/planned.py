@@ -12,23 +12,22 @@ import os
 from pathlib import Path
 from typing import Any
 
-from pipecomp.cluster import interruption
+from pipecomp.distributed import preemption
 
 if __name__ == "__main__":
-    interruption.end_quietly()  # for the many seconds that the imports below take
+    preemption.end_quietly()  # for the many seconds that the imports below take
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
 
 from pipecomp.checkpoint import manifest
-from pipecomp.cluster import start
-from pipecomp.cluster.closed import KEYS
-from pipecomp.cluster.collectives import broadcast
-from pipecomp.cluster.network_interfaces import GLOO_VARIABLE, interface_towards, is_loopback, loopback
-from pipecomp.cluster.rendezvous import check_processes
+from pipecomp.distributed import start
+from pipecomp.distributed.collectives import broadcast
+from pipecomp.distributed.network_interfaces import GLOO_VARIABLE, interface_towards, is_loopback, loopback
+from pipecomp.distributed.rendezvous import check_processes
+from pipecomp.distributed.tls_join import KEYS
 from pipecomp.errors import ConfigError, DataError, require, writable
-from pipecomp.files import write_whole
 from pipecomp.netlab.throttle import throttle_to
 from pipecomp.plan.command import run_plan
 from pipecomp.plan.options import PlanOptions
@@ -37,6 +36,7 @@ from pipecomp.plan.search import AVERAGES
 from pipecomp.recipes import language, run, text
 from pipecomp.recipes.resume import hold_folder
 from pipecomp.report.record import CHECKPOINTS, PLAN
+from pipecomp.utils.files import write_whole
 
 _BATCH = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _STEPS = "scheduler.params.total_num_steps"

@@ -12,13 +12,13 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from pipecomp.activation_config import bits_text
 from pipecomp.config import Activations, Config
+from pipecomp.config.activations import bits_text
 from pipecomp.recipes.written import Curves, Lines, Written
 from pipecomp.report.live import LinkMeter, in_words
 from pipecomp.report.text import size
 from pipecomp.stats import DIRECTIONS, WEIGHTS, BitsMeter, Traffic
-from pipecomp.tables import counted
+from pipecomp.utils.tables import counted
 
 PLAIN_EVERY_S = 10.0
 LINKS_EVERY_S = 2.0  # in a terminal

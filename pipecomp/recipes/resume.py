@@ -19,10 +19,10 @@ from pipecomp.buffers.mending import mend
 from pipecomp.checkpoint import manifest
 from pipecomp.checkpoint.run_id import model_values
 from pipecomp.checkpoint.writing import private
-from pipecomp.cluster.agreement import differences
-from pipecomp.cluster.collectives import gathered, while_others_wait
-from pipecomp.cluster.interruption import say_here
 from pipecomp.config import Store
+from pipecomp.distributed.collectives import gathered, while_others_wait
+from pipecomp.distributed.consistency import differences
+from pipecomp.distributed.preemption import say_here
 from pipecomp.errors import CheckpointError, ConfigError, require, writable
 
 # Arguments that may change where a run goes on: where it writes, how long it trains, what it started from, and those

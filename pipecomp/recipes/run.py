@@ -27,16 +27,16 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from pipecomp.cluster import interruption, start
-from pipecomp.cluster.meeting_point import torch_says_nothing
-from pipecomp.cluster.rendezvous import check_processes
 from pipecomp.config import MOST_SEED
 from pipecomp.data import default_collate, eval_batches
+from pipecomp.distributed import preemption, start
+from pipecomp.distributed.port_probe import torch_says_nothing
+from pipecomp.distributed.rendezvous import check_processes
 from pipecomp.errors import PipecompError
 from pipecomp.recipes import resume
 from pipecomp.recipes.fit import Fit
 from pipecomp.recipes.steps import make_plan, read_config
-from pipecomp.tables import outlast_readers, replace_unprintable
+from pipecomp.utils.tables import outlast_readers, replace_unprintable
 
 _FIRST_S = 10.0
 
@@ -142,7 +142,7 @@ def run(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentPar
         main: Takes the parsed arguments.
         parser: From `arguments`.
     """
-    interruption.end_with_exception()  # what was imported quietly
+    preemption.end_with_exception()  # what was imported quietly
     replace_unprintable()
     outlast_readers()
     try:

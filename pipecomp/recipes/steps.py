@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipecomp.config import Config, read_json_object
-from pipecomp.config_checks import batch_sizes, require_objects
+from pipecomp.config.checks import batch_sizes, require_objects
 from pipecomp.errors import DataError, require
 
 AUTO_WARMUP = 0.1  # share of all steps: the first of ten epochs, as in the paper's published code

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipecomp.cluster.collectives import broadcast
+from pipecomp.distributed.collectives import broadcast
 from pipecomp.errors import ConfigError, DataError, PipecompError, require
 from pipecomp.stages.partition.hub import unreachable
 

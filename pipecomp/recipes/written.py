@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from pipecomp.errors import ConfigError, writable
-from pipecomp.json_tree import json_line
 from pipecomp.report.record import lines_until
+from pipecomp.utils.json_tree import json_line
 
 
 class Written(ABC):

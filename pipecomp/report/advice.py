@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from pipecomp.activation_config import Bits, ConstantError, bits_text
 from pipecomp.config import Activations, Config, Store
+from pipecomp.config.activations import Bits, ConstantError, bits_text
 from pipecomp.errors import PipecompError
 from pipecomp.plan.messages import activation_bytes, gradient_bytes, with_bits
 from pipecomp.plan.network import Network

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipecomp.errors import writable
-from pipecomp.files import write_whole
 from pipecomp.report.page import make_page
 from pipecomp.report.read import read_runs
 from pipecomp.report.record import PAGE
+from pipecomp.utils.files import write_whole
 
 
 def write_report(paths: Sequence[str | Path], out: str | Path | None = None) -> Path:

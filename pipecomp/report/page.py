@@ -12,11 +12,11 @@ from importlib import resources
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from pipecomp.json_tree import finite
 from pipecomp.report import figures, tables, words
 from pipecomp.report.figures import COLORS, Chart
 from pipecomp.report.read import Run
 from pipecomp.report.timeline import timeline
+from pipecomp.utils.json_tree import finite
 
 _MOST_TIMELINES = 6
 _WIDE_FROM = 3  # so many runs make charts with a row for each link or rank too tall for half the width

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from pipecomp.errors import ConfigError
-from pipecomp.files import write_whole
-from pipecomp.json_tree import json_line
 from pipecomp.stats import Traffic, code_bits
+from pipecomp.utils.files import write_whole
+from pipecomp.utils.json_tree import json_line
 
 FORMAT = 1
 RUN = "run.json"  # what was run: model, stages, settings, links

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipecomp.rates import bits_per_second
 from pipecomp.report import measures
 from pipecomp.report.advice import Change, changes
 from pipecomp.report.read import Run, number
 from pipecomp.report.simulated import Simulated, simulate
 from pipecomp.report.text import duration, percent, size, times
+from pipecomp.utils.units import bits_per_second
 
 
 @dataclass(kw_only=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from pipecomp.cluster.agreement import AllRanks
+from pipecomp.distributed.consistency import AllRanks
 
 # Arguments of a process, of its machine, of its reports, or compared elsewhere (deepspeed, with all of its content).
 _OWN = (

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import Trainer
 from transformers.trainer_pt_utils import AcceleratorConfig
 
-from pipecomp.config_checks import require_choice
+from pipecomp.config.checks import require_choice
 from pipecomp.errors import require
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")

@@ -32,13 +32,13 @@ from pipecomp.checkpoint import manifest
 from pipecomp.checkpoint.reshard_load import load_schedule
 from pipecomp.checkpoint.rng_state import random_state, set_random_state
 from pipecomp.checkpoint.writing import Attempts, in_words, write_state
-from pipecomp.cluster.collectives import broadcast, gathered, while_others_wait
-from pipecomp.cluster.start import all_ranks
 from pipecomp.config import read_json_object
+from pipecomp.distributed.collectives import broadcast, gathered, while_others_wait
+from pipecomp.distributed.start import all_ranks
 from pipecomp.errors import ConfigError, WireError, require
-from pipecomp.files import replacing, write_whole
 from pipecomp.stages.partition.planning import SplitPlan
 from pipecomp.trainer import message_stores
+from pipecomp.utils.files import replacing, write_whole
 
 STATE_FILE = "trainer_state.json"
 PIPELINE_FILE = "pipeline.json"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipecomp.config import Config, read_json_object
-from pipecomp.config_checks import require_objects
+from pipecomp.config.checks import require_objects
 from pipecomp.errors import ConfigError, require
 
 SECTION = "pipecomp"

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from pipecomp.errors import DataError, WireError
-from pipecomp.json_tree import describe, rebuild
+from pipecomp.utils.json_tree import describe, rebuild
 
 _LENGTH = struct.Struct("<Q")
 _KINDS = "biufc"  # of numpy dtypes: numbers only

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pipecomp.cluster.collectives import broadcast
+from pipecomp.distributed.collectives import broadcast
 from pipecomp.report.command import try_report
 from pipecomp.report.live import LinkMeter
 from pipecomp.report.record import Recorder

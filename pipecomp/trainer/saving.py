@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from pipecomp.checkpoint.writing import Attempts, private
-from pipecomp.cluster.collectives import broadcast
-from pipecomp.cluster.interruption import say_here
+from pipecomp.distributed.collectives import broadcast
+from pipecomp.distributed.preemption import say_here
 from pipecomp.errors import OutputError
 from pipecomp.trainer import callbacks, checkpoints, message_stores
 

@@ -14,16 +14,16 @@ from transformers.trainer_utils import enable_full_determinism, set_seed
 from transformers.utils import logging as transformers_logging
 
 from pipecomp.allreduce.group import host_backend
-from pipecomp.cluster.agreement import versions
-from pipecomp.cluster.closed import wanted_keys
-from pipecomp.cluster.rendezvous import check_processes
-from pipecomp.cluster.sharing import own_gpu, some_share
-from pipecomp.cluster.start import all_ranks, start_processes
 from pipecomp.config import Config
+from pipecomp.distributed.consistency import versions
+from pipecomp.distributed.placement import own_gpu, some_share
+from pipecomp.distributed.rendezvous import check_processes
+from pipecomp.distributed.start import all_ranks, start_processes
+from pipecomp.distributed.tls_join import wanted_keys
 from pipecomp.errors import ConfigError, require
-from pipecomp.mesh.process_group import BACKEND
 from pipecomp.stages.partition.loading import resolve, skeleton
 from pipecomp.stages.partition.planning import SplitPlan, plan_model
+from pipecomp.tls.process_group import BACKEND
 from pipecomp.trainer import alike, arguments, deepspeed_config, given_model
 
 

@@ -12,8 +12,8 @@ import torch
 from transformers.trainer_utils import TrainOutput, compare_trainer_and_checkpoint_args, speed_metrics
 from transformers.utils import logging as transformers_logging
 
-from pipecomp.cluster.collectives import broadcast, gathered
-from pipecomp.cluster.interruption import Interruption
+from pipecomp.distributed.collectives import broadcast, gathered
+from pipecomp.distributed.preemption import Interruption
 from pipecomp.kernels import ops
 from pipecomp.trainer import callbacks, checkpoints, saving, schedule
 from pipecomp.trainer.callbacks import fire

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipecomp.cluster.agreement import AllRanks
+from pipecomp.distributed.consistency import AllRanks
 from pipecomp.errors import DataError
 
 # Arguments of recipes that name what a run reads; several words may follow one.

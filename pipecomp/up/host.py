@@ -13,16 +13,16 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from types import FrameType
 
-from pipecomp.cluster.closed import ADDRESS, KEYS, LISTEN
-from pipecomp.cluster.launch import LAUNCHER
-from pipecomp.cluster.network_interfaces import address_towards
+from pipecomp.distributed.launch_env import LAUNCHER
+from pipecomp.distributed.network_interfaces import address_towards
+from pipecomp.distributed.tls_join import ADDRESS, KEYS, LISTEN
 from pipecomp.errors import KeysError, LinkTimeoutError, require
-from pipecomp.keys.authority import listed, new
-from pipecomp.keys.certificates import identify, ranks_text
-from pipecomp.keys.folder import AUTHORITY_KEY, MACHINE, KeyFolder
-from pipecomp.keys.invitation import Invitation, authority_print, join, parse_address, plain_fingerprint
-from pipecomp.keys.listener import Address
-from pipecomp.processes import exit_status, handled, python_module
+from pipecomp.tls.authority import listed, new
+from pipecomp.tls.certificates import identify, ranks_text
+from pipecomp.tls.enrollment import Invitation, authority_print, join, parse_address, plain_fingerprint
+from pipecomp.tls.key_folder import AUTHORITY_KEY, MACHINE, KeyFolder
+from pipecomp.tls.listener import Address
+from pipecomp.utils.processes import exit_status, handled, python_module
 
 _END_S = 30.0  # for the other ranks to end once one has
 _POLL_S = 0.2

@@ -13,28 +13,28 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipecomp.cluster import interruption
+from pipecomp.distributed import preemption
 
 if __name__ == "__main__":
-    interruption.end_quietly()  # for the many seconds that the imports below take
+    preemption.end_quietly()  # for the many seconds that the imports below take
 
 import torch.distributed as dist
 from rich.console import Console
 
-from pipecomp.cluster.start import all_ranks, start_processes
 from pipecomp.config import read_json_object
-from pipecomp.config_checks import batch_sizes
+from pipecomp.config.checks import batch_sizes
+from pipecomp.distributed.start import all_ranks, start_processes
 from pipecomp.doctor.examination import examine
 from pipecomp.doctor.finding import Finding, print_report
 from pipecomp.errors import PipecompError
-from pipecomp.mesh.process_group import current_mesh
-from pipecomp.mesh.routes import RELAYED
 from pipecomp.netlab.throttle import throttle_to
 from pipecomp.plan.command import run_plan
 from pipecomp.plan.options import PlanOptions
-from pipecomp.tables import replace_unprintable
+from pipecomp.tls.process_group import current_mesh
+from pipecomp.tls.routes import RELAYED
 from pipecomp.up.files import compare_files
 from pipecomp.up.host import Checks
+from pipecomp.utils.tables import replace_unprintable
 
 _DOCTOR_S = 600.0
 
@@ -142,5 +142,5 @@ def _value(command: Sequence[str], flag: str) -> str | None:
 
 
 if __name__ == "__main__":
-    interruption.end_with_exception()
+    preemption.end_with_exception()
     main(sys.argv[1:])

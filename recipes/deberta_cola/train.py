@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from pipecomp.cluster import interruption
+from pipecomp.distributed import preemption
 
 if __name__ == "__main__":
-    interruption.end_quietly()  # for the seconds that the imports below take
+    preemption.end_quietly()  # for the seconds that the imports below take
 
 from pipecomp.recipes import classify, encoder, run
 

@@ -8,30 +8,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipecomp.cluster import interruption
+from pipecomp.distributed import preemption
 
 if __name__ == "__main__":
-    interruption.end_quietly()  # for the seconds that the imports below take
+    preemption.end_quietly()  # for the seconds that the imports below take
 
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
-from pipecomp.cluster import start
-from pipecomp.cluster.agreement import settings_of
-from pipecomp.cluster.collectives import broadcast, gathered
 from pipecomp.config import Config
-from pipecomp.config_checks import batch_sizes
+from pipecomp.config.checks import batch_sizes
 from pipecomp.data import TrainLoader, eval_batches
+from pipecomp.distributed import start
+from pipecomp.distributed.collectives import broadcast, gathered
+from pipecomp.distributed.consistency import settings_of
 from pipecomp.errors import DataError, require
-from pipecomp.plain_objects import exchanged
 from pipecomp.recipes import images, run, steps
 from pipecomp.recipes.fit import Fit
 from pipecomp.recipes.resnet import client_cuts, resnet
 from pipecomp.recipes.resume import DATA, make_folder, what_is_trained
 from pipecomp.recipes.text import check_one_source
 from pipecomp.stages import modules
+from pipecomp.utils.serialization import exchanged
 
 STAGES, SERVER = 3, 1  # client, server, client
 DECAY_ROUNDS = 20  # the paper's

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pipecomp.codecs.wire import MAX_SAMPLES, Header, Kind, peek
 from pipecomp.kernels.staging import Copy, Staging
-from pipecomp.messages.wire import MAX_SAMPLES, Header, Kind, peek
 from pipecomp.stages.link.transport import Transport
 
 

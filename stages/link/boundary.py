@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from pipecomp.buffers.base import GRADIENT
+from pipecomp.codecs.wire import Form, Header, Sample
 from pipecomp.errors import DataError, WireError
-from pipecomp.messages.wire import Form, Header, Sample
 from pipecomp.stages.link.window import CropCanvas
 
 

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import torch
 
+from pipecomp.codecs.codecs import Cast
+from pipecomp.codecs.link_codecs import LinkCodecs
+from pipecomp.codecs.wire import Header, Kind, packet_bytes
 from pipecomp.errors import WireError
-from pipecomp.messages.codecs import Cast
-from pipecomp.messages.link_codecs import LinkCodecs
-from pipecomp.messages.wire import Header, Kind, packet_bytes
 
 ROW_BYTES = 20  # of a sample in an inventory
 EVALUATED = 64  # samples of a micro-batch in evaluation, whose size no configuration names, unless more are allowed

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from pipecomp.buffers.base import Settled
+from pipecomp.codecs.clustered import Clustered
+from pipecomp.codecs.wire import Form, Header, Kind, Sample
 from pipecomp.errors import BaseMismatchError, LinkError, StoreError, WireError
 from pipecomp.kernels import ops
-from pipecomp.messages.clustered import Clustered
-from pipecomp.messages.wire import Form, Header, Kind, Sample
 from pipecomp.stages.link.boundary import Layout
 from pipecomp.stages.link.codebook import Codebook
 from pipecomp.stages.link.endpoint import MAX_TENSOR_BYTES, Endpoint, Position

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import numpy as np
 
 from pipecomp.errors import LinkError, LinkTimeoutError
-from pipecomp.mesh.frames import ROOM_BYTES
 from pipecomp.stages.link.transport import MAX_PACKET_BYTES, Moved, Outgoing, finished_at
+from pipecomp.tls.frames import ROOM_BYTES
 
 
 class Delivery:

@@ -29,14 +29,14 @@ import torch
 from torch import Tensor
 
 from pipecomp.buffers.base import MessageStore
+from pipecomp.codecs.codecs import Codec, Quantized, torch_dtype, wire_dtype
+from pipecomp.codecs.link_codecs import LinkCodecs
+from pipecomp.codecs.wire import Header, Kind, Sample, begin, decode, packet_bytes, payload_of
 from pipecomp.config import Config
 from pipecomp.errors import ConfigError, LinkError, WireError
 from pipecomp.kernels import ops
 from pipecomp.kernels.ops import Verdict
 from pipecomp.kernels.staging import Copy, HostStaging, Staging
-from pipecomp.messages.codecs import Codec, Quantized, torch_dtype, wire_dtype
-from pipecomp.messages.link_codecs import LinkCodecs
-from pipecomp.messages.wire import Header, Kind, Sample, begin, decode, packet_bytes, payload_of
 from pipecomp.stages.link.arrivals import Arrivals
 from pipecomp.stages.link.boundary import Layout, scatter
 from pipecomp.stages.link.bounds import EVALUATED, Bounds

@@ -31,10 +31,10 @@ import torch
 import torch.distributed as dist
 
 from pipecomp.errors import LinkError, LinkTimeoutError, PeerLostError, WireError
-from pipecomp.mesh.frames import ROOM_BYTES
-from pipecomp.sockets import cut, leaving, with_sockets
 from pipecomp.stages.link.delivery import Delivery
 from pipecomp.stages.link.transport import Outgoing, Pacer
+from pipecomp.tls.frames import ROOM_BYTES
+from pipecomp.utils.sockets import cut, leaving, with_sockets
 
 FRAME_BYTES = 1 << 19
 _RING = 16  # receives posted ahead

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from pipecomp.buffers.base import Held, MessageStore
+from pipecomp.codecs.wire import Header, Kind, Method, encode, packet_bytes
 from pipecomp.errors import LinkError, WireError
-from pipecomp.messages.wire import Header, Kind, Method, encode, packet_bytes
 from pipecomp.stages.link.endpoint import Position
 from pipecomp.stages.link.link_end import LinkEnd
 from pipecomp.stages.link.sender import LinkSender

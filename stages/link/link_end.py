@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipecomp.messages.wire import Kind
+from pipecomp.codecs.wire import Kind
 from pipecomp.stages.link.clusters import Clusters
 from pipecomp.stages.link.endpoint import Endpoint, Position
 from pipecomp.stages.link.visits import Visits

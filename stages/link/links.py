@@ -9,8 +9,8 @@ from typing import Any
 
 from pipecomp.buffers import StoreEnvironment
 from pipecomp.buffers.base import entry_id
+from pipecomp.codecs.wire import Header, Kind
 from pipecomp.errors import PipecompError
-from pipecomp.messages.wire import Header, Kind
 from pipecomp.stages.link.drift import check_drift
 from pipecomp.stages.link.handshake import agree
 from pipecomp.stages.link.link_end import LinkEnd

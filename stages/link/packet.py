@@ -9,10 +9,10 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from pipecomp.codecs.wire import Header, Kind, Sample, begin, packet_bytes, seal
 from pipecomp.errors import NonFiniteError
 from pipecomp.kernels.ops import Verdict
 from pipecomp.kernels.staging import Copy, Staging
-from pipecomp.messages.wire import Header, Kind, Sample, begin, packet_bytes, seal
 
 # Writes a payload, and seals the packet around it if that is given and can be done on the way. The verdicts, and where
 # the bits follow from the values, these bits: int64 [1] beside the payload.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from pipecomp.codecs.codecs import Cast, torch_dtype
+from pipecomp.codecs.wire import Form, Kind
 from pipecomp.errors import NonFiniteError
-from pipecomp.messages.codecs import Cast, torch_dtype
-from pipecomp.messages.wire import Form, Kind
 from pipecomp.stages.link.boundary import Layout, gather
 from pipecomp.stages.link.endpoint import Position
 from pipecomp.stages.link.link_end import LinkEnd

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from pipecomp.codecs.codecs import Cast, torch_dtype
+from pipecomp.codecs.wire import Form, Kind
 from pipecomp.errors import LinkError
-from pipecomp.messages.codecs import Cast, torch_dtype
-from pipecomp.messages.wire import Form, Kind
 from pipecomp.stages.link.boundary import Layout, gather
 from pipecomp.stages.link.endpoint import Position
 from pipecomp.stages.link.link_end import LinkEnd

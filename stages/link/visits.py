@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from pipecomp.buffers.base import CachedActivation, Settled
+from pipecomp.codecs.codecs import Quantized, torch_dtype
+from pipecomp.codecs.link_codecs import VisitCodecs
+from pipecomp.codecs.wire import Form, Header, Kind, Sample
 from pipecomp.errors import BaseMismatchError, LinkError, WireError
 from pipecomp.kernels import ops
-from pipecomp.messages.codecs import Quantized, torch_dtype
-from pipecomp.messages.link_codecs import VisitCodecs
-from pipecomp.messages.wire import Form, Header, Kind, Sample
 from pipecomp.stages.link.boundary import Layout
 from pipecomp.stages.link.changes import Changes
 from pipecomp.stages.link.endpoint import Endpoint, Position

@@ -19,8 +19,8 @@ from typing import Any
 from torch import Tensor
 
 from pipecomp.errors import SplitError
-from pipecomp.files import replacing
 from pipecomp.stages.partition.checkpoints import find_file
+from pipecomp.utils.files import replacing
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"

@@ -23,12 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from pipecomp.errors import SplitError
-from pipecomp.files import UNFINISHED, write_whole
 from pipecomp.stages.partition import adapters
 from pipecomp.stages.partition.adapters import Adapter
 from pipecomp.stages.partition.loading import Source, skeleton
 from pipecomp.stages.partition.planning import aliases
 from pipecomp.stages.partition.splitting import Stage
+from pipecomp.utils.files import UNFINISHED, write_whole
 
 INDEX = "model.safetensors.index.json"
 _WEIGHTS = re.compile(

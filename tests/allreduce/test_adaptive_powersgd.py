@@ -15,8 +15,8 @@ from pipecomp.allreduce import State, ddp_hook, predict
 from pipecomp.allreduce.methods.powersgd_layers import squared_errors
 from pipecomp.allreduce.predict import plan_of
 from pipecomp.allreduce.saving import load, save
-from pipecomp.cluster.local_ranks import run_ranks
 from pipecomp.config import Config
+from pipecomp.distributed.local_ranks import run_ranks
 from pipecomp.errors import ConfigError
 from pipecomp.gradient_config import Gradients
 from tests.limits import HANG_S

@@ -1,7 +1,4 @@
-"""Averages over a GPU's double, tests/lazy_staging.py: each wait for a copy is needed, and nothing else changes.
-
-scripts/mutant_lists/ takes each wait away in turn; the first test here notices.
-"""
+"""Averages over a GPU's double, tests/lazy_staging.py: each wait for a copy is needed, and nothing else changes."""
 
 from __future__ import annotations
 

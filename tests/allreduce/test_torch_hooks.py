@@ -12,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from pipecomp.allreduce.call import Counters
 from pipecomp.allreduce.methods.powersgd import PowerSgdHook
 from pipecomp.allreduce.methods.torch_hooks import HalfHook, LoneBucket
-from pipecomp.cluster.local_ranks import run_ranks
+from pipecomp.distributed.local_ranks import run_ranks
 from tests.limits import HANG_S
 
 pytestmark = pytest.mark.ranks
@@ -26,7 +26,7 @@ def averaged_alone(rank: int, world: int, note: Any) -> dict[str, Any]:
     import torch.distributed as dist
 
     from pipecomp.allreduce import State, allreduce_mean
-    from pipecomp.cluster.rendezvous import join_processes
+    from pipecomp.distributed.rendezvous import join_processes
 
     join_processes()
     found = {}

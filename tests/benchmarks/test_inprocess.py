@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from benchmarks.inprocess import InProcessPipeline
-from pipecomp.cluster.local_ranks import run_ranks
 from pipecomp.data import eval_batches
 from pipecomp.demo.task import Sequences, gpt2
+from pipecomp.distributed.local_ranks import run_ranks
 from pipecomp.errors import ConfigError
 from tests.limits import HANG_S
 

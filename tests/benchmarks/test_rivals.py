@@ -16,11 +16,11 @@ from benchmarks.boundaries import Coded, Coders
 from benchmarks.inprocess import InProcessPipeline
 from benchmarks.rival_rows import LowRank, Product, TahQuant, hadamard
 from benchmarks.rivals import Changes, Unchanged, Whole
+from pipecomp.codecs.codecs import Quantized, TopK
+from pipecomp.codecs.wire import packet_bytes
 from pipecomp.config import Config
 from pipecomp.demo.task import Sequences, gpt2
 from pipecomp.errors import ConfigError
-from pipecomp.messages.codecs import Quantized, TopK
-from pipecomp.messages.wire import packet_bytes
 from pipecomp.stages.link.boundary import Layout
 from pipecomp.stages.link.endpoint import Position
 

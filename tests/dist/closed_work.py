@@ -31,7 +31,7 @@ def trains_closed(
     import torch.distributed as dist
 
     from pipecomp import initialize
-    from pipecomp.mesh.process_group import current_mesh
+    from pipecomp.tls.process_group import current_mesh
     from tests.dist.small import ds_config, gpt2, samples
 
     if keys is not None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pipecomp.cluster.local_ranks import run_ranks
+from pipecomp.distributed.local_ranks import run_ranks
 from pipecomp.netlab import Lab, filters, missing
 from pipecomp.netlab.jobs import Starter
 from tests.limits import HANG_S

@@ -235,21 +235,21 @@ def unlike(rank: int, world: int, note: Any, folder: str) -> dict[str, str]:
         "schedule": error_of(lambda: start(given={"lr_scheduler": (lambda optimizer: None) if mine else None})),
         "key": error_of(lambda: start({"no such": 1} if mine else None)),
     }
-    from pipecomp.cluster import agreement
+    from pipecomp.distributed import consistency
 
-    facts = agreement.versions()
+    facts = consistency.versions()
     if mine:
         facts |= {"torch version": "1.0.0", "order of bytes": "big"}
-    out["versions"] = error_of(lambda: agreement.AllRanks().assert_same_on_all_ranks(facts))
+    out["versions"] = error_of(lambda: consistency.AllRanks().assert_same_on_all_ranks(facts))
     out["alike"] = error_of(lambda: start({"store": {"path": f"{folder}/{rank}"}}))  # a place of its own is no matter
-    ends = agreement.AllRanks()
+    ends = consistency.AllRanks()
     ends.all_gather_object("started")  # a rank that ends at once is lost for those that still connect to it
     ends.leave()
     return out
 
 
 def wrong_interface(rank: int, world: int, note: Any) -> str:
-    from pipecomp.cluster.rendezvous import join_processes
+    from pipecomp.distributed.rendezvous import join_processes
 
     if rank == 1:
         os.environ["GLOO_SOCKET_IFNAME"] = "nowhere0"
@@ -257,7 +257,7 @@ def wrong_interface(rank: int, world: int, note: Any) -> str:
 
 
 def lonely_interface(rank: int, world: int, note: Any) -> str:
-    from pipecomp.cluster import rendezvous
+    from pipecomp.distributed import rendezvous
 
     rendezvous.machine = lambda: f"machine {rank}"
     rendezvous.gloo_address = lambda: "127.0.1.1" if rank == 1 else "10.0.0.1"
@@ -329,7 +329,7 @@ def waits_in_a_collective(rank: int, world: int, note: Any, folder: str, timeout
 
 def nobody_there(rank: int, world: int, note: Any) -> str:
     """Only rank 1 starts: nothing listens where rank 0 should be."""
-    from pipecomp.cluster import rendezvous
+    from pipecomp.distributed import rendezvous
 
     rendezvous.COMING_S = 3.0
     return error_of(rendezvous.join_processes) if rank == 1 else ""
@@ -339,8 +339,8 @@ def gone_before_the_engine(rank: int, world: int, note: Any, asked: bool, timeou
     """Rank 1 joins and dies; the others wait for it where engines are made, or asked before, as recipes do."""
     from torch.distributed import distributed_c10d
 
-    from pipecomp.cluster import heartbeat, start
-    from pipecomp.cluster.rendezvous import join_processes
+    from pipecomp.distributed import heartbeat, start
+    from pipecomp.distributed.rendezvous import join_processes
 
     heartbeat.DEFAULT_TIMEOUT_S = timeout_s
     join_processes()
@@ -361,7 +361,7 @@ def twice_in_one_store(rank: int, world: int, note: Any, address: str, port: int
     import torch
     import torch.distributed as dist
 
-    from pipecomp.cluster import heartbeat, rendezvous
+    from pipecomp.distributed import heartbeat, rendezvous
 
     found: list[float] = []
     for attempt in (1, 2):

@@ -7,8 +7,8 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from pipecomp.activation_config import ConstantError
-from pipecomp.cluster.local_ranks import run_ranks
+from pipecomp.config.activations import ConstantError
+from pipecomp.distributed.local_ranks import run_ranks
 from pipecomp.errors import ConfigError
 from pipecomp.plan.search import keeping_error
 from tests.dist.small import LENGTH, ds_config, gpt2, samples

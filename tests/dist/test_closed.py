@@ -8,11 +8,11 @@ import os
 import pytest
 import torch.distributed as dist
 
-from pipecomp.cluster.local_ranks import run_ranks
-from pipecomp.mesh.process_group import current_mesh
+from pipecomp.distributed.local_ranks import run_ranks
+from pipecomp.tls.process_group import current_mesh
 from tests.dist.small import ds_config, gpt2, samples
 from tests.limits import HANG_S
-from tests.mesh.meshes import Trouble, keys_for
+from tests.tls.meshes import Trouble, keys_for
 
 pytestmark = pytest.mark.ranks
 

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from pipecomp.cluster.local_ranks import run_ranks
-from pipecomp.mesh.routes import DIRECT, RELAYED
-from pipecomp.messages.wire import MAGIC
+from pipecomp.codecs.wire import MAGIC
+from pipecomp.distributed.local_ranks import run_ranks
 from pipecomp.netlab import Lab, wireguard
 from pipecomp.netlab.namespaces import command
+from pipecomp.tls.routes import DIRECT, RELAYED
 from tests.dist.closed_work import TEXT, says_things, trains_closed
 from tests.dist.lab_ranks import CLONE_NEWNET, WITH_FILTERS, run_in_lab
 from tests.limits import HANG_S
-from tests.mesh.meshes import keys_for
+from tests.tls.meshes import keys_for
 
 STEPS, TIMEOUT_S = 4, 15.0  # of silence: a third of it, and a connection is made anew
 OUTAGE_S = 8.0

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipecomp.cluster.local_ranks import run_ranks
+from pipecomp.distributed.local_ranks import run_ranks
 from pipecomp.errors import WireError
 from tests.limits import HANG_S
 
@@ -17,8 +17,8 @@ pytestmark = pytest.mark.ranks
 
 def exchanges(rank: int, world: int, note: Any) -> dict[str, Any]:
     """Rank 1 does by hand what the functions do, with sizes of its own."""
-    from pipecomp.cluster import collectives
-    from pipecomp.cluster.rendezvous import join_processes
+    from pipecomp.distributed import collectives
+    from pipecomp.distributed.rendezvous import join_processes
 
     join_processes()
     value = {"rank": rank, "pair": (1, None), 3: {"text": "x" * rank}}

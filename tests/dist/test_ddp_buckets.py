@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipecomp.cluster.local_ranks import run_ranks
+from pipecomp.distributed.local_ranks import run_ranks
 from tests.allreduce.test_error_feedback import left_by_parameter
 from tests.limits import HANG_S
 
@@ -39,7 +39,7 @@ def averaged_by_ddp(rank: int, world: int, note: Any, options: dict[str, Any]) -
     from torch.nn.parallel import DistributedDataParallel
 
     from pipecomp.allreduce import State, ddp_hook
-    from pipecomp.cluster.rendezvous import join_processes
+    from pipecomp.distributed.rendezvous import join_processes
 
     join_processes()
     model = Shuffled()

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from pipecomp.cluster.local_ranks import run_ranks
-from pipecomp.cluster.network_interfaces import free_port
+from pipecomp.distributed.local_ranks import run_ranks
+from pipecomp.distributed.network_interfaces import free_port
 from pipecomp.doctor import Finding
 from tests.dist.lab_ranks import run_in_lab
 from tests.limits import HANG_S
-from tests.mesh.meshes import keys_for
+from tests.tls.meshes import keys_for
 
 pytestmark = pytest.mark.ranks
 

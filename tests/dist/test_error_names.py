@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 import tests.dist.reliability_work as work
-from pipecomp.cluster import heartbeat
-from pipecomp.cluster.local_ranks import run_ranks
+from pipecomp.distributed import heartbeat
+from pipecomp.distributed.local_ranks import run_ranks
 from tests.limits import HANG_S, TOLD_S
-from tests.mesh.meshes import keys_for
+from tests.tls.meshes import keys_for
 
 pytestmark = [pytest.mark.ranks, pytest.mark.soak]
 STEP, VICTIM, WORLD = 3, 1, 3
@@ -38,16 +38,16 @@ def delivering(engine: Any) -> None:
 
 def receiving(engine: Any) -> None:
     """A bug where frames are read."""
-    import pipecomp.mesh.connection as connection
     import pipecomp.stages.link.gloo as gloo
+    import pipecomp.tls.connection as connection
 
     gloo.read_prefix = connection.unpack = raises(AssertionError("a bug"))
 
 
 def sending(engine: Any) -> None:
     """A bug where frames are made."""
-    import pipecomp.mesh.outbox as outbox
     import pipecomp.stages.link.gloo as gloo
+    import pipecomp.tls.send_queue as outbox
 
     gloo.write_prefix = outbox.pack = raises(TypeError("a bug"))
 
@@ -56,8 +56,8 @@ def another_frame(engine: Any) -> None:
     """This rank sends the next one what is no frame."""
     import struct
 
-    import pipecomp.mesh.outbox as outbox
     import pipecomp.stages.link.gloo as gloo
+    import pipecomp.tls.send_queue as outbox
 
     write, pack = gloo.write_prefix, outbox.pack
     gloo.write_prefix = lambda frame, kind, size, total: write(frame, 99, size, total)
@@ -75,7 +75,7 @@ def a_long_packet(engine: Any) -> None:
 
 def a_bad_heartbeat(engine: Any) -> None:
     """This rank's heartbeat says what no heartbeat says."""
-    from pipecomp.cluster.heartbeat import process_heartbeat
+    from pipecomp.distributed.heartbeat import process_heartbeat
 
     process_heartbeat()._state = "stopped by nobody"
 

@@ -18,9 +18,9 @@ import torch.distributed as dist
 import tests.dist.reliability_work as work
 from pipecomp.buffers import LmdbEnvironment
 from pipecomp.checkpoint import manifest
-from pipecomp.cluster.failure import of_a_collective
-from pipecomp.cluster.local_ranks import run_ranks
-from pipecomp.cluster.network_interfaces import free_port
+from pipecomp.distributed.failure import of_a_collective
+from pipecomp.distributed.local_ranks import run_ranks
+from pipecomp.distributed.network_interfaces import free_port
 from tests.dist import small
 from tests.dist.leftovers import Sessions
 from tests.limits import HANG_S, TOLD_S
@@ -242,7 +242,7 @@ def test_a_slow_disk_and_a_full_one_where_the_run_goes_on(tmp_path):
 
 
 def starts_alone(rank: int, world: int, note: Any) -> str:
-    from pipecomp.cluster import rendezvous
+    from pipecomp.distributed import rendezvous
 
     rendezvous.COMING_S = 3.0
     return work.error_of(rendezvous.join_processes) if rank == 0 else ""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipecomp.cluster.local_ranks import run_ranks
+from pipecomp.distributed.local_ranks import run_ranks
 from tests.limits import HANG_S
 
 pytestmark = pytest.mark.ranks
@@ -26,7 +26,7 @@ VALUES = (700, 1000)  # at 32 bits more than a slice, also for each of three ran
 
 def both_ways(rank: int, world: int, note: Any, method: str) -> tuple[list[str], int]:
     from pipecomp.allreduce import State, allreduce_mean
-    from pipecomp.cluster.rendezvous import join_processes
+    from pipecomp.distributed.rendezvous import join_processes
 
     join_processes()
     means, asked = [], [0]
@@ -57,7 +57,7 @@ def test_giving_way_changes_no_bit(method):
 def two_at_a_time(rank: int, world: int, note: Any, method: str) -> list[bool]:
     """Two states of the same ranks, whose threads come to send in another order on each rank."""
     from pipecomp.allreduce import State
-    from pipecomp.cluster.rendezvous import join_processes
+    from pipecomp.distributed.rendezvous import join_processes
 
     join_processes()
     states = [State(method, group=[0, 1], **METHODS[method]) for _ in range(2)]
@@ -80,7 +80,7 @@ def in_slices(rank: int, world: int, note: Any) -> tuple[list[Any], bool]:
     """What was done after how many bytes, and whether what came is right."""
     from pipecomp.allreduce import group as of_groups
     from pipecomp.allreduce.group import SLICE, Group
-    from pipecomp.cluster.rendezvous import join_processes
+    from pipecomp.distributed.rendezvous import join_processes
 
     join_processes()
     group, left = Group(), []

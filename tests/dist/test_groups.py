@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from pipecomp.allreduce.group import Group
-from pipecomp.cluster.local_ranks import run_ranks
-from pipecomp.cluster.rendezvous import join_processes
+from pipecomp.distributed.local_ranks import run_ranks
+from pipecomp.distributed.rendezvous import join_processes
 from tests.limits import HANG_S
 
 pytestmark = pytest.mark.ranks

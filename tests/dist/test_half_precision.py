@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipecomp.cluster.local_ranks import run_ranks
+from pipecomp.distributed.local_ranks import run_ranks
 from tests.limits import HANG_S
 
 pytestmark = pytest.mark.ranks
@@ -17,7 +17,7 @@ SCALE, SMALL = 65536.0, 1e-8  # float16 has nothing between 0 and 6e-8
 def averages(rank: int, world: int, note: Any) -> dict[str, list[float]]:
     from pipecomp.allreduce import State, allreduce_mean
     from pipecomp.allreduce.methods.torch_hooks import LoneBucket
-    from pipecomp.cluster.rendezvous import join_processes
+    from pipecomp.distributed.rendezvous import join_processes
 
     join_processes()
     found = {}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipecomp.cluster.local_ranks import run_ranks
+from pipecomp.distributed.local_ranks import run_ranks
 from pipecomp.stages import modules
 from tests.dist.small import ds_config
 from tests.limits import HANG_S
@@ -20,7 +20,7 @@ def matched(rank: int, world: int, note: Any, other: int) -> tuple[list[list[flo
     """What the replicas end with where rank `other` has another second weight, and how many weights were sent."""
     import torch.distributed as dist
 
-    from pipecomp.cluster.rendezvous import join_processes
+    from pipecomp.distributed.rendezvous import join_processes
     from pipecomp.engine.matching import match_replicas
 
     join_processes()

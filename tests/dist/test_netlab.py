@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from pipecomp.cluster.local_ranks import RankFailedError
+from pipecomp.distributed.local_ranks import RankFailedError
 from pipecomp.errors import LinkTimeoutError, PeerLostError
 from pipecomp.netlab import Lab, NetlabError, filters, missing, wireguard
 from pipecomp.netlab.names import folder_of

@@ -11,16 +11,16 @@ import torch.distributed as dist
 from rich.console import Console
 
 from pipecomp.allreduce.group import Group
-from pipecomp.cluster import rendezvous
-from pipecomp.cluster.local_ranks import run_ranks
-from pipecomp.cluster.start import start_processes
+from pipecomp.distributed import rendezvous
+from pipecomp.distributed.local_ranks import run_ranks
+from pipecomp.distributed.start import start_processes
 from pipecomp.errors import ConfigError, LinkError
 from pipecomp.plan.command import run_plan
 from pipecomp.plan.network import TCP_SHARE
 from pipecomp.plan.options import PlanOptions
 from pipecomp.plan.profile import Profile
 from tests.limits import HANG_S
-from tests.mesh.meshes import keys_for
+from tests.tls.meshes import keys_for
 
 pytestmark = pytest.mark.ranks
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipecomp.cluster.interruption import REQUEUE_STATUS
+from pipecomp.distributed.preemption import REQUEUE_STATUS
 from tests.limits import HANG_S
 from tests.recipes.recipe_runs import launch
 from tests.soak import signal_rounds

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 import tests.dist.trainer_work as work
-from pipecomp.cluster.interruption import REQUEUE_STATUS, Interrupted
-from pipecomp.cluster.local_ranks import run_ranks
+from pipecomp.distributed.local_ranks import run_ranks
+from pipecomp.distributed.preemption import REQUEUE_STATUS, Interrupted
 from pipecomp.report.record import METRICS
 from tests.dist.small import gpt2, samples
 from tests.limits import HANG_S
-from tests.mesh.meshes import keys_for
+from tests.tls.meshes import keys_for
 
 pytestmark = pytest.mark.ranks
 STOPPED, EVALUATED = 3, 2  # after the first epoch, and within it

@@ -21,9 +21,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from pipecomp.cli import app
-from pipecomp.cluster import sharing
-from pipecomp.cluster.launch import Launch, read_launch
-from pipecomp.cluster.network_interfaces import is_loopback
+from pipecomp.distributed import placement
+from pipecomp.distributed.launch_env import Launch, read_launch
+from pipecomp.distributed.network_interfaces import is_loopback
 from pipecomp.doctor import compute, examination, examine, limits, measure, network, packages, peers, storage
 from pipecomp.doctor.finding import OK, PROBLEM, WARNING, Finding, has_problem, mib, print_report
 from pipecomp.doctor.measure import Measured
@@ -33,7 +33,7 @@ from pipecomp.errors import ConfigError
 from pipecomp.kernels.dispatch import Status
 from pipecomp.netlab.throttle import VARIABLE as SOFTWARE_LAB
 from pipecomp.netlab.throttle import ThrottleSettings
-from pipecomp.schedule import control_groups
+from pipecomp.utils import cgroups
 from tests.limits import HANG_S
 
 GIB, MIB = 2**30, 2**20
@@ -285,10 +285,10 @@ def test_cores_of_a_container(files, cores, tmp_path, monkeypatch):
         (tmp_path / name).write_text(text + "\n")
     of_process = tmp_path / "of_process"
     of_process.write_text("2:cpu:/docker/0a1b\n0::/a.slice/b.service\n")
-    monkeypatch.setattr(control_groups, "_TOP", tmp_path)
-    monkeypatch.setattr(control_groups, "_OF_PROCESS", of_process)
+    monkeypatch.setattr(cgroups, "_TOP", tmp_path)
+    monkeypatch.setattr(cgroups, "_OF_PROCESS", of_process)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    assert sharing.usable_cores() == cores
+    assert placement.usable_cores() == cores
 
 
 # -- network

@@ -12,8 +12,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from pipecomp.cluster.launch import Launch
-from pipecomp.cluster.network_interfaces import Choice, Interface
+from pipecomp.distributed.launch_env import Launch
+from pipecomp.distributed.network_interfaces import Choice, Interface
 from pipecomp.doctor import network, path
 from pipecomp.doctor.finding import OK, WARNING
 from pipecomp.doctor.path import PacketPath, check_path, follow_path, lead_path, tcp_limit_bit_s

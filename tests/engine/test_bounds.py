@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from pipecomp.codecs import wire
+from pipecomp.codecs.link_codecs import LinkCodecs
 from pipecomp.config import Config
 from pipecomp.engine.connect import bounds_of
 from pipecomp.errors import WireError
-from pipecomp.messages import wire
-from pipecomp.messages.link_codecs import LinkCodecs
 from pipecomp.stages import build_stage, modules, plan
 from pipecomp.stages.link.boundary import Crossing
 from pipecomp.stages.link.bounds import EVALUATED, Bounds

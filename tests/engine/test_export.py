@@ -12,7 +12,7 @@ import torch
 from pipecomp.engine import export
 from pipecomp.engine.export import _Shard
 from pipecomp.errors import PeerLostError, WireError
-from pipecomp.files import file_crc
+from pipecomp.utils.files import file_crc
 
 NAMES = ["model-00001-of-00002.safetensors.part", "model-00002-of-00002.safetensors.part"]
 CONTENT = [b"first", b"second"]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipecomp.cluster import failure
+from pipecomp.distributed import failure
 from pipecomp.engine import failure_guard
 from pipecomp.engine.failure_guard import FailureGuard
 from pipecomp.errors import PeerLostError

@@ -17,16 +17,16 @@ import numpy as np
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from pipecomp.cluster import failure
-from pipecomp.cluster.heartbeat import Heartbeat, _Sign
+from pipecomp.distributed import failure
+from pipecomp.distributed.heartbeat import Heartbeat, _Sign
 from pipecomp.errors import PeerLostError, PipecompError, WireError
-from pipecomp.mesh.connection import Connection
-from pipecomp.mesh.frames import CONTENT_BYTES, EAGER_BYTES, HEADER_BYTES, LINKS, Header, Kind, pack
-from pipecomp.mesh.inbox import EARLY_BYTES, Inbox
-from pipecomp.mesh.outbox import KEPT_BYTES, Outbox
-from pipecomp.mesh.store import ENTRY_BYTES, MOST_BYTES, Table
 from pipecomp.stages.link.delivery import Delivery
 from pipecomp.stages.link.tls import TlsTransport
+from pipecomp.tls.connection import Connection
+from pipecomp.tls.frames import CONTENT_BYTES, EAGER_BYTES, HEADER_BYTES, LINKS, Header, Kind, pack
+from pipecomp.tls.receive_queue import EARLY_BYTES, Inbox
+from pipecomp.tls.send_queue import KEPT_BYTES, Outbox
+from pipecomp.tls.store import ENTRY_BYTES, MOST_BYTES, Table
 
 MOST_PACKET = 1 << 12
 EXPECTED = ((1, 0, 100), (1, 0, 64), (2, 5, EAGER_BYTES + 9))  # receives that are ready: stream, tag, bytes

@@ -19,9 +19,9 @@ import torch
 from pipecomp.buffers import MemoryStore
 from pipecomp.buffers.base import entry_id
 from pipecomp.buffers.value import HEADER_BYTES, read_header, stored_size, unpack
+from pipecomp.codecs import wire
 from pipecomp.config import Config
 from pipecomp.errors import PipecompError
-from pipecomp.messages import wire
 from pipecomp.stages.link import clusters, endpoint
 from pipecomp.stages.link.boundary import Layout
 from pipecomp.stages.link.endpoint import Position

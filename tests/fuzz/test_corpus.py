@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
-from pipecomp.messages.clustered import Clustered
-from pipecomp.messages.codecs import TopK
-from pipecomp.messages.wire import Form, Kind
+from pipecomp.codecs.clustered import Clustered
+from pipecomp.codecs.codecs import TopK
+from pipecomp.codecs.wire import Form, Kind
 from pipecomp.stages.link.visits import Visits
 from tests.fuzz.run import mutated
 from tests.fuzz.targets import TARGETS

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipecomp.cluster.local_ranks import RankFailedError
+from pipecomp.distributed.local_ranks import RankFailedError
 from pipecomp.errors import ConfigError, LinkError
 from pipecomp.netlab import Lab, NetlabError, missing
 from pipecomp.netlab import command as command_module
@@ -27,7 +27,7 @@ from pipecomp.netlab.kernel import KernelNetwork
 from pipecomp.netlab.names import abandoned, folder_of, marked, new_name
 from pipecomp.netlab.shape import burst_bytes, queue_bytes, read_shape
 from pipecomp.netlab.throttle import VARIABLE, SharedState, Throttle, ThrottleSettings, throttle_to
-from pipecomp.rates import wire_bytes
+from pipecomp.utils.units import wire_bytes
 from tests.dist.netlab_work import fails_on_rank_1, place
 from tests.limits import HANG_S
 

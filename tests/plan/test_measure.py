@@ -14,9 +14,9 @@ import pytest
 import torch
 from transformers import GPT2Config
 
-from pipecomp.activation_config import ConstantError
 from pipecomp.buffers import MemoryStore
 from pipecomp.config import Config
+from pipecomp.config.activations import ConstantError
 from pipecomp.doctor.measure import Measured
 from pipecomp.errors import ConfigError, LinkError
 from pipecomp.plan import survey, timing

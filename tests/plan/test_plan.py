@@ -15,11 +15,11 @@ import transformers
 from rich.console import Console
 from typer.testing import CliRunner
 
-from pipecomp.activation_config import ConstantError
 from pipecomp.allreduce import predict as predict_average
 from pipecomp.buffers import MemoryStore
 from pipecomp.cli import app
 from pipecomp.config import Config
+from pipecomp.config.activations import ConstantError
 from pipecomp.engine.agreed import check_precision
 from pipecomp.errors import ConfigError, SplitError
 from pipecomp.gradient_config import Gradients

@@ -18,10 +18,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipecomp.cluster import start
-from pipecomp.cluster.local_ranks import run_ranks
 from pipecomp.config import Config
 from pipecomp.data import as_micro_batch, eval_batches
+from pipecomp.distributed import start
+from pipecomp.distributed.local_ranks import run_ranks
 from pipecomp.errors import ConfigError, DataError, PipecompError, StoreError
 from pipecomp.recipes import language, run, steps, text
 from pipecomp.recipes.report import Report

@@ -179,7 +179,7 @@ class Engine:
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank."""
-    monkeypatch.setattr("pipecomp.cluster.collectives.gathered", lambda mine, group: [mine])
+    monkeypatch.setattr("pipecomp.distributed.collectives.gathered", lambda mine, group: [mine])
     monkeypatch.setattr("pipecomp.recipes.resume.gathered", lambda mine: [mine])
     monkeypatch.setattr("pipecomp.checkpoint.writing.gathered", lambda mine, group=None: [mine])
     monkeypatch.setenv("LOCAL_RANK", "0")
@@ -213,9 +213,9 @@ class TestResume:
                 three_times.set()
             return [mine]
 
-        monkeypatch.setattr("pipecomp.cluster.collectives.gathered", lambda mine, group: gathered(mine))
+        monkeypatch.setattr("pipecomp.distributed.collectives.gathered", lambda mine, group: gathered(mine))
         monkeypatch.setattr("pipecomp.recipes.resume.gathered", gathered)
-        monkeypatch.setattr("pipecomp.cluster.collectives._MEET_S", 0.01)
+        monkeypatch.setattr("pipecomp.distributed.collectives._MEET_S", 0.01)
         monkeypatch.setattr(manifest, "problem", lambda path: None if three_times.wait(HANG_S) else "nobody met")
         checkpoint(tmp_path, 3)
         assert self.found(tmp_path)[1] == "goes on after step 3"

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from pipecomp.cluster import start
-from pipecomp.cluster.agreement import AllRanks
+from pipecomp.distributed import start
+from pipecomp.distributed.consistency import AllRanks
 from pipecomp.recipes import run
 from pipecomp.recipes.resume import DATA, what_is_trained
 from tests.recipes.recipe_runs import ROOT, script

@@ -10,11 +10,11 @@ import torch
 
 from pipecomp.config import Config
 from pipecomp.engine.trace import Event, chrome_events
-from pipecomp.json_tree import finite
 from pipecomp.plan.messages import activation_bytes, gradient_bytes
 from pipecomp.plan.network import Network, uniform
 from pipecomp.plan.simulation import StageCosts, Step, play
 from pipecomp.report.record import Recorder
+from pipecomp.utils.json_tree import finite
 
 HIDDEN, TOKENS, SAMPLES, MICRO_BATCHES, STEPS = 256, 64, 4, 8, 20
 COSTS = StageCosts(forward_s=0.010, backward_s=0.020, encode_s=0.001, decode_s=0.001)

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from pipecomp.config import Config
-from pipecomp.json_tree import finite
 from pipecomp.plan.messages import activation_bytes
 from pipecomp.plan.network import Line, Network, uniform
 from pipecomp.plan.prediction import best_in_flight
@@ -22,6 +21,7 @@ from pipecomp.report.simulated import Simulated, simulate
 from pipecomp.report.tables import tables
 from pipecomp.report.text import duration
 from pipecomp.report.words import planned, planned_seconds, summary, told
+from pipecomp.utils.json_tree import finite
 from tests.report.runs import (
     AQSGD,
     COSTS,

@@ -15,7 +15,6 @@ import pytest
 
 from pipecomp.config import Config
 from pipecomp.errors import ConfigError, DataError
-from pipecomp.files import write_whole
 from pipecomp.report import figures, text
 from pipecomp.report import timeline as timeline_module
 from pipecomp.report.command import try_report, write_report
@@ -33,6 +32,7 @@ from pipecomp.report.record import METRICS, PAGE, PLAN, RANKS, RUN, TRACE, Recor
 from pipecomp.report.tables import tables
 from pipecomp.report.words import comparison, summary, told
 from pipecomp.stats import GroupStats, counted_since
+from pipecomp.utils.files import write_whole
 from tests.report.runs import AQSGD, COSTS, MICRO_BATCHES, STEPS, counters, made_step, make_run, slow
 
 

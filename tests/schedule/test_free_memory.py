@@ -4,8 +4,8 @@ import psutil
 import pytest
 import torch
 
-from pipecomp.schedule import control_groups, free_memory
-from pipecomp.schedule.free_memory import free_bytes, left_by_limits
+from pipecomp.utils import cgroups, free_memory
+from pipecomp.utils.free_memory import free_bytes, left_by_limits
 
 
 def write_group(folder, limit, used, cache, *, old=False):
@@ -19,8 +19,8 @@ def write_group(folder, limit, used, cache, *, old=False):
 @pytest.fixture
 def left(tmp_path, monkeypatch):
     """Gives what is left for a process with these lines."""
-    monkeypatch.setattr(control_groups, "_TOP", tmp_path / "groups")
-    monkeypatch.setattr(control_groups, "_OF_PROCESS", tmp_path / "of_process")
+    monkeypatch.setattr(cgroups, "_TOP", tmp_path / "groups")
+    monkeypatch.setattr(cgroups, "_OF_PROCESS", tmp_path / "of_process")
 
     def found(lines):
         (tmp_path / "of_process").write_text(lines)

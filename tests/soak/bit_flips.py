@@ -23,9 +23,9 @@ import torch
 
 from pipecomp.buffers import MemoryStore
 from pipecomp.buffers.value import ValueFormat, unpack
+from pipecomp.codecs import wire
 from pipecomp.config import Config
 from pipecomp.errors import PipecompError
-from pipecomp.messages import wire
 from pipecomp.stages.link.boundary import Layout
 from pipecomp.stages.link.endpoint import Position
 from pipecomp.stages.link.handshake import agree

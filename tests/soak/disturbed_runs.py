@@ -28,13 +28,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.runner import Kept, digest
-from pipecomp.cluster.local_ranks import run_ranks
+from pipecomp.distributed.local_ranks import run_ranks
 from pipecomp.netlab import Lab
 from pipecomp.netlab.filters import lose_packets
 from pipecomp.netlab.namespaces import command
 from tests.dist.closed_work import trains_closed
 from tests.dist.lab_ranks import run_in_lab
-from tests.mesh.meshes import keys_for
+from tests.tls.meshes import keys_for
 
 ROUNDS, STEPS = 20, 30
 WORLDS = (2, 4)

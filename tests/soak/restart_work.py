@@ -100,8 +100,8 @@ def one_rank(rank: int, world: int, port: int, job: Job, start: int, environment
 def _train(job: Job, note: Note) -> None:
     import torch
 
-    from pipecomp.cluster import heartbeat, start
     from pipecomp.demo.task import Sequences, gpt2
+    from pipecomp.distributed import heartbeat, start
     from pipecomp.recipes import run
 
     torch.set_num_threads(1)

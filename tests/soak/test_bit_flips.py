@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from pipecomp.codecs import wire
+from pipecomp.codecs.wire import Form, Kind
 from pipecomp.errors import WireError
-from pipecomp.messages import wire
-from pipecomp.messages.wire import Form, Kind
 from pipecomp.stages.link.gloo import read_prefix, write_prefix
 from tests.soak.bit_flips import Flips, flip_message, flip_value, markdown, recorded_messages, recorded_values
 

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipecomp.codecs.wire import Form, Header, Kind, Method, Sample
 from pipecomp.errors import DataError, WireError
-from pipecomp.messages.wire import Form, Header, Kind, Method, Sample
 from pipecomp.stages.link.boundary import Layout, gather, scatter
 from tests.device_copies import DeviceCopies
 

@@ -16,9 +16,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipecomp.activation_config import ConstantError
 from pipecomp.buffers import MemoryStore
+from pipecomp.codecs import wire
+from pipecomp.codecs.link_codecs import LinkCodecs
 from pipecomp.config import Config
+from pipecomp.config.activations import ConstantError
 from pipecomp.errors import (
     BaseMismatchError,
     ConfigError,
@@ -29,8 +31,6 @@ from pipecomp.errors import (
     WireError,
 )
 from pipecomp.kernels.rng import random_bits
-from pipecomp.messages import wire
-from pipecomp.messages.link_codecs import LinkCodecs
 from pipecomp.plan.messages import activation_bytes
 from pipecomp.stages.link.boundary import Layout
 from pipecomp.stages.link.bounds import Bounds

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipecomp.activation_config import ConstantError, bits_text
 from pipecomp.buffers import MemoryStore
 from pipecomp.buffers.base import entry_id
+from pipecomp.codecs import wire
+from pipecomp.codecs.codecs import Quantized, encoded
 from pipecomp.config import Config
+from pipecomp.config.activations import ConstantError, bits_text
 from pipecomp.errors import ConfigError, LinkError, NonFiniteError, WireError
-from pipecomp.messages import wire
-from pipecomp.messages.codecs import Quantized, encoded
 from pipecomp.stages.link.boundary import Layout
 from pipecomp.stages.link.endpoint import Position
 from pipecomp.stages.link.loopback import loopback_pair

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from pipecomp.buffers import MemoryStore
 from pipecomp.buffers.base import GRADIENT
+from pipecomp.codecs.codecs import Quantized, encoded
 from pipecomp.config import Config
 from pipecomp.errors import ConfigError, NonFiniteError
-from pipecomp.messages.codecs import Quantized, encoded
 from pipecomp.stages.link.boundary import Layout, gradient_unit
 from pipecomp.stages.link.endpoint import Position
 from pipecomp.stages.link.loopback import loopback_pair

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from pipecomp.buffers import MemoryStore
+from pipecomp.codecs import wire
+from pipecomp.codecs.codecs import Quantized, encoded
 from pipecomp.config import Config
 from pipecomp.errors import BaseMismatchError, ConfigError, LinkError, LinkTimeoutError, NonFiniteError, WireError
-from pipecomp.messages import wire
-from pipecomp.messages.codecs import Quantized, encoded
 from pipecomp.stages.link.boundary import Layout
 from pipecomp.stages.link.bounds import EVALUATED, Bounds
 from pipecomp.stages.link.endpoint import Position

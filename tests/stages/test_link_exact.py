@@ -12,9 +12,9 @@ from torch import Tensor
 
 from pipecomp.buffers import MemoryStore
 from pipecomp.buffers.base import entry_id, entry_name
+from pipecomp.codecs import wire
 from pipecomp.config import Config
 from pipecomp.errors import DriftError, WireError
-from pipecomp.messages import wire
 from pipecomp.stages.link.boundary import Layout
 from pipecomp.stages.link.drift import check_drift
 from pipecomp.stages.link.endpoint import Position

@@ -1,7 +1,4 @@
-"""Links and stores over a GPU's double, tests/lazy_staging.py: every wait is needed, and errors come late but in time.
-
-scripts/mutant_lists/ takes each wait away in turn; the first tests here notice.
-"""
+"""Links and stores over a GPU's double: every wait is needed, and errors come late but in time."""
 
 from __future__ import annotations
 
@@ -16,11 +13,11 @@ import pytest
 import torch
 
 from pipecomp.buffers import MemoryStore, open_environment
+from pipecomp.codecs import wire
 from pipecomp.config import Config
 from pipecomp.errors import NonFiniteError, WireError
 from pipecomp.kernels import ops
 from pipecomp.kernels.pool import Pool
-from pipecomp.messages import wire
 from pipecomp.stages.link.boundary import Layout
 from pipecomp.stages.link.endpoint import Position
 from pipecomp.stages.link.loopback import LoopbackTransport, loopback_pair

@@ -9,10 +9,10 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipecomp.buffers import MemoryStore
+from pipecomp.codecs.codecs import Quantized, encoded
+from pipecomp.codecs.wire import Form, Header, Kind, Method, Sample
 from pipecomp.config import Config
 from pipecomp.errors import BaseMismatchError, DataError, WireError
-from pipecomp.messages.codecs import Quantized, encoded
-from pipecomp.messages.wire import Form, Header, Kind, Method, Sample
 from pipecomp.stages.link.boundary import Layout
 from pipecomp.stages.link.endpoint import Position
 from pipecomp.stages.link.loopback import loopback_pair

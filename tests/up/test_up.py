@@ -23,14 +23,14 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from pipecomp.cli import app
-from pipecomp.cluster.agreement import AllRanks
-from pipecomp.cluster.network_interfaces import free_port
+from pipecomp.distributed.consistency import AllRanks
+from pipecomp.distributed.network_interfaces import free_port
 from pipecomp.errors import ConfigError, KeysError, LinkTimeoutError
-from pipecomp.keys.authority import issue, listed, new
-from pipecomp.keys.certificates import identify, new_key
-from pipecomp.keys.folder import MACHINE, KeyFolder
-from pipecomp.keys.invitation import authority_print
-from pipecomp.keys.listener import EVERYWHERE, Address
+from pipecomp.tls.authority import issue, listed, new
+from pipecomp.tls.certificates import identify, new_key
+from pipecomp.tls.enrollment import authority_print
+from pipecomp.tls.key_folder import MACHINE, KeyFolder
+from pipecomp.tls.listener import EVERYWHERE, Address
 from pipecomp.up import host
 from pipecomp.up.files import digest, named
 from tests.limits import HANG_S

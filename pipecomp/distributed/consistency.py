@@ -1,0 +1,196 @@
+"""What the ranks of a run tell each other before anything else: whether they fit together, and what is wrong if not.
+
+It goes through torch's key-value store, which works where gloo cannot connect yet, and where a rank has failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import itertools
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from pipecomp.codecs import wire
+from pipecomp.errors import LinkError, LinkTimeoutError, PeerLostError, PipecompError
+
+COMING_S = 1800.0  # for the slowest rank to come to the start: it may have data to prepare
+_PART_S, _POLL_S = 10.0, 0.2
+_PREFIX = "pipecomp/start"
+_VERSIONS = ("pipecomp", "torch", "deepspeed", "transformers")  # what other versions would compute or save otherwise
+# What DeepSpeed tells the user, and where: it need not be the same on all ranks.
+_OWN = (
+    "steps_per_print",
+    "wall_clock_breakdown",
+    "dump_state",
+    "tensorboard",
+    "wandb",
+    "csv_monitor",
+    "comms_logger",
+    "flops_profiler",
+    "comet",
+)
+_numbers = itertools.count()
+
+
+class AllRanks:
+    """Values of all ranks, through a key-value store that all of them reach. Every rank must ask the same questions.
+
+    store: torch's own by default. wait_s: for a rank that has not come yet. missed: why that rank cannot answer
+    any more, None if it may.
+    """
+
+    def __init__(
+        self,
+        rank: int | None = None,
+        world: int | None = None,
+        store: Any = None,
+        *,
+        wait_s: float = COMING_S,
+        missed: Callable[[int], Exception | None] = lambda rank: None,
+    ) -> None:
+        self.rank = dist.get_rank() if rank is None else rank
+        self.world = dist.get_world_size() if world is None else world
+        self._store = dist.PrefixStore(
+            f"{_PREFIX}/{next(_numbers)}", distributed_c10d._get_default_store() if store is None else store
+        )
+        self._wait_s, self._missed = wait_s, missed
+        self._questions = itertools.count()
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Tell all ranks a JSON value, and return what each rank gave, by rank.
+
+        Raises LinkTimeoutError if a rank does not answer, PeerLostError if the store is gone.
+        """
+        number = next(self._questions)
+        try:
+            self._store.set(f"{number}/{self.rank}", json.dumps(value))
+            return [self._answer(number, rank) for rank in range(self.world)]
+        except dist.DistNetworkError as error:
+            gone = "lost rank 0 at the start: torch.distributed's key-value store is gone, which it serves"
+            raise self._missed(0) or PeerLostError(gone, 0) from error
+
+    def _answer(self, number: int, rank: int) -> Any:
+        key = f"{number}/{rank}"
+        began = time.monotonic()
+        while not self._store.check([key]):
+            missed = self._missed(rank)
+            if missed is not None:
+                self.leave(but=rank)
+                raise missed
+            passed_s = time.monotonic() - began
+            if passed_s > self._wait_s:
+                raise LinkTimeoutError(
+                    f"rank {rank} did not come to the start of the run within {self._wait_s:g} s: see what it printed"
+                )
+            time.sleep(min(_POLL_S, max(0.001, passed_s / 10)))
+        return json.loads(self._store.get(key))
+
+    def assert_same_on_all_ranks(self, facts: Mapping[str, Any]) -> None:
+        """LinkError on every rank if `facts`, JSON values, are not the same on all; it names ranks and values."""
+        mine = json.dumps(facts, sort_keys=True)
+        hashes = self.all_gather_object(hashlib.sha256(mine.encode()).hexdigest())
+        if len(set(hashes)) > 1:
+            self._compare(self.all_gather_object(json.loads(mine)))
+
+    def assert_same_where_known(self, facts: Mapping[str, Any]) -> None:
+        """Do the same with facts of which each rank knows only some."""
+        given = self.all_gather_object(json.loads(json.dumps(facts, sort_keys=True)))
+        known = {key: value for some in reversed(given) for key, value in some.items()}
+        self._compare([{**known, **some} for some in given])
+
+    def _compare(self, facts: list[dict[str, Any]]) -> None:
+        found = differences(facts)
+        if found:
+            self.leave()
+            raise LinkError(f"the ranks of this run do not fit together: {'; '.join(found)}")
+
+    def leave(self, *, but: int | None = None) -> None:
+        """Before an error that ends all ranks: rank 0, which may serve the store, goes when all have their answers.
+
+        but: the rank that will not come for them.
+        """
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"parted/{self.rank}", "")
+            if self.rank == 0:
+                self._store.wait(
+                    [f"parted/{rank}" for rank in range(self.world) if rank != but], timedelta(seconds=_PART_S)
+                )
+
+    @contextlib.contextmanager
+    def collective_errors(self) -> Iterator[None]:
+        """Raise an error of what every rank does for itself there, and as LinkError on all that had none."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as raised:
+            error = raised
+        errors = self.all_gather_object(None if error is None else f"{type(error).__name__}: {error}")
+        if any(text is not None for text in errors):
+            self.leave()
+        if error is not None:
+            raise error
+        for rank, text in enumerate(errors):
+            if text is not None:
+                raise LinkError(f"rank {rank} could not start: {text}")
+
+
+def versions() -> dict[str, Any]:
+    """List what must fit before the ranks can talk at all: packages, the form of packets, the order of bytes.
+
+    Builds of one torch version for different devices fit.
+    """
+    found: dict[str, Any] = {}
+    for name in _VERSIONS:
+        try:
+            found[f"{name} version"] = importlib.metadata.version(name).split("+")[0]
+        except importlib.metadata.PackageNotFoundError:
+            found[f"{name} version"] = "not installed"  # pipecomp itself may run from a folder
+    return {**found, "format of packets": wire.VERSION, "order of bytes": sys.byteorder}
+
+
+def check_byte_order() -> None:
+    """Raise where packets, which are little-endian, cannot be copied as they are."""
+    if sys.byteorder != "little":
+        raise PipecompError(f"this machine is {sys.byteorder}-endian: pipecomp needs little-endian ones")
+
+
+def settings_of(ds_config: Mapping[str, Any], section: str, shared: Mapping[str, Any]) -> dict[str, Any]:
+    """DeepSpeed's configuration as flat keys, but for what may differ; shared: this project's section, complete."""
+    return dict(_flat({**{k: v for k, v in ds_config.items() if k not in _OWN}, section: shared}))
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, inner in value.items():
+        if isinstance(inner, Mapping):
+            yield from _flat(inner, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", inner
+
+
+def differences(facts: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Tell what is not the same on all ranks, one sentence for each key; facts: by rank."""
+    found = []
+    for key in sorted(set().union(*facts)):
+        by_value: dict[str, list[int]] = {}
+        for rank, values in enumerate(facts):
+            by_value.setdefault(json.dumps(values[key]) if key in values else "not set", []).append(rank)
+        if len(by_value) > 1:
+            rarest_first = sorted(by_value.items(), key=lambda item: (len(item[1]), -item[1][0]))
+            found.append(f"{key} is {', '.join(f'{value} on {_ranks(ranks)}' for value, ranks in rarest_first)}")
+    return found
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"ranks {shown}"

@@ -1,0 +1,1 @@
+"""Helpers without knowledge of training: files, serialization, units, tables, processes, sockets, cgroups."""

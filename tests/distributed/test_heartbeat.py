@@ -1,0 +1,151 @@
+"""Heartbeats, several watches in one process over one store; `dist/test_silence.py` has them over processes."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from pipecomp.distributed import heartbeat
+from pipecomp.distributed.failure import StoreSilentError, bounded, left_behind
+from pipecomp.distributed.heartbeat import Heartbeat
+from pipecomp.errors import ConfigError, LinkTimeoutError, PeerLostError
+from tests.limits import HANG_S
+
+
+@pytest.fixture
+def watches(monkeypatch):
+    """Three ranks' watches that notice silence after 1.5 s."""
+    monkeypatch.setattr(heartbeat, "DEFAULT_TIMEOUT_S", 2.0)
+    store = dist.HashStore()
+    found = [Heartbeat(rank, 3, store) for rank in range(3)]
+    yield found
+    for each in found:
+        each.end()
+        assert not any(thread.is_alive() for thread in each._threads)
+
+
+def until(condition):
+    """True as soon as it holds, False if that takes too long for any machine."""
+    deadline = time.monotonic() + HANG_S
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def test_a_silent_rank_is_lost_to_those_that_have_an_engine(watches):
+    for each in watches[:2]:
+        each.begin()
+    watches[2].end()
+    assert until(lambda: all(each.lost is not None for each in watches[:2]))
+    assert isinstance(watches[0].lost, LinkTimeoutError)
+    assert "from rank 2" in str(watches[0].lost)
+    with pytest.raises(LinkTimeoutError, match="from rank 2"):
+        watches[0].enter()
+
+
+def test_a_rank_that_has_closed_its_engine_is_not_missed(watches):
+    for each in watches:
+        each.begin()
+    assert until(lambda: len(watches[0]._seen) == 2)
+    watches[2].close(watches[2].engine)
+    assert until(lambda: watches[0]._seen[2].words[2] == "left")
+    watches[2].end()
+    since = watches[0]._seen[2].since
+    assert until(lambda: time.monotonic() > since + 2.5)
+    assert watches[0].lost is None
+
+
+def test_closing_an_engine_leaves_the_one_that_was_made_after_it(watches):
+    each = watches[1]
+    each.begin()
+    first = each.engine
+    each.begin()
+    each.on_exit = print
+    each.close(first)
+    assert each._state == ""
+    assert each.on_exit is print
+    each.close(each.engine)
+    assert each._state == "left"
+    assert each.on_exit is not print, "what it would have closed is not kept"
+
+
+def test_why_a_start_failed_is_told_to_the_others(watches, monkeypatch):
+    monkeypatch.setattr(heartbeat, "_LINGER_S", 0.5)  # nobody here answers that it has stopped too
+    for each in watches[1:]:
+        each.begin()
+    with pytest.raises(ConfigError), watches[0].starting():
+        raise ConfigError("key", 1, "another")
+    assert until(lambda: all(each.lost is not None for each in watches[1:]))
+    lost = watches[2].lost
+    assert isinstance(lost, PeerLostError)
+    assert lost.rank == 0
+    assert str(lost).startswith("rank 0 could not start: ConfigError: key: got 1")
+    assert watches[2]._told() is not None
+    watches[2].begin()  # another engine: what ended the one before is over
+    assert watches[2].lost is None
+    assert watches[2]._told() is None
+    watches[2].enter()
+
+
+def test_rank_0_stays_until_all_others_know(watches):
+    for each in watches[1:]:
+        each.begin()
+    gone = threading.Event()
+
+    def fail():
+        with pytest.raises(ConfigError), watches[0].starting():
+            raise ConfigError("key", 1, "another")
+        gone.set()
+
+    failing = threading.Thread(target=fail)
+    failing.start()
+    assert until(lambda: watches[1].lost is not None)
+    watches[1].stopped(0, "rank 0 could not start")
+    watches[2].end()  # and one that is silent
+    assert until(gone.is_set)
+    failing.join()
+    assert watches[0]._seen[1].words[2] == "stopped"
+
+
+def test_the_end_waits_for_a_question_that_was_given_up(watches):
+    """Inside torch its thread would abort the process."""
+    answer = threading.Event()
+    with pytest.raises(StoreSilentError):
+        bounded(answer.wait, 0.0)
+    assert left_behind()
+    threading.Timer(0.1, answer.set).start()
+    watches[0].end()
+    assert not left_behind()
+
+
+def test_a_rank_whose_gpu_waits_for_the_others_waits(watches, monkeypatch):
+    """With NCCL a step returns at once; who then reads its loss waits there."""
+    ended = threading.Event()
+    monkeypatch.setattr(heartbeat, "_GRACE_S", 0.0)
+    monkeypatch.setattr(Heartbeat, "_end_process", lambda self, problem: (ended.set(), self._ended.set()))
+    for each in watches[:2]:
+        each.begin()
+        each.enter()
+    watches[0].leave(lambda: True)
+    watches[1].leave()  # its process goes on, and would fail the test
+    watches[2].end()
+    assert until(ended.is_set)
+    assert not watches[1]._ended.is_set()
+
+
+def test_a_rank_whose_gpu_is_done_does_not_wait(watches, monkeypatch):
+    monkeypatch.setattr(heartbeat, "_GRACE_S", 0.0)
+    monkeypatch.setattr(Heartbeat, "_end_process", lambda self, problem: self._ended.set())
+    watches[0].begin()
+    watches[0].enter()
+    watches[0].leave(lambda: False)
+    watches[2].end()
+    assert until(lambda: watches[0].lost is not None)
+    since = time.monotonic()
+    assert until(lambda: time.monotonic() > since + 2.0)
+    assert not watches[0]._ended.is_set()
