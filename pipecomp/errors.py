@@ -1,11 +1,11 @@
-"""Every error that pipecomp raises on purpose.
+"""The errors that pipecomp raises on purpose.
 
 PipecompError
-  ConfigError          a setting: its key, what it got, what is allowed
+  ConfigError          a setting: its key, its value, what is allowed
   ShapeError           a tensor's shape, dtype or device
   NonFiniteError       NaN, Inf or a value too large to quantize
   KernelError          a kernel backend that cannot run here
-  SplitError           a model that cannot be cut as asked
+  SplitError           a model that cannot be split into stages as requested
   DataError            samples, ids or labels
   WireError            bytes that are not a packet of this version
   StoreError           the message store: damaged, full, or of another run
@@ -13,10 +13,10 @@ PipecompError
     CheckpointError    a checkpoint
   KeysError            keys and certificates: missing, expired, revoked, of another run or rank
   LinkError            the exchange between two stages
-    BaseMismatchError  a delta on a cached activation that the receiver does not hold
-    DriftError         the two ends hold different cached activations, again after they were repaired
-    LinkTimeoutError   nothing arrived within the stated time
-    PeerLostError      a rank is gone; `rank` says which
+    BaseMismatchError  a delta against a cached activation that the receiver does not have
+    DriftError         the cached activations of both ends differ, again after a repair
+    LinkTimeoutError   nothing arrived in time
+    PeerLostError      a rank is gone; its number is in `rank`
 """
 
 from __future__ import annotations
@@ -32,18 +32,27 @@ class PipecompError(Exception):
 
 
 class ConfigError(PipecompError, ValueError):
-    """A setting is unknown, of the wrong type, out of range, or cannot take effect.
+    """A setting is unknown, of the wrong type, out of range, or without effect.
 
-    `key` is dotted ("activations.forward_bits"), `got` the value, `allowed` a sentence or list for people.
+    Args:
+        key: dotted name of the setting, such as "activations.forward_bits".
+        got: the value.
+        allowed: the values that are allowed, in words; "" where there are none to list.
+        hint: a sentence with the reason or the remedy, appended to the message.
     """
 
-    def __init__(self, key: str, got: object, allowed: str) -> None:
-        super().__init__(f"{key}: got {_shown(got)}, allowed: {allowed}")
-        self.key, self.got, self.allowed = key, got, allowed
+    def __init__(self, key: str, got: object, allowed: str, hint: str | None = None) -> None:
+        message = f"{key}: got {_shown(got)}"
+        if allowed:
+            message += f", allowed: {allowed}"
+        if hint:
+            message += f". {hint}" if hint.endswith((".", "?")) else f". {hint}."
+        super().__init__(message)
+        self.key, self.got, self.allowed, self.hint = key, got, allowed, hint
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Worker pools and data loaders send errors by pickle, whose own way calls the class with the message alone.
-        return type(self), (self.key, self.got, self.allowed)
+        # Worker pools and data loaders pickle errors; the default would call the class with the message alone.
+        return type(self), (self.key, self.got, self.allowed, self.hint)
 
 
 def _shown(value: object) -> str:
@@ -53,15 +62,15 @@ def _shown(value: object) -> str:
         return f"a {type(value).__name__} too large to show"
 
 
-def require(ok: object, key: str, got: object, allowed: str) -> None:
+def require(ok: object, key: str, got: object, allowed: str, hint: str | None = None) -> None:
     """Raise ConfigError with the other arguments unless `ok` is true."""
     if not ok:
-        raise ConfigError(key, got, allowed)
+        raise ConfigError(key, got, allowed, hint)
 
 
 @contextlib.contextmanager
 def writable(key: str, path: str | os.PathLike[str], what: str = "a folder") -> Iterator[None]:
-    """Inside, an OSError becomes a ConfigError for `path`, which `key` names: `what` that can be written is needed."""
+    """Turn an OSError in the body into a ConfigError: the setting `key` needs `what` that can be written at `path`."""
     try:
         yield
     except OSError as error:
@@ -69,11 +78,11 @@ def writable(key: str, path: str | os.PathLike[str], what: str = "a folder") -> 
 
 
 class ShapeError(PipecompError, ValueError):
-    """A tensor has a shape, dtype or device that the operation does not take."""
+    """A tensor has a shape, dtype or device that the operation does not support."""
 
 
 class NonFiniteError(PipecompError, ArithmeticError):
-    """A tensor holds NaN, Inf, or a value above 2**100; nothing was changed."""
+    """A tensor holds NaN, Inf, or a value above 2**100; nothing has been modified."""
 
 
 class KernelError(PipecompError, RuntimeError):
@@ -81,15 +90,15 @@ class KernelError(PipecompError, RuntimeError):
 
 
 class SplitError(PipecompError, ValueError):
-    """The model cannot be cut as asked."""
+    """The model cannot be split into stages as requested."""
 
 
 class DataError(PipecompError, ValueError):
-    """Samples, their ids or their labels are not what training needs."""
+    """Samples, their ids or their labels are unusable for training."""
 
 
 class WireError(PipecompError, ValueError):
-    """Received bytes are not a whole packet of this version and link."""
+    """Received bytes are not a complete packet of this version and link."""
 
 
 class StoreError(PipecompError, RuntimeError):
@@ -97,15 +106,15 @@ class StoreError(PipecompError, RuntimeError):
 
 
 class OutputError(PipecompError, RuntimeError):
-    """Something cannot be written: which file, on which rank, and why. Every rank has it, and training can go on."""
+    """A file cannot be written; raised on every rank with the file, the rank and the reason. Training can continue."""
 
 
 class CheckpointError(OutputError):
-    """A checkpoint cannot be written, and nothing of it is left."""
+    """A checkpoint cannot be written; no part of it remains on disk."""
 
 
 class KeysError(PipecompError, RuntimeError):
-    """A key or certificate is missing, expired, revoked, of another run, or not for that rank."""
+    """A key or certificate is missing, expired, revoked, or issued for another run or rank."""
 
 
 class LinkError(PipecompError, RuntimeError):
@@ -113,19 +122,19 @@ class LinkError(PipecompError, RuntimeError):
 
 
 class BaseMismatchError(LinkError):
-    """A delta builds on a version of a cached activation that this end of the link does not hold."""
+    """A delta refers to a version of a cached activation that this end of the link does not have."""
 
 
 class DriftError(LinkError):
-    """The two ends of a link hold different cached activations of one version, in two checks in a row."""
+    """The cached activations of the two ends of a link differ in two consecutive checks."""
 
 
 class LinkTimeoutError(LinkError, TimeoutError):
-    """Nothing arrived on the link within the stated time."""
+    """Nothing arrived on the link in time."""
 
 
 class PeerLostError(LinkError, ConnectionError):
-    """A rank is gone. `rank` is the global rank that was lost first, as far as is known."""
+    """A rank is gone. `rank` is the global rank that was lost first, as far as known."""
 
     def __init__(self, message: str, rank: int) -> None:
         super().__init__(message)

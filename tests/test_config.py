@@ -84,12 +84,12 @@ BAD = [
     (
         {"activations": {"method": "aqsgd", "first_visit": RATED}},
         "activations.first_visit.mbit_per_s",
-        "only forward_bits",
+        "follow a rate",
     ),
     (
         {"activations": {"method": "aqsgd", "backward_method": "delta", "backward_first_visit": RATED}},
         "activations.backward_first_visit.mbit_per_s",
-        "only forward_bits",
+        "follow a rate",
     ),
     (
         {"activations": {"method": "none", "eval": "direct", "forward_bits": RATED}},

@@ -10,7 +10,11 @@ from pipecomp.errors import ConfigError, PeerLostError, PipecompError
 
 @pytest.mark.parametrize(
     "error",
-    [ConfigError("store.bits", 3, "2, 4, 8, 16, 32"), PeerLostError("rank 2 is gone", 2)]
+    [
+        ConfigError("store.bits", 3, "2, 4, 8, 16, 32"),
+        ConfigError("store.clusters", 3, "a power of two", hint="A center is numbered in whole bits."),
+        PeerLostError("rank 2 is gone", 2),
+    ]
     + [
         kind("what went wrong")
         for kind in vars(errors).values()

@@ -84,8 +84,8 @@ class State:
         if self.options.exchanges_in_optimizer:
             raise ConfigError("method", method, "a method for gradients: this is an optimizer, optim.QuantizedAdam")
         if self.options.local is not None:
-            allowed = "none: a State averages what it is given; `pipecomp.initialize` takes local steps"
-            raise ConfigError("local_steps", self.options.local_steps, allowed)
+            hint = "A State averages in every call; local steps are run by `pipecomp.initialize`."
+            raise ConfigError("local_steps", self.options.local_steps, "null", hint)
         self.seed, self.loss_scale = seed, 1.0
         self.staging: Staging | None = None
         chosen = self.options.chosen

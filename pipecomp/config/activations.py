@@ -168,8 +168,8 @@ class Activations:
     def _check_rate(self, key: str, bits: ConstantError) -> None:
         """Refuse a rate that could not take effect."""
         where = f"activations.{key}"
-        allowed = "none: only forward_bits and backward_bits follow a rate"
-        require(key in FEWEST, f"{where}.mbit_per_s", bits.mbit_per_s, allowed)
+        hint = "Only forward_bits and backward_bits follow a rate."
+        require(key in FEWEST, f"{where}.mbit_per_s", bits.mbit_per_s, "null", hint)
         allowed = f"only with method 'direct' or 'aqsgd', not {self.method!r}"
         require(self.method in self.QUANTIZED, f"{where}.mbit_per_s", bits.mbit_per_s, allowed)
         least = max(bits.min, FEWEST[key])
