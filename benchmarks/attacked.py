@@ -29,7 +29,7 @@ from benchmarks.paired import BY_NAME, MODEL, STAGES
 from benchmarks.runner import Runs, arguments, chosen, digest
 from pipecomp.bench.configurations import EIGHT
 from pipecomp.bench.pipeline import start_engine
-from pipecomp.tls.authority import new
+from pipecomp.tls.key_folder import new
 
 AIM = 1.05
 WARM_UP = 3

@@ -23,7 +23,7 @@ from benchmarks.paired import BY_NAME, MODEL, STAGES, compute_seconds
 from benchmarks.runner import Runs, arguments, chosen, digest
 from pipecomp.bench.configurations import EIGHT, rate_for
 from pipecomp.bench.pipeline import start_engine
-from pipecomp.tls.authority import new
+from pipecomp.tls.key_folder import new
 
 GLOO, TLS, WIREGUARD = "gloo", "tls", "gloo through WireGuard"
 VALUES = 8_000_000

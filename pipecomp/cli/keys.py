@@ -24,7 +24,7 @@ def keys_new(
     days: _Days = 90,
 ) -> None:
     """Make a run's keys in FOLDER, on the machine that invites the others."""
-    from pipecomp.tls.authority import new
+    from pipecomp.tls.key_folder import new
 
     made = new(folder, run=run, machine=machine, ranks=ranks, days=days).identity()
     console.print(f"Run {made.run}: keys in {folder}. Invite others with", highlight=False)
@@ -78,7 +78,7 @@ def keys_join(
 @plain_errors()
 def keys_revoke(folder: str, machine: str) -> None:
     """Take a machine's certificate back; the others learn of it when they next meet this machine."""
-    from pipecomp.tls.authority import revoke
+    from pipecomp.tls.key_folder import revoke
 
     revoke(folder, machine)
     console.print(f"{machine} is revoked", highlight=False)
@@ -88,7 +88,7 @@ def keys_revoke(folder: str, machine: str) -> None:
 @plain_errors()
 def keys_list(folder: str, json_file: JsonOption = None) -> None:
     """Show the machines that belong to a run; on other machines than the inviting one, this one alone."""
-    from pipecomp.tls.authority import listed
+    from pipecomp.tls.key_folder import listed
 
     lines = listed(folder)
     write_json(json_file, lines)

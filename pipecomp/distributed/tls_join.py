@@ -12,11 +12,11 @@ from typing import Any
 from pipecomp.config import read_json_object
 from pipecomp.distributed.network_interfaces import gloo_address
 from pipecomp.errors import ConfigError
+from pipecomp.tls.handshake import Trust
 from pipecomp.tls.key_folder import KeyFolder
 from pipecomp.tls.listener import Address
 from pipecomp.tls.mesh import Meeting, Mesh, meet
 from pipecomp.tls.process_group import use_mesh
-from pipecomp.tls.verification import Trust
 
 KEYS, ADDRESS, LISTEN = "PIPECOMP_KEYS", "PIPECOMP_ADDRESS", "PIPECOMP_LISTEN"
 _NOWHERE = "none"

@@ -14,11 +14,9 @@ from typing import Any
 
 from pipecomp.errors import LinkError, LinkTimeoutError, PeerLostError, WireError
 from pipecomp.tls.frames import CALL_BYTES, EAGER_BYTES, HEADER_BYTES, NOTE_BYTES, Header, Kind, pack, unpack
-from pipecomp.tls.receive_queue import Inbox, Sink
+from pipecomp.tls.queues import Inbox, Outbox, Sink, Transfer
 from pipecomp.tls.resumable import Line, Way
-from pipecomp.tls.send_queue import Outbox
 from pipecomp.tls.stream import SecureStream
-from pipecomp.tls.transfer import Transfer
 
 _CLOSE_S, _SAY_S, _LOOK_S = 10.0, 2.0, 0.1
 _REASON = 1000  # characters

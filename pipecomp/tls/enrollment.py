@@ -27,8 +27,21 @@ from cryptography.hazmat.primitives import hashes, serialization
 
 from pipecomp.errors import ConfigError, KeysError, PipecompError
 from pipecomp.tls import certificates as made
-from pipecomp.tls.authority import DAYS, check_days, check_free, issue, next_rank, public_key_of, revoke
-from pipecomp.tls.key_folder import AUTHORITY, AUTHORITY_KEY, MACHINE, MACHINE_KEY, REVOKED, KeyFolder
+from pipecomp.tls.key_folder import (
+    AUTHORITY,
+    AUTHORITY_KEY,
+    DAYS,
+    MACHINE,
+    MACHINE_KEY,
+    REVOKED,
+    KeyFolder,
+    check_days,
+    check_free,
+    issue,
+    next_rank,
+    public_key_of,
+    revoke,
+)
 from pipecomp.tls.listener import Address, Listener
 from pipecomp.tls.stream import SecureStream, close, context, explain
 

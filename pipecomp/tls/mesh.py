@@ -19,14 +19,12 @@ from pipecomp.errors import KeysError, LinkError, LinkTimeoutError, PeerLostErro
 from pipecomp.tls import handshake
 from pipecomp.tls.connection import Connection
 from pipecomp.tls.frames import LINKS
-from pipecomp.tls.handshake import Guest, Place, Wish
+from pipecomp.tls.handshake import Guest, Place, Trust, Wish
 from pipecomp.tls.listener import EVERYWHERE, Address, Listener, places
-from pipecomp.tls.relay import Relay
 from pipecomp.tls.resumable import Way
-from pipecomp.tls.routes import DIRECT, Door, Routes, address_key, connect, most_waiting, wait_for_keys
+from pipecomp.tls.routes import DIRECT, Door, Relay, Routes, address_key, connect, most_waiting, wait_for_keys
 from pipecomp.tls.store import MeshStore, Questions, Table
 from pipecomp.tls.stream import NoAnswerError, SecureStream
-from pipecomp.tls.verification import Trust
 
 _AGAIN_S = 0.5
 _CONNECT_S, _AGAIN_CONNECT_S = 5.0, 3.0
@@ -34,7 +32,7 @@ _TIMEOUT_S = 120.0
 _LAST_S = 5.0
 _READY_S = 180.0
 _SAID = 5  # refused connections that are printed
-_READY = "pipecomp/tls/ready/{}"
+_READY = "pipecomp/mesh/ready/{}"
 
 
 class Meeting(NamedTuple):

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from pipecomp.errors import LinkError, PeerLostError, PipecompError
 from pipecomp.tls.handshake import RefusedError
-from pipecomp.tls.send_queue import Outbox
+from pipecomp.tls.queues import Outbox
 from pipecomp.tls.stream import SecureStream
 
 PATIENCE = 1 / 3  # share of the time of silence after which a TCP connection is given up

@@ -17,10 +17,9 @@ from pipecomp.distributed.launch_env import LAUNCHER
 from pipecomp.distributed.network_interfaces import address_towards
 from pipecomp.distributed.tls_join import ADDRESS, KEYS, LISTEN
 from pipecomp.errors import KeysError, LinkTimeoutError, require
-from pipecomp.tls.authority import listed, new
 from pipecomp.tls.certificates import identify, ranks_text
 from pipecomp.tls.enrollment import Invitation, authority_print, join, parse_address, plain_fingerprint
-from pipecomp.tls.key_folder import AUTHORITY_KEY, MACHINE, KeyFolder
+from pipecomp.tls.key_folder import AUTHORITY_KEY, MACHINE, KeyFolder, listed, new
 from pipecomp.tls.listener import Address
 from pipecomp.utils.processes import exit_status, handled, python_module
 

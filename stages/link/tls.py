@@ -19,7 +19,7 @@ from pipecomp.stages.link.transport import Outgoing, Pacer
 from pipecomp.tls.connection import Connection
 from pipecomp.tls.frames import CONTENT_BYTES, HEADER_BYTES
 from pipecomp.tls.mesh import Mesh
-from pipecomp.tls.transfer import Transfer
+from pipecomp.tls.queues import Transfer
 
 _RECORD_BYTES, _SEAL_BYTES = 1 << 14, 22  # of TLS: what it seals at once, and what that adds
 _PACED_BYTES = 1 << 19  # held back at once, as gloo's frames are

@@ -47,7 +47,7 @@ def receiving(engine: Any) -> None:
 def sending(engine: Any) -> None:
     """A bug where frames are made."""
     import pipecomp.stages.link.gloo as gloo
-    import pipecomp.tls.send_queue as outbox
+    import pipecomp.tls.queues as outbox
 
     gloo.write_prefix = outbox.pack = raises(TypeError("a bug"))
 
@@ -57,7 +57,7 @@ def another_frame(engine: Any) -> None:
     import struct
 
     import pipecomp.stages.link.gloo as gloo
-    import pipecomp.tls.send_queue as outbox
+    import pipecomp.tls.queues as outbox
 
     write, pack = gloo.write_prefix, outbox.pack
     gloo.write_prefix = lambda frame, kind, size, total: write(frame, 99, size, total)

@@ -24,8 +24,7 @@ from pipecomp.stages.link.delivery import Delivery
 from pipecomp.stages.link.tls import TlsTransport
 from pipecomp.tls.connection import Connection
 from pipecomp.tls.frames import CONTENT_BYTES, EAGER_BYTES, HEADER_BYTES, LINKS, Header, Kind, pack
-from pipecomp.tls.receive_queue import EARLY_BYTES, Inbox
-from pipecomp.tls.send_queue import KEPT_BYTES, Outbox
+from pipecomp.tls.queues import EARLY_BYTES, KEPT_BYTES, Inbox, Outbox
 from pipecomp.tls.store import ENTRY_BYTES, MOST_BYTES, Table
 
 MOST_PACKET = 1 << 12

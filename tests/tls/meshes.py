@@ -13,12 +13,11 @@ from typing import Any
 from pipecomp.distributed.network_interfaces import free_port
 from pipecomp.errors import PeerLostError
 from pipecomp.tls import certificates
-from pipecomp.tls.authority import issue, new
-from pipecomp.tls.key_folder import KeyFolder
+from pipecomp.tls.handshake import Trust
+from pipecomp.tls.key_folder import KeyFolder, issue, new
 from pipecomp.tls.listener import Address
 from pipecomp.tls.mesh import Meeting, Mesh, meet
 from pipecomp.tls.stream import close
-from pipecomp.tls.verification import Trust
 
 WAIT_S = 120.0
 

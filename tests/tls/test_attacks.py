@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 
 from pipecomp.errors import LinkError, WireError
 from pipecomp.tls import handshake
-from pipecomp.tls import receive_queue as inbox_module
+from pipecomp.tls import queues as inbox_module
 from pipecomp.tls.frames import CONTENT_BYTES, EAGER_BYTES, HEADER_BYTES, Header, Kind, pack, unpack
+from pipecomp.tls.handshake import Trust
 from pipecomp.tls.listener import MOST_WAITING, Address
 from pipecomp.tls.mesh import Meeting, meet
-from pipecomp.tls.receive_queue import Inbox
+from pipecomp.tls.queues import Inbox
 from pipecomp.tls.routes import RELAYED, connect
 from pipecomp.tls.stream import NoAnswerError
-from pipecomp.tls.verification import Trust
 from tests.tls.meshes import WAIT_S, close_all, free_address, keys_for, meet_all, together
 
 SECRET = b"a sample's text, which nobody else must read. " * 4000

@@ -13,10 +13,10 @@ import torch
 from pipecomp.errors import KeysError, LinkError, LinkTimeoutError, WireError
 from pipecomp.stages.link.tls import TlsTransport
 from pipecomp.tls import handshake
-from pipecomp.tls.collectives import Collectives
 from pipecomp.tls.frames import CONTENT_BYTES, EAGER_BYTES, LINKS, Header, Kind, unpack
+from pipecomp.tls.process_group import Collectives
+from pipecomp.tls.queues import Outbox
 from pipecomp.tls.routes import DIRECT, RELAYED
-from pipecomp.tls.send_queue import Outbox
 from pipecomp.tls.stream import close
 from tests.tls.meshes import WAIT_S, Trouble, close_all, keys_for, kill, meet_all, together
 
@@ -182,7 +182,7 @@ class TestOutbox:
         assert take_all(outbox, outbox.renew(0)) == [(0, b"before")]
 
     def test_no_more_is_kept_than_the_limit(self, monkeypatch):
-        monkeypatch.setattr("pipecomp.tls.send_queue.KEPT_BYTES", 3 * CONTENT_BYTES)
+        monkeypatch.setattr("pipecomp.tls.queues.KEPT_BYTES", 3 * CONTENT_BYTES)
         outbox = Outbox()
         outbox.opened(1, 1 << 20)
         outbox.send(1, 0, memoryview(bytes(10 * CONTENT_BYTES)))

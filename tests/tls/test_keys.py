@@ -22,12 +22,11 @@ from typer.testing import CliRunner
 from pipecomp.cli import app
 from pipecomp.errors import ConfigError, KeysError, LinkError
 from pipecomp.tls import certificates, enrollment
-from pipecomp.tls.authority import DAYS, issue, listed, new, public_key_of, revoke
 from pipecomp.tls.certificates import parse_ranks, ranks_text
-from pipecomp.tls.key_folder import KeyFolder
+from pipecomp.tls.handshake import Trust
+from pipecomp.tls.key_folder import DAYS, KeyFolder, issue, listed, new, public_key_of, revoke
 from pipecomp.tls.listener import EVERYWHERE, Address, Listener
 from pipecomp.tls.stream import SecureStream
-from pipecomp.tls.verification import Trust
 from tests.limits import HANG_S
 
 LOCAL = "127.0.0.1:0"

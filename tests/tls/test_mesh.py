@@ -22,19 +22,17 @@ import torch.distributed as dist
 
 from pipecomp.errors import KeysError, LinkError, LinkTimeoutError, PeerLostError, WireError
 from pipecomp.tls import handshake
-from pipecomp.tls.authority import new, revoke
-from pipecomp.tls.collectives import Collectives
 from pipecomp.tls.enrollment import Invitation
 from pipecomp.tls.frames import CALL_BYTES, CONTENT_BYTES, EAGER_BYTES, Header, Kind, pack
+from pipecomp.tls.handshake import Trust
+from pipecomp.tls.key_folder import new, revoke
 from pipecomp.tls.listener import EVERYWHERE, MOST_WAITING, Address
 from pipecomp.tls.mesh import Meeting, Mesh, default_listen, meet
-from pipecomp.tls.process_group import MeshProcessGroup, _Work
-from pipecomp.tls.receive_queue import Inbox
+from pipecomp.tls.process_group import Collectives, MeshProcessGroup, _Work
+from pipecomp.tls.queues import Inbox, Outbox
 from pipecomp.tls.routes import DIRECT, RELAYED, Door, Routes, address_key, connect
-from pipecomp.tls.send_queue import Outbox
 from pipecomp.tls.store import ENTRY_BYTES, RefusedError
 from pipecomp.tls.stream import NoAnswerError, SecureStream
-from pipecomp.tls.verification import Trust
 from tests.tls.meshes import WAIT_S, add_machine, close_all, free_address, keys_for, kill, meet_all, together
 
 LONG = 3 * CONTENT_BYTES + 17
@@ -189,7 +187,7 @@ def test_tensors_of_no_values(two, early):
 
 
 def test_all_reduce_in_pieces(two, monkeypatch):
-    monkeypatch.setattr("pipecomp.tls.collectives._PIECE_BYTES", 4 * 50_000)
+    monkeypatch.setattr("pipecomp.tls.process_group._PIECE_BYTES", 4 * 50_000)
     given = [torch.randn(2 * EAGER_BYTES + 3, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
     tensors = [tensor.clone() for tensor in given]
     together([lambda r=r: Collectives(two[r], [0, 1], 9).all_reduce_(tensors[r], "SUM") for r in range(2)])
@@ -358,7 +356,7 @@ class TestStore:
             "p/x/pipecomp/stopped/0",
             "pipecomp/start/3/12/0",
             "x/pipecomp/start/3/parted/0",
-            "pipecomp/tls/address/0",
+            "pipecomp/mesh/address/0",
         ],
     )
     def test_a_rank_cannot_speak_for_another(self, two, key):
@@ -862,13 +860,13 @@ class TestLimits:
 
     def test_a_packet_longer_than_agreed(self, two, monkeypatch):
         took = []
-        monkeypatch.setattr("pipecomp.tls.receive_queue.np.empty", lambda *a, **k: took.append(a))
+        monkeypatch.setattr("pipecomp.tls.queues.np.empty", lambda *a, **k: took.append(a))
         header = Header(Kind.DATA, 5, 77, 0, 1001)
         assert "a packet of 1001 bytes, allowed: 1000" in self.refused(two, pack(header))
         assert took == []
 
     def test_more_packets_than_there_is_room_for(self, two, monkeypatch):
-        monkeypatch.setattr("pipecomp.tls.receive_queue.ROOM_BYTES", 4000)
+        monkeypatch.setattr("pipecomp.tls.queues.ROOM_BYTES", 4000)
         frames = [pack(Header(Kind.DATA, 0, 77, 0, 0)) for _ in range(20)]
         assert "a packet of 0 bytes beside those that wait; allowed: 4000 together" in self.refused(two, *frames)
         assert len(two[0].connections[1]._inbox.sinks[77].came) == 16
@@ -876,12 +874,12 @@ class TestLimits:
     @pytest.mark.parametrize("total", [EAGER_BYTES + 1, 1 << 40, (1 << 64) - 1])
     def test_a_message_that_nobody_asked_for(self, two, monkeypatch, total):
         took = []
-        monkeypatch.setattr("pipecomp.tls.receive_queue.np.empty", lambda *a, **k: took.append(a))
+        monkeypatch.setattr("pipecomp.tls.queues.np.empty", lambda *a, **k: took.append(a))
         assert "nobody asked for" in self.refused(two, pack(Header(Kind.DATA, 0, 3, 0, total)))
         assert took == []
 
     def test_many_messages_that_nobody_asked_for(self, two, monkeypatch):
-        monkeypatch.setattr("pipecomp.tls.receive_queue.EARLY_BYTES", 4000)
+        monkeypatch.setattr("pipecomp.tls.queues.EARLY_BYTES", 4000)
         frames = [pack(Header(Kind.DATA, 0, 3, tag, 0)) for tag in range(20)]
         assert "nobody asked for" in self.refused(two, *frames)
 
@@ -932,13 +930,13 @@ class TestLimits:
 
     @pytest.mark.parametrize(("kind", "what"), [(Kind.ASK, "receives"), (Kind.OPEN, "streams")])
     def test_endless_announcements(self, two, monkeypatch, kind, what):
-        monkeypatch.setattr("pipecomp.tls.send_queue.MOST_ASKED", 10)
+        monkeypatch.setattr("pipecomp.tls.queues.MOST_ASKED", 10)
         assert f"more than 10 {what}" in self.refused(two, *[pack(Header(kind, 0, 3 + i, i, 1)) for i in range(11)])
 
     def test_messages_and_receives_that_were_met_count_no_more(self, monkeypatch):
         """A run has millions of them."""
-        monkeypatch.setattr("pipecomp.tls.receive_queue.EARLY_BYTES", 1000)
-        monkeypatch.setattr("pipecomp.tls.send_queue.MOST_ASKED", 2)
+        monkeypatch.setattr("pipecomp.tls.queues.EARLY_BYTES", 1000)
+        monkeypatch.setattr("pipecomp.tls.queues.MOST_ASKED", 2)
         inbox, outbox = Inbox(), Outbox()
         for _ in range(10):
             header = Header(Kind.DATA, 0, 3, 0, 0)
@@ -958,7 +956,7 @@ import atexit, sys
 from pathlib import Path
 from pipecomp.tls.key_folder import KeyFolder
 from pipecomp.tls.listener import Address
-from pipecomp.tls.verification import Trust
+from pipecomp.tls.handshake import Trust
 from pipecomp.tls.mesh import Meeting, meet
 rank, address = int(sys.argv[1]), Address.parse(sys.argv[2])
 made = meet(Meeting(rank, 2, address), Trust(KeyFolder(Path(sys.argv[3]) / f"rank-{rank}")), wait_s=60)

@@ -13,9 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from pipecomp.errors import WireError
-from pipecomp.tls.authority import new
+from pipecomp.tls.handshake import Trust
+from pipecomp.tls.key_folder import new
 from pipecomp.tls.stream import SecureStream
-from pipecomp.tls.verification import Trust
 from tests.limits import HANG_S
 from tests.tls.test_keys import machine
 

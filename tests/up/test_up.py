@@ -26,10 +26,9 @@ from pipecomp.cli import app
 from pipecomp.distributed.consistency import AllRanks
 from pipecomp.distributed.network_interfaces import free_port
 from pipecomp.errors import ConfigError, KeysError, LinkTimeoutError
-from pipecomp.tls.authority import issue, listed, new
 from pipecomp.tls.certificates import identify, new_key
 from pipecomp.tls.enrollment import authority_print
-from pipecomp.tls.key_folder import MACHINE, KeyFolder
+from pipecomp.tls.key_folder import MACHINE, KeyFolder, issue, listed, new
 from pipecomp.tls.listener import EVERYWHERE, Address
 from pipecomp.up import host
 from pipecomp.up.files import digest, named
