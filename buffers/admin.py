@@ -16,13 +16,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipecomp.buffers.base import GRADIENT
-from pipecomp.buffers.budget import sample_hash
-from pipecomp.buffers.identity import configuration, link_key, read_remarks, read_run
 from pipecomp.buffers.lmdb_check import check_values, structure_problems, unsound
-from pipecomp.buffers.lmdb_errors import explained
-from pipecomp.buffers.lmdb_file import ValueFile, check_length
-from pipecomp.buffers.lmdb_folder import DATA_FILE, LOCK_FILE, UNSYNCED_FILE, Folder
+from pipecomp.buffers.lmdb_file import ValueFile, check_length, configuration, link_key, read_remarks, read_run
+from pipecomp.buffers.lmdb_folder import DATA_FILE, LOCK_FILE, UNSYNCED_FILE, Folder, explained
 from pipecomp.buffers.salvage import salvage
+from pipecomp.buffers.store import sample_hash
 from pipecomp.buffers.value import read_header, stored_size
 from pipecomp.errors import ConfigError, StoreError
 

@@ -15,8 +15,7 @@ from typing import NamedTuple
 from lmdb.verify import VerifyError
 from lmdb.verify import verify as verify_structure
 
-from pipecomp.buffers.identity import read_remarks
-from pipecomp.buffers.lmdb_file import Table, ValueFile
+from pipecomp.buffers.lmdb_file import Table, ValueFile, read_remarks
 from pipecomp.buffers.lmdb_folder import DATA_FILE
 from pipecomp.buffers.value import verify_value
 from pipecomp.errors import StoreError

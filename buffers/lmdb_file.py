@@ -16,8 +16,10 @@ sample, and an fsync per step costs every step. `sync()` is for checkpoints.
 from __future__ import annotations
 
 import errno
+import hashlib
 import heapq
 import itertools
+import json
 import mmap
 import os
 import struct
@@ -32,11 +34,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import lmdb
 
-from pipecomp.buffers.lmdb_errors import explained
-from pipecomp.buffers.lmdb_folder import DATA_FILE, LOCK_FILE
-from pipecomp.buffers.lmdb_header import expected_bytes
+from pipecomp.buffers.lmdb_folder import DATA_FILE, LOCK_FILE, explained
 from pipecomp.buffers.value import HEADER_BYTES
-from pipecomp.errors import StoreError
+from pipecomp.errors import ConfigError, StoreError
 
 MAP_BYTES = 1 << 30  # address space, not memory and not disk; grows by doubling
 MAX_LINKS = 255
@@ -383,3 +383,119 @@ class ValueFile:
     def _file_identity(self) -> tuple[int, int]:
         found = os.stat(self.path / DATA_FILE)
         return found.st_dev, found.st_ino
+
+
+_MAGIC = 0xBEEFC0DE
+_PAGE_HEADERS = (16, 24)  # bytes before the magic number, in LMDB 0.9 and 1.0
+# Magic number, version, address, size of the map, size of a page, two tables, last page, transaction.
+_META = struct.Struct("<IIQQ I44x 48x QQ")
+
+
+def expected_bytes(path: Path) -> int | None:
+    """Length of the file up to the last page of its newest transaction; None if it does not begin as an LMDB file."""
+    with path.open("rb") as file:
+        first = file.read(max(_PAGE_HEADERS) + _META.size)
+        for header in _PAGE_HEADERS:
+            if len(first) < header + _META.size:
+                return None
+            magic, _, _, _, page, last, transaction = _META.unpack_from(first, header)
+            if magic == _MAGIC:
+                file.seek(page + header)
+                second = file.read(_META.size)
+                if len(second) == _META.size and _META.unpack(second)[0] == _MAGIC:
+                    *_, other_last, other_transaction = _META.unpack(second)
+                    last = other_last if other_transaction > transaction else last
+                return (last + 1) * page
+    return None
+
+
+FORMAT_KEY = b"format"
+FORMAT = b"1"
+RUN_KEY = b"run"
+_LINK = b"link:"
+
+
+def link_key(name: str) -> bytes:
+    """Name the remark in which a file keeps a link's settings."""
+    return _LINK + name.encode()
+
+
+def configuration(settings: Mapping[str, Any]) -> str:
+    """Hash, in short, what a link's activations depend on."""
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
+
+
+class Remarks(NamedTuple):
+    """What a file says about itself, as far as it is whole.
+
+    links: whose settings, and whose file's format and run, are whole. problems: by link, None: of the file.
+    """
+
+    whole: dict[bytes, bytes]
+    links: list[str]
+    problems: dict[str | None, str]
+
+
+def read_remarks(file: ValueFile) -> Remarks:
+    """Read all of it; a damaged remark is no error here."""
+    names = file.table_names()
+    whole: dict[bytes, bytes] = {}
+    problems: dict[str | None, str] = {}
+    for name, key in ((None, FORMAT_KEY), (None, RUN_KEY), *((name, link_key(name)) for name in names)):
+        try:
+            value = file.meta(key)
+        except StoreError as error:
+            problems[name] = str(error)
+        else:
+            if value is not None:
+                whole[key] = value
+            elif name is not None:
+                problems[name] = f"{file.path}: {name} has no settings: its name, or theirs, is damaged"
+    return Remarks(whole, [] if None in problems else [name for name in names if name not in problems], problems)
+
+
+def read_run(file: ValueFile) -> str | None:
+    """Read the id of the run that a store belongs to, None if no run has used it."""
+    found = file.meta(RUN_KEY)
+    return None if found is None else found.decode(errors="replace")
+
+
+def check_format(file: ValueFile) -> None:
+    """Mark a new file; StoreError for one of another format."""
+    found = file.meta(FORMAT_KEY)
+    if found is None:
+        file.set_meta(FORMAT_KEY, FORMAT)
+    elif found != FORMAT:
+        raise StoreError(
+            f"{file.path}: message store of format {found.decode(errors='replace')}, this program reads "
+            f"{FORMAT.decode()}: give another store.path, or remove it with `pipecomp store prune --everything`"
+        )
+
+
+def check_settings(file: ValueFile, name: str, settings: Mapping[str, Any]) -> None:
+    """Keep a new link's settings; StoreError if there are others, ConfigError if they are not JSON values."""
+    try:
+        mine = json.loads(json.dumps(settings))
+    except (TypeError, ValueError) as error:
+        raise ConfigError("settings", dict(settings), f"JSON values: {error}") from error
+    if file.meta(link_key(name)) is None:
+        file.set_meta(link_key(name), json.dumps(mine, sort_keys=True).encode())
+    elif differs := other_settings(file, name, mine):
+        raise StoreError(
+            f"{file.path}: {name} was stored with other settings ({differs}). Keep them, give "
+            f"another store.path, or remove what is stored with `pipecomp store prune "
+            f"{file.path} --link {name}`"
+        )
+
+
+def other_settings(file: ValueFile, name: str, settings: Mapping[str, Any]) -> str:
+    """Say in which settings a link's activations were stored otherwise; nothing if in none, or there are none."""
+    found = file.meta(link_key(name))
+    if found is None:
+        return ""
+    mine, theirs = json.loads(json.dumps(settings)), json.loads(found)
+    return "; ".join(
+        f"{k}: {mine.get(k, 'not set')!r}, stored with {theirs.get(k, 'not set')!r}"
+        for k in sorted({*mine, *theirs})
+        if mine.get(k) != theirs.get(k) or (k in mine) != (k in theirs)
+    )

@@ -11,13 +11,18 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 import socket
 import threading
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
-from pipecomp.buffers.lmdb_errors import explained
+import lmdb
+
 from pipecomp.errors import StoreError
+from pipecomp.utils.files import replacing
 
 DATA_FILE = "data.mdb"
 LOCK_FILE = "lock.mdb"
@@ -145,3 +150,81 @@ class Folder(AbstractContextManager["Folder"]):
                 raise
         finally:
             os.close(fd)
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENODEV)
+_DAMAGED = (
+    lmdb.CorruptedError,
+    lmdb.InvalidError,
+    lmdb.NotFoundError,
+    lmdb.PageNotFoundError,
+    lmdb.VersionMismatchError,
+)
+
+
+@contextmanager
+def explained(path: Path, doing: str) -> Iterator[None]:
+    """Turn lmdb.Error and OSError into a StoreError that says what could not be done."""
+    try:
+        yield
+    except (lmdb.Error, OSError) as error:
+        raise StoreError(f"{path}: cannot {doing}: {error}{_advice(error, path)}") from error
+
+
+def of_the_disk(error: StoreError) -> bool:
+    """Whether the disk, its permissions or the address space refused a write; what was stored before is unharmed."""
+    cause = error.__cause__
+    return isinstance(cause, (lmdb.Error, OSError)) and not isinstance(cause, _DAMAGED)
+
+
+def _advice(error: lmdb.Error | OSError, path: Path) -> str:
+    code = error.code if isinstance(error, lmdb.Error) else error.errno
+    way_out = "free some space there, set store.max_bytes, or give a store.path on another disk"
+    if code in _FULL:
+        return f". The disk is full, or a limit on file sizes is reached: {way_out}"
+    if code == errno.EIO:  # LMDB's word for a write that was cut short, which a full disk does
+        return f". The disk has {_free_mib(path)} MiB free. If it is full: {way_out}"
+    if isinstance(error, lmdb.ReadonlyError) or code in _READ_ONLY:
+        return ". It must be writable: change its permissions, or give another store.path"
+    if isinstance(error, _DAMAGED):
+        return f". Damaged, or not a message store: `pipecomp store prune {path} --everything` removes it"
+    if code in _NO_LOCKS:
+        return ". The file system has no locks, or maps no files: give a store.path on the machine's own disk"
+    if code == errno.ENOMEM:
+        return ". The process may not map more memory: see `ulimit -v`"
+    return ""
+
+
+def _free_mib(path: Path) -> int | str:
+    try:
+        return shutil.disk_usage(path).free >> 20
+    except OSError:
+        return "an unknown number of"
+
+
+_FICLONE = 0x40049409  # Linux: let two files share their blocks until one changes them (XFS, Btrfs)
+
+
+def _private(path: Path) -> BinaryIO:
+    """Open a file to write, which only its owner can read."""
+    return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb")
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy a file that nobody writes meanwhile; the folder of `target` is made. Synced. StoreError if it fails."""
+    with explained(target.parent, f"copy {source} there"):
+        make_private(target.parent)
+        with replacing(target) as part, source.open("rb") as old, _private(part) as new:
+            if not _shared(old, new):  # outside of what its error handles: a full disk is the only reason to tell
+                shutil.copyfileobj(old, new, 16 << 20)
+
+
+def _shared(old: BinaryIO, new: BinaryIO) -> bool:
+    """Let a new file share an old one's blocks; False on another file system, or one that cannot."""
+    try:
+        fcntl.ioctl(new.fileno(), _FICLONE, old.fileno())
+    except OSError:
+        return False
+    return True

@@ -6,10 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pipecomp.buffers.core import LinkStore
-from pipecomp.buffers.entry import Entry
+from pipecomp.buffers.store import Entry, LinkStore, Writer
 from pipecomp.buffers.value import ValueFormat
-from pipecomp.buffers.writer import Writer
 from pipecomp.errors import StoreError
 
 

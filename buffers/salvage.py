@@ -18,9 +18,8 @@ from pathlib import Path
 
 import lmdb
 
-from pipecomp.buffers.identity import FORMAT_KEY, read_remarks
 from pipecomp.buffers.lmdb_check import read_checked, structure_problems
-from pipecomp.buffers.lmdb_file import ValueFile
+from pipecomp.buffers.lmdb_file import FORMAT_KEY, ValueFile, read_remarks
 from pipecomp.buffers.lmdb_folder import DATA_FILE
 from pipecomp.errors import StoreError
 from pipecomp.utils.processes import python_module

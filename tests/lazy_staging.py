@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipecomp.buffers import core
+from pipecomp.buffers import store
 from pipecomp.stages.link import endpoint
 
 POISON = 0xAB
@@ -66,7 +66,7 @@ class LazyStaging:
 
 def use_double(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on, endpoints and stores that are given no staging take the double."""
-    for module in (endpoint, core):
+    for module in (endpoint, store):
         monkeypatch.setattr(module, "HostStaging", LazyStaging)
 
 

@@ -15,7 +15,7 @@ from pipecomp.data import MicroBatch, as_micro_batch
 from pipecomp.errors import DataError, LinkError, require
 from pipecomp.stages.link.boundary import Layout, gradient_unit
 from pipecomp.stages.link.endpoint import Position
-from pipecomp.stages.partition.known_masks import known_masks
+from pipecomp.stages.partition.splitting import known_masks
 
 OnLogits = Callable[[Tensor, Tensor | None], Tensor]
 

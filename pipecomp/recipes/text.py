@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pipecomp.distributed.collectives import broadcast
 from pipecomp.errors import ConfigError, DataError, PipecompError, require
-from pipecomp.stages.partition.hub import unreachable
+from pipecomp.stages.partition.loading import unreachable
 
 T = TypeVar("T")
 END_OF_TEXT = "<|endoftext|>"

@@ -10,8 +10,7 @@ from transformers.utils import logging as transformers_logging
 
 from pipecomp.buffers import LmdbEnvironment
 from pipecomp.buffers.admin import forget
-from pipecomp.buffers.lmdb_folder import DATA_FILE
-from pipecomp.buffers.snapshot import copy_file
+from pipecomp.buffers.lmdb_folder import DATA_FILE, copy_file
 from pipecomp.config import Config
 
 MESSAGES = "messages"  # a checkpoint's folder for them

@@ -21,9 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from pipecomp.errors import DataError, SplitError
 from pipecomp.stages.link.boundary import Crossing, Layout
 from pipecomp.stages.link.window import CropCanvas
-from pipecomp.stages.partition.balance import balance, settle_cuts
-from pipecomp.stages.partition.planning import SplitPlan
-from pipecomp.stages.partition.stage import PipelineStage
+from pipecomp.stages.partition.planning import SplitPlan, balance, settle_cuts
+from pipecomp.stages.partition.splitting import PipelineStage
 
 INPUT = "pixel_values"
 SHIFTS = "shifts"

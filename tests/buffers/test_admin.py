@@ -11,8 +11,8 @@ import torch
 
 from pipecomp.buffers import LmdbEnvironment, admin, open_environment
 from pipecomp.buffers.base import GRADIENT, entry_id
-from pipecomp.buffers.budget import sample_hash
 from pipecomp.buffers.lmdb_folder import UNSYNCED_FILE, Folder
+from pipecomp.buffers.store import sample_hash
 from pipecomp.buffers.value import ValueFormat
 from pipecomp.errors import ConfigError, StoreError
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pipecomp.buffers import LmdbEnvironment, MemoryEnvironment, MemoryStore, open_environment
-from pipecomp.buffers.budget import sample_hash
+from pipecomp.buffers.store import sample_hash
 from pipecomp.buffers.value import ValueFormat, unpack
 from pipecomp.errors import ConfigError, NonFiniteError, ShapeError, StoreError
 from tests.lazy_staging import on_both

@@ -20,7 +20,7 @@ import lmdb
 import pytest
 import torch
 
-from pipecomp.buffers import LmdbEnvironment, admin, lmdb_steps
+from pipecomp.buffers import LmdbEnvironment, admin, lmdb_store
 from pipecomp.buffers.lmdb_folder import UNSYNCED_FILE
 from pipecomp.config import Config
 from pipecomp.errors import ConfigError, StoreError
@@ -207,7 +207,7 @@ def test_a_link_that_is_opened_again_leaves_what_is_refused_its_place(tmp_path, 
 
 
 def test_too_much_in_memory_stops_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(lmdb_steps, "REFUSED_BYTES", 1000)
+    monkeypatch.setattr(lmdb_store, "REFUSED_BYTES", 1000)
     environment = LmdbEnvironment(tmp_path / "rank", on_write_error="continue")
     store = environment.link("link-0", {})
     refuse(environment, monkeypatch)

@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipecomp.buffers import open_environment, salvage, snapshot
+from pipecomp.buffers import lmdb_folder, open_environment, salvage
 from pipecomp.buffers.admin import info, prune, verify
-from pipecomp.buffers.lmdb_folder import DATA_FILE
+from pipecomp.buffers.lmdb_folder import DATA_FILE, copy_file
 from pipecomp.buffers.mending import mend
-from pipecomp.buffers.snapshot import copy_file
 from pipecomp.errors import StoreError
 
 SAMPLES = 40
@@ -245,8 +244,8 @@ def test_a_disk_that_is_full_is_the_reason_that_is_told(tmp_path: Path, monkeypa
         raise OSError(errno.ENOSPC, "No space left on device")
 
     (tmp_path / "old").write_bytes(b"m")
-    monkeypatch.setattr(snapshot.fcntl, "ioctl", lambda *given: (_ for _ in ()).throw(OSError(errno.EXDEV, "no")))
-    monkeypatch.setattr(snapshot.shutil, "copyfileobj", refuse)
+    monkeypatch.setattr(lmdb_folder.fcntl, "ioctl", lambda *given: (_ for _ in ()).throw(OSError(errno.EXDEV, "no")))
+    monkeypatch.setattr(lmdb_folder.shutil, "copyfileobj", refuse)
     with pytest.raises(StoreError) as told:
         copy_file(tmp_path / "old", tmp_path / "copy" / "new")
     error: BaseException | None = told.value

@@ -9,9 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipecomp.buffers.base import CachedActivation
-from pipecomp.buffers.budget import Budget, sample_hash
-from pipecomp.buffers.prefetch import Prefetcher
-from pipecomp.buffers.writer import STEPS_BEHIND, Writer
+from pipecomp.buffers.store import STEPS_BEHIND, Budget, Prefetcher, Writer, sample_hash
 from pipecomp.errors import ConfigError, StoreError
 
 WAIT_S = 600.0  # guards against a hang: nothing here takes a second on a quiet machine

@@ -219,7 +219,7 @@ def _instrument(job: Job, note: Note) -> None:
 
 def _write_slowly(seconds: float) -> None:
     """As on a slow disk: this rank's store is up to two steps behind its peer's, and a kill leaves it so."""
-    from pipecomp.buffers.lmdb_steps import StepWriter
+    from pipecomp.buffers.lmdb_store import StepWriter
 
     write = StepWriter.write
 
@@ -232,7 +232,7 @@ def _write_slowly(seconds: float) -> None:
 
 def _forget_to_drop() -> None:
     """The defect that the rounds must find: ends compare what they hold, and keep what differs."""
-    from pipecomp.buffers.core import LinkStore
+    from pipecomp.buffers.store import LinkStore
 
     LinkStore.drop = lambda self, samples: None  # type: ignore[method-assign]
 

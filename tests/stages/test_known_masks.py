@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils
 
 from pipecomp.stages import split
-from pipecomp.stages.partition.known_masks import known_masks
+from pipecomp.stages.partition.splitting import known_masks
 from tests.stages.test_splitting import batch, make_model
 
 GPU = torch.device("cuda")  # as which a CPU counts here

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pipecomp.errors import DataError, SplitError
 from pipecomp.stages import SplitPlan, default_loss, plan, split
-from pipecomp.stages.partition.balance import balance
+from pipecomp.stages.partition.planning import balance
 
 transformers = pytest.importorskip("transformers")
 
