@@ -25,9 +25,8 @@ from benchmarks.runner import Runs, chosen, digest
 from benchmarks.shootout import BACKWARD_ERROR, DROPOUT, FIRST_BITS, FORWARD_ERROR
 from benchmarks.training import in_order
 from pipecomp.config.activations import FEWEST
-from pipecomp.plan.dropout import CLASSIFIERS_FEWEST_BITS, FEWEST_BITS
-from pipecomp.plan.options import aqsgd
-from pipecomp.plan.search import keeping_error
+from pipecomp.plan.auto_bits import CLASSIFIERS_FEWEST_BITS, FEWEST_BITS
+from pipecomp.plan.search import aqsgd_sections, keeping_error
 
 EXACT_BITS = 32
 RATES = [1.0, 3.0, 0.3333]  # times the task's own learning rate
@@ -71,7 +70,7 @@ def planned(task: str, dropout: str, most: tuple[int, int] | None) -> dict[str, 
         fewest = CLASSIFIERS_FEWEST_BITS if task in METRICS else FEWEST_BITS
     forward, backward = most or (fewest, FEWEST["backward_bits"])
     errors = keeping_error("forward_bits", forward, fewest), keeping_error("backward_bits", backward)
-    return dict(aqsgd(*errors, one_pass=False)["activations"])
+    return dict(aqsgd_sections(*errors, one_pass=False)["activations"])
 
 
 def line(method: str, task: str, dropout: str) -> dict[str, Any]:

@@ -18,9 +18,8 @@ from benchmarks import page
 from benchmarks.page import Row, spread, values
 from benchmarks.training import in_order as by_method
 from pipecomp.demo.results import epoch_means, steps_to
-from pipecomp.plan.network import uniform
 from pipecomp.plan.prediction import best_in_flight
-from pipecomp.plan.simulation import StageCosts, Step
+from pipecomp.plan.simulation import StageCosts, Step, uniform
 
 REFERENCE = "FP32"
 LINKS = (5.8, 18)  # r: float32 transfer over compute of a micro-batch

@@ -31,11 +31,10 @@ from benchmarks.runner import RESULTS, arguments, read_rows
 from benchmarks.throughput import summaries
 from pipecomp.bench.pipeline import mean_bits
 from pipecomp.config import Config
-from pipecomp.plan.messages import activation_bytes, gradient_bytes
-from pipecomp.plan.network import TCP_SHARE, Network, uniform
+from pipecomp.plan.packet_sizes import activation_bytes, gradient_bytes
 from pipecomp.plan.prediction import Job, Prediction, best_in_flight, predict
 from pipecomp.plan.profile import balanced, count, without_weights
-from pipecomp.plan.simulation import StageCosts, Step, measured_costs, measured_end, play
+from pipecomp.plan.simulation import TCP_SHARE, Network, StageCosts, Step, measured_costs, measured_end, play, uniform
 from pipecomp.schedule.in_flight import numbers
 from pipecomp.utils.files import write_whole
 from pipecomp.utils.units import MAX_DELAY_S, parse_time

@@ -16,7 +16,7 @@ from pipecomp.distributed.collectives import exchange_objects_as_json
 from pipecomp.doctor.measure import Measured
 from pipecomp.engine.trace import Event
 from pipecomp.errors import WireError
-from pipecomp.plan.auto import Seen
+from pipecomp.plan.auto_bits import Seen
 from pipecomp.plan.simulation import StageCosts
 from pipecomp.utils.serialization import decode, encode, exchanged
 

@@ -5,6 +5,7 @@ Errors are one line; exit status 1.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,17 +18,17 @@ from pipecomp.cli.common import (
     GradientsOption,
     JsonOption,
     TieOption,
+    check_minutes,
     console,
     plain_errors,
     say,
+    say_error,
     whole_numbers,
     write_json,
 )
-from pipecomp.cli.keys import keys
-from pipecomp.cli.start import init, train
-from pipecomp.cli.store import store
-from pipecomp.cli.up import up
-from pipecomp.utils.tables import replace_unprintable
+from pipecomp.cli.train import init, train
+from pipecomp.errors import require
+from pipecomp.utils.tables import COMPACT, replace_unprintable, table
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -35,12 +36,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Pipeline-parallel fine-tuning of Hugging Face models over slow links.",
 )
-app.add_typer(keys, name="keys")
-app.add_typer(store, name="store")
+keys_app = typer.Typer(no_args_is_help=True, help="Manage a run's keys and certificates: which machines belong to it.")
+store_app = typer.Typer(no_args_is_help=True, help="Inspect, check and clean a message store.")
+app.add_typer(keys_app, name="keys")
+app.add_typer(store_app, name="store")
 app.add_typer(bench, name="bench")
 app.command()(init)
 app.command()(train)
-app.command("up")(up)
 
 
 def _say_version(wanted: bool) -> None:
@@ -324,3 +326,243 @@ def report(
     from pipecomp.report.command import write_report
 
     console.print(f"Wrote {write_report(runs, out)}", highlight=False, soft_wrap=True)
+
+
+# -- `pipecomp up`."""
+
+PORT = 29400
+
+
+@app.command()
+@plain_errors()
+def up(
+    command: Annotated[list[str], typer.Argument(help="A recipe's train.py, or another script, and its arguments.")],
+    machines: Annotated[int, typer.Option(help="Machines of the run.")] = 2,
+    procs: Annotated[int, typer.Option(help="Processes on each machine.")] = 1,
+    keys: Annotated[str, typer.Option(help="This machine's folder of keys; made if it is not there.")] = "keys",
+    listen: Annotated[
+        str | None,
+        typer.Option(
+            help="HOST:PORT where this machine listens (the first: port 29400 by default); none: it only connects."
+        ),
+    ] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(help="HOST:PORT where others reach the first machine, if a router forwards a port to it."),
+    ] = None,
+    at: Annotated[str | None, typer.Option(help="On other machines: as the first one has printed it.")] = None,
+    fingerprint: Annotated[str | None, typer.Option(help="On other machines: as the first one has printed it.")] = None,
+    code: Annotated[str | None, typer.Option(help="On other machines: as the first one has printed it.")] = None,
+    minutes: Annotated[float, typer.Option(help="How long the first machine waits for each other one.")] = 15.0,
+    doctor: Annotated[bool, typer.Option("--doctor/--no-doctor", help="Examine machines and links first.")] = True,
+    plan: Annotated[bool, typer.Option("--plan/--no-plan", help="Predict steps from what is measured first.")] = True,
+    anyway: Annotated[bool, typer.Option("--anyway", help="Train in spite of the doctor's problems.")] = False,
+) -> None:
+    """Start a run on several machines, over TLS: keys, doctor, plan, comparison of files, and training.
+
+    On the first machine: pipecomp up -- train.py --deepspeed_config ds_config.json …
+
+    It prints a line to paste on the second machine. Only the first one needs an
+    open port. To continue a run, give the same two commands again: machines that
+    have joined need no new invitation.
+    """
+    from pipecomp.tls.listener import EVERYWHERE, Address
+    from pipecomp.up import host
+
+    check_minutes(minutes)
+    given = (at, fingerprint, code)
+    require(None not in given or given == (None, None, None), "at", at, "together with --fingerprint and --code")
+    if at is None:
+        bind = host.parse_address("listen", listen or str(Address(EVERYWHERE, PORT)))
+        shown = host.own_address(bind.port) if bind.everywhere else bind
+        reached = shown if address is None else host.parse_address("address", address)
+    else:
+        reached = host.parse_address("at" if address is None else "address", address or at)
+    run = host.Run(address=reached, machines=machines, procs=procs, command=tuple(command))
+    checks = host.Checks(doctor=doctor, plan=plan, anyway=anyway)
+    if at is not None and fingerprint is not None and code is not None:
+        host.join_run(run, keys, at, fingerprint, code, say=_line)
+    else:
+        options = ["--machines", str(machines), "--procs", str(procs)]
+        options += [f"--no-{name}" for name, wanted in (("doctor", doctor), ("plan", plan)) if not wanted]
+        options += ["--anyway"] if anyway else []
+        host.invite_all(run, keys, bind, options, minutes=minutes, say=_line)
+        listen = str(bind)
+    status = host.start_ranks(run, keys, listen, checks, say=say)
+    if status:
+        raise typer.Exit(status)
+
+
+def _line(text: str) -> None:
+    typer.echo(text)
+
+
+# -- `pipecomp keys new | invite | join | revoke | list`."""
+
+_Ranks = Annotated[str | None, typer.Option(help="That may run there, as in 0,2-3; by default the next one.")]
+_Days = Annotated[int, typer.Option(help="Until certificates expire.")]
+
+
+@keys_app.command("new")
+@plain_errors()
+def keys_new(
+    folder: str,
+    run: Annotated[str, typer.Option(help="A name for the run.")] = "run",
+    machine: Annotated[str, typer.Option(help="A name for this machine.")] = "first",
+    ranks: Annotated[str, typer.Option(help="That may run on this machine, as in 0,2-3.")] = "0",
+    days: _Days = 90,
+) -> None:
+    """Make a run's keys in FOLDER, on the machine that invites the others."""
+    from pipecomp.tls.key_folder import new
+
+    made = new(folder, run=run, machine=machine, ranks=ranks, days=days).identity()
+    console.print(f"Run {made.run}: keys in {folder}. Invite others with", highlight=False)
+    console.print(f"  pipecomp keys invite {folder} NAME --listen ADDRESS-OF-THIS-MACHINE:29401", highlight=False)
+
+
+@keys_app.command("invite")
+@plain_errors()
+def keys_invite(
+    folder: str,
+    machine: Annotated[str, typer.Argument(help="A name for the machine.")],
+    ranks: _Ranks = None,
+    listen: Annotated[str, typer.Option(help="Where to wait for it: an address of this machine.")] = "*:29401",
+    minutes: Annotated[float, typer.Option(help="How long to wait.")] = 15.0,
+    days: _Days = 90,
+) -> None:
+    """Wait for another machine, and give it a certificate; prints the line to paste there."""
+    from pipecomp.tls.enrollment import Invitation
+
+    check_minutes(minutes)
+    with Invitation(folder, machine, ranks=ranks, listen=listen, days=days) as invitation:
+        at = invitation.address
+        host = "ADDRESS-OF-THIS-MACHINE" if at.everywhere else str(at).rpartition(":")[0]
+        say(f"Run this on {machine} within {minutes:g} minutes:")
+        line = f"pipecomp keys join FOLDER --at {host}:{at.port} --fingerprint {invitation.fingerprint}"
+        typer.echo(f"{line} --code {invitation.code}")
+        if not invitation.wait(minutes):
+            say_error(f"{machine} did not join within {minutes:g} minutes; the code is void")
+            raise typer.Exit(1)
+    say(f"{machine} has joined.")
+
+
+@keys_app.command("join")
+@plain_errors()
+def keys_join(
+    folder: str,
+    at: Annotated[str, typer.Option(help="Where the inviting machine waits, HOST:PORT.")],
+    fingerprint: Annotated[str, typer.Option(help="As `pipecomp keys invite` printed it.")],
+    code: Annotated[str, typer.Option(help="As `pipecomp keys invite` printed it.")],
+) -> None:
+    """Get this machine's certificate from the one that invites it; its private key is made here, and stays."""
+    from pipecomp.tls.certificates import ranks_text
+    from pipecomp.tls.enrollment import join
+
+    got = join(folder, at, fingerprint, code)
+    text = f"machine {got.machine} of run {got.run}, rank {ranks_text(got.ranks)}, until {got.expires:%Y-%m-%d}"
+    console.print(f"{folder}: {text}", highlight=False)
+
+
+@keys_app.command("revoke")
+@plain_errors()
+def keys_revoke(folder: str, machine: str) -> None:
+    """Take a machine's certificate back; the others learn of it when they next meet this machine."""
+    from pipecomp.tls.key_folder import revoke
+
+    revoke(folder, machine)
+    console.print(f"{machine} is revoked", highlight=False)
+
+
+@keys_app.command("list")
+@plain_errors()
+def keys_list(folder: str, json_file: JsonOption = None) -> None:
+    """Show the machines that belong to a run; on other machines than the inviting one, this one alone."""
+    from pipecomp.tls.key_folder import listed
+
+    lines = listed(folder)
+    write_json(json_file, lines)
+    headings = ("machine", "ranks", "expires", "revoked", "serial")
+    rows = (
+        (line["machine"], line["ranks"], line["expires"], "yes" if line["revoked"] else "no", line["serial"][:16])
+        for line in lines
+    )
+    console.print(table(headings, rows, left=headings))
+
+
+# -- `pipecomp store info | verify | prune`."""
+
+
+@store_app.command("info")
+@plain_errors()
+def store_info(path: str, json_file: JsonOption = None) -> None:
+    """Show what a message store holds for every rank and link: run, samples, bytes, bits, versions."""
+    from pipecomp.buffers.admin import info
+
+    found = info(path)
+    write_json(json_file, [dataclasses.asdict(line) for line in found])
+    headings = ("rank", "link", "samples", "bits", "stored MB", "file MB", "versions", "configuration")
+    for run in dict.fromkeys(line.run for line in found):
+        rows = (
+            (
+                str(line.rank),
+                line.link,
+                str(line.samples),
+                str(line.bits),
+                f"{line.stored_bytes / 1e6:.2f}",
+                f"{line.file_bytes / 1e6:.2f}",
+                "–" if line.versions is None else f"{line.versions[0]} to {line.versions[1]}",
+                line.configuration,
+            )
+            for line in found
+            if line.run == run
+        )
+        console.print(f"run {run}" if run else "no run has used it", highlight=False)
+        console.print(table(headings, rows, left=("link", "versions", "configuration"), **COMPACT))
+
+
+@store_app.command("verify")
+@plain_errors()
+def store_verify(path: str, json_file: JsonOption = None) -> None:
+    """Check every stored value's checksum; exit status 1 if any is damaged."""
+    from pipecomp.buffers.admin import verify
+    from pipecomp.buffers.base import entry_name
+
+    report = verify(path)
+    damaged = [d._asdict() for d in report.damaged]
+    write_json(json_file, {"checked": report.checked, "damaged": damaged})
+    for d in report.damaged:
+        place = "the file" if d.link is None else d.link
+        place += "" if d.sample is None else f", sample {entry_name(d.sample)}"
+        console.print(f"rank {d.rank}, {place}: {d.problem}", highlight=False)
+    console.print(f"{report.checked} values checked, {len(damaged)} damaged", highlight=False)
+    if damaged:
+        console.print(
+            f"`pipecomp store prune {path}` keeps what is whole and removes the rest, which is sent as first visits "
+            "once; a run with --resume auto does so by itself",
+            highlight=False,
+            soft_wrap=True,
+        )
+        raise typer.Exit(1)
+
+
+@store_app.command("prune")
+@plain_errors()
+def store_prune(
+    path: str,
+    link: Annotated[str | None, typer.Option(help="Remove this link's samples and settings.")] = None,
+    ids_below: Annotated[int | None, typer.Option(help="Keep only samples with ids below this.")] = None,
+    max_samples: Annotated[int | None, typer.Option(help="Keep at most this many samples per link.")] = None,
+    everything: Annotated[bool, typer.Option("--everything", help="Remove the stores entirely.")] = False,
+    json_file: JsonOption = None,
+) -> None:
+    """Remove damaged values and whatever the options name, and shrink the files to what is left."""
+    from pipecomp.buffers.admin import prune
+
+    report = prune(path, link=link, ids_below=ids_below, max_samples=max_samples, everything=everything)
+    write_json(json_file, dataclasses.asdict(report))
+    values = f"{report.removed} values removed ({report.damaged} of them damaged), {report.kept} kept"
+    console.print(
+        f"{'all values removed' if everything else values}; "
+        f"{report.bytes_before / 1e6:.2f} MB before, {report.bytes_after / 1e6:.2f} MB now",
+        highlight=False,
+    )

@@ -12,12 +12,10 @@ import torch
 from pipecomp.distributed.consistency import versions
 from pipecomp.distributed.launch_env import Launch, read_launch
 from pipecomp.distributed.local_ranks import RankFailedError, run_ranks
-from pipecomp.doctor.compute import GPU_SHARING, compute_findings
 from pipecomp.doctor.finding import PROBLEM, WARNING, Finding, has_problem
-from pipecomp.doctor.limits import MOUNT_SHM, limit_findings
-from pipecomp.doctor.meeting import Meeting, MeetingError, check_met, check_rank_0
-from pipecomp.doctor.network import network_findings
+from pipecomp.doctor.machine import GPU_SHARING, MOUNT_SHM, compute_findings, limit_findings, network_findings
 from pipecomp.doctor.packages import package_findings
+from pipecomp.doctor.ranks import Meeting, MeetingError, check_met, check_rank_0
 from pipecomp.doctor.storage import storage_findings
 from pipecomp.errors import ConfigError
 from pipecomp.netlab.throttle import VARIABLE as SOFTWARE_LAB

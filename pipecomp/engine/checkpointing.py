@@ -32,7 +32,7 @@ from pipecomp.engine.gradient_exchange import load_residuals, save_residuals
 from pipecomp.errors import CheckpointError, ConfigError, PipecompError, StoreError, WireError, require
 from pipecomp.optim import QuantizedAdam
 from pipecomp.optim.adam import thaw
-from pipecomp.plan.auto import wants_measuring
+from pipecomp.plan.auto_bits import wants_measuring
 from pipecomp.stages.link.handshake import summarize
 from pipecomp.utils.files import write_whole
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from pipecomp.netlab.throttle import VARIABLE, ThrottleSettings
-from pipecomp.plan.network import TCP_SHARE, Line, Network
+from pipecomp.plan.simulation import TCP_SHARE, Line, Network
 from pipecomp.stages.partition.splitting import Stage
 from pipecomp.utils.json_tree import finite
 
@@ -21,7 +21,7 @@ def run_facts(engine: Any) -> dict[str, Any]:
         engine: Of any rank, its links open.
 
     Returns:
-        "hidden": values of a token, None for plain modules. "network": of a network lab, as `plan.network.Network`,
+        "hidden": values of a token, None for plain modules. "network": of a network lab, as `plan.simulation.Network`,
         with null where there is no limit; None elsewhere. "settings": the section "pipecomp", with bits that were
         found when the run began. The other names say it.
     """

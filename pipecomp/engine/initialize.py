@@ -42,8 +42,7 @@ from pipecomp.engine.starting import device_that_is_there, patient_groups
 from pipecomp.errors import ConfigError
 from pipecomp.kernels import dispatch, ops
 from pipecomp.kernels.staging_cuda import staging_for
-from pipecomp.plan.auto import Batch, sample_length, settle, wants_measuring
-from pipecomp.plan.dropout import fewest_bits, warn_of_dropout
+from pipecomp.plan.auto_bits import Batch, fewest_bits, sample_length, settle, wants_measuring, warn_of_dropout
 from pipecomp.stages.partition.splitting import Stage
 from pipecomp.tls.process_group import current_mesh
 

@@ -14,10 +14,10 @@ from pipecomp.config import Config
 from pipecomp.config.activations import Activations
 from pipecomp.distributed.launch_env import Launch, read_launch
 from pipecomp.gradient_config import Gradients
-from pipecomp.plan.dropout import fewest_bits
-from pipecomp.plan.network import Line, Network, chain
-from pipecomp.plan.options import PlanOptions, Rates, Wanted, aqsgd, methods
-from pipecomp.plan.prediction import Job, Prediction, Speeds, as_row, predict, tied_seconds
+from pipecomp.plan.auto_bits import fewest_bits
+from pipecomp.plan.measure import Survey, survey_machine, survey_ranks
+from pipecomp.plan.options import PlanOptions, Rates, Wanted
+from pipecomp.plan.prediction import Job, Prediction, Speeds, as_row, memory_bytes, predict, tied_seconds
 from pipecomp.plan.profile import Profile, balanced, tied_values, without_weights
 from pipecomp.plan.report import (
     NAMES,
@@ -27,10 +27,13 @@ from pipecomp.plan.report import (
     link_table,
     method_table,
     predicted_stages,
+    show_sizes,
+    sizes_as_json,
 )
 from pipecomp.plan.search import (
     TIED,
     Choice,
+    aqsgd_sections,
     choose,
     choose_average,
     choose_tied,
@@ -38,10 +41,10 @@ from pipecomp.plan.search import (
     dividing,
     gentlest,
     layouts,
+    methods,
     shares,
 )
-from pipecomp.plan.sizes import show_sizes, sizes_as_json, sizes_of
-from pipecomp.plan.survey import Survey, survey_machine, survey_ranks
+from pipecomp.plan.simulation import Line, Network, chain
 from pipecomp.stages.link.transport import PacerTo, unpaced
 from pipecomp.stages.partition.planning import SplitPlan
 
@@ -112,6 +115,28 @@ def _survey(options: PlanOptions, launch: Launch, pacer_to: PacerTo) -> Survey |
     return survey_ranks(*measured, stages=options.stages, pacer_to=pacer_to, one_pass=options.one_pass)
 
 
+def sizes_of(wanted: Wanted, profile: Profile) -> Job:
+    """Plan sizes for a number of stages, by default with one sample per micro-batch; the profile may lack seconds.
+
+    Raises ConfigError.
+    """
+    [(K, replicas)] = layouts(wanted.nodes, wanted.stages, len(profile.blocks))
+    [(samples, micro_batches)] = shares(wanted.batch, replicas, wanted.micro_batch or 1)
+    model = without_weights(wanted.model, wanted.dtype)
+    split = balanced(model, profile, K, tie=wanted.tie)
+    job = Job(
+        profile=profile,
+        plan=split,
+        samples=samples,
+        micro_batches=micro_batches,
+        replicas=replicas,
+        dtype=wanted.dtype,
+        tied=tied_values(model, split),
+    )
+    wanted.check_memory(max(memory_bytes(job)))
+    return job
+
+
 def plan(wanted: Wanted, profile: Profile, rates: Sequence[Rates], speeds: Speeds, measured: Network | None) -> Found:
     """Choose for the first network: `measured`, or links of the first of `rates` (as of `networks_of`)."""
     model = without_weights(wanted.model, wanted.dtype)
@@ -164,7 +189,7 @@ def plan(wanted: Wanted, profile: Profile, rates: Sequence[Rates], speeds: Speed
 
 def _config(wanted: Wanted) -> Config:
     """Make what bits are chosen for."""
-    found = aqsgd("auto", "auto", one_pass=wanted.one_pass)
+    found = aqsgd_sections("auto", "auto", one_pass=wanted.one_pass)
     return Config.from_dict({**found, "tie": wanted.tie, "gradients": wanted.of_gradients()})
 
 

@@ -12,59 +12,19 @@ from typing import Any
 
 import torch
 
-from pipecomp.config import Config
-from pipecomp.config.activations import Bits, ConstantError, each_link, plain_bits
 from pipecomp.distributed.launch_env import Launch
 from pipecomp.errors import ConfigError, require
-from pipecomp.plan.network import TCP_SHARE
 from pipecomp.plan.prediction import Speeds
 from pipecomp.plan.profile import Profile, count, most_tokens
-from pipecomp.plan.search import AVERAGES, ERRORS
+from pipecomp.plan.search import AVERAGES
+from pipecomp.plan.simulation import TCP_SHARE
 from pipecomp.stages.partition.loading import resolve
 from pipecomp.utils.units import MAX_DELAY_S, parse_rate, parse_time, rate_text
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 RATES = ("10gbit", "1gbit", "500mbit", "300mbit", "100mbit")
 _TOKENS = 1024
-CLUSTERS = 256  # centers that changes build on where no sample comes back: benchmarks/results/one_pass.md
-_OTHERS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("none", {"method": "none"}),
-    ("bf16", {"method": "bf16"}),
-    ("DirectQ fw4 bw8", {"method": "direct", "forward_bits": 4, "backward_bits": 8}),
-)
-
 Rates = tuple[tuple[float, ...], float]  # bits per second of content, of all links or of each; seconds one way
-
-
-def aqsgd(forward: Bits, backward: Bits, *, one_pass: bool, changes_back: bool = True) -> dict[str, Any]:
-    """Make AQ-SGD's sections, with first visits that keep an error.
-
-    one_pass: whether no sample comes back: then changes build on cluster centers, and gradients are sent themselves.
-    changes_back: whether gradients are sent as changes, too.
-    """
-    activations = {"method": "aqsgd", "forward_bits": plain_bits(forward), "backward_bits": plain_bits(backward)}
-    if one_pass:
-        return {"activations": activations, "store": {"clusters": CLUSTERS}}
-    activations["first_visit"] = _first_visit(forward, "forward_bits")
-    if changes_back:
-        activations |= {"backward_method": "delta", "backward_first_visit": _first_visit(backward, "backward_bits")}
-    return {"activations": activations}
-
-
-def _first_visit(bits: Bits, key: str) -> dict[str, float]:
-    """Let first visits, whose bits have no other limit, keep half the error only where all links hide 8 bits."""
-    hidden = all(isinstance(each, ConstantError) and each.max == ConstantError.max for each in each_link(bits))
-    return {"error": ERRORS[key] / 2 if hidden else ERRORS[key]}
-
-
-def methods(stages: int, tie: bool, *, one_pass: bool = False, changes_back: bool = True) -> list[tuple[str, Config]]:
-    """List what to compare, by name; one stage has nothing to compress. one_pass, changes_back: as of `aqsgd`."""
-    found = [(name, {"activations": activations}) for name, activations in _OTHERS]
-    found += [
-        (f"AQ-SGD fw{f} bw{b}", aqsgd(f, b, one_pass=one_pass, changes_back=changes_back))
-        for f, b in ((8, 8), (4, 8), (3, 6), (2, 4))
-    ]
-    return [(name, Config.from_dict({**given, "tie": tie})) for name, given in (found if stages > 1 else found[:1])]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,10 +15,9 @@ import torch
 from pipecomp.allreduce import predict as predict_average
 from pipecomp.allreduce.local_options import LocalSteps
 from pipecomp.config import Config
-from pipecomp.plan.messages import activation_bytes, gradient_bytes
-from pipecomp.plan.network import Network
+from pipecomp.plan.packet_sizes import activation_bytes, gradient_bytes
 from pipecomp.plan.profile import Profile
-from pipecomp.plan.simulation import Played, StageCosts, Step, play
+from pipecomp.plan.simulation import Network, Played, StageCosts, Step, play
 from pipecomp.schedule.in_flight import numbers
 from pipecomp.stages.partition.planning import SplitPlan
 from pipecomp.utils.serialization import exchanged

@@ -7,13 +7,23 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
 from pipecomp.config.activations import FEWEST, Bits, ConstantError, bits_text, each_link
-from pipecomp.plan.network import Network
-from pipecomp.plan.options import DTYPES, aqsgd
-from pipecomp.plan.prediction import Job, Prediction
-from pipecomp.plan.search import FEWEST_AVERAGES, TIED, Choice, choose_local_steps, keeping_error
+from pipecomp.plan.options import DTYPES
+from pipecomp.plan.prediction import Job, Prediction, memory_bytes, packet_sizes
+from pipecomp.plan.search import (
+    FEWEST_AVERAGES,
+    TIED,
+    Choice,
+    aqsgd_sections,
+    choose_local_steps,
+    keeping_error,
+    methods,
+)
+from pipecomp.plan.simulation import Network
+from pipecomp.schedule.in_flight import numbers
 from pipecomp.utils.tables import table
 from pipecomp.utils.units import bits_per_second, milliseconds
 
@@ -212,7 +222,7 @@ def configuration(choice: Choice) -> dict[str, Any]:
     section: dict[str, Any] = {}
     if choice.pays and job.plan.num_stages > 1:
         one_pass = _clusters(choice) is not None
-        section |= aqsgd(*_taken(choice), one_pass=one_pass, changes_back=_changes_back(choice))
+        section |= aqsgd_sections(*_taken(choice), one_pass=one_pass, changes_back=_changes_back(choice))
         if one_pass:
             section["store"]["in_checkpoints"] = True  # few bytes, and nothing else brings centers back
     gradients = choice.prediction.config.gradients
@@ -243,3 +253,56 @@ def configuration_text(found: dict[str, Any], prediction: Prediction) -> str:
     """Write that for people."""
     call = f"pipecomp.initialize(..., cuts={list(prediction.job.plan.cuts)})"
     return f"{call}, with\n{json.dumps(found, indent=2)}"
+
+
+# -- sizes alone
+
+LEFT_OUT = "For step times, bits and a configuration give --speed (or --profile, or --measure) and --bandwidth."
+
+
+def show_sizes(job: Job, console: Console) -> None:
+    """Print sizes as tables."""
+    memory = [f"{size / 1e9:.2f}" for size in memory_bytes(job)]
+    console.print(stage_table("Stages", job, {"in flight": list(map(str, _in_flight(job))), "memory GB": memory}))
+    if job.plan.num_stages > 1:
+        rows = (  # all links carry the same: tokens of one width cross each of them
+            (name, *(f"{size[0] / 1e3:.1f}" for size in (first_visit, forward, backward)))
+            for name, (forward, first_visit, backward) in _packets(job)
+        )
+        headings = ("method", "first visit", "forward", "back")
+        console.print(table(headings, rows, left=("method",), title="KB on each link, per micro-batch"))
+    console.print(job.text(), highlight=False)
+    if job.tied:
+        console.print(
+            f"Stages also add up the gradients of tied weights in every step: {tied_names(job)}. gradients.method "
+            "compresses them; with --no-tie each stage trains a copy of its own.",
+            highlight=False,
+        )
+    console.print(f"pipecomp.initialize(..., cuts={list(job.plan.cuts)})", highlight=False)
+    console.print(LEFT_OUT, highlight=False)
+
+
+def sizes_as_json(job: Job) -> dict[str, Any]:
+    """Give all of it for programs; names and units are those of a full plan."""
+    keys = ("forward_bytes", "first_visit_bytes", "backward_bytes")
+    return {
+        "cuts": list(job.plan.cuts),
+        "parameters": list(job.plan.parameters),
+        "replicas": job.replicas,
+        "micro_batch": job.samples,
+        "micro_batches": job.micro_batches,
+        "tokens": job.profile.tokens,
+        "in_flight": list(_in_flight(job)),
+        "memory_bytes": memory_bytes(job),
+        "methods": [{"name": name, **dict(zip(keys, map(list, sizes), strict=True))} for name, sizes in _packets(job)],
+    }
+
+
+def _in_flight(job: Job) -> tuple[int, ...]:
+    """Micro-batches of each stage, as few as keep all stages at work (1F1B); slow links take more."""
+    return numbers(1, job.plan.num_stages, job.micro_batches)
+
+
+def _packets(job: Job) -> list[tuple[str, tuple[tuple[int, ...], ...]]]:
+    """Name and `packet_sizes` of each method that is compared."""
+    return [(name, packet_sizes(job, config)) for name, config in methods(job.plan.num_stages, job.plan.tie)]

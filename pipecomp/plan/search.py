@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from pipecomp.config import Config
-from pipecomp.config.activations import FEWEST, Bits, ConstantError, bits_of_link, each_link, per_link
+from pipecomp.config.activations import FEWEST, Bits, ConstantError, bits_of_link, each_link, per_link, plain_bits
 from pipecomp.errors import require
 from pipecomp.gradient_config import Gradients
-from pipecomp.plan.messages import with_bits
-from pipecomp.plan.network import Network
+from pipecomp.plan.packet_sizes import with_bits
 from pipecomp.plan.prediction import Job, Prediction, Speeds, average_seconds, predict, tied_seconds
+from pipecomp.plan.simulation import Network
 
 PAIRS = ((8, 8), (7, 8), (6, 8), (5, 8), (4, 8), (3, 6), (2, 4))
 """Forward and backward bits, the gentlest first; the last three are the paper's. Fewer are for people to choose."""
@@ -36,6 +36,45 @@ FEWEST_AVERAGES = 24  # of a fine-tuning: with half as many a classifier loses a
 AVERAGES = ("none", "fp16", "global_qsgd", "double_squeeze")
 TIED = Gradients(method="double_squeeze", bits=8)
 """Of tied weights, where uncompressed ones take much of a step: with these bits no loss is measured (`replicas`)."""
+
+
+CLUSTERS = 256  # centers that changes build on where no sample comes back: benchmarks/results/one_pass.md
+_OTHERS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("none", {"method": "none"}),
+    ("bf16", {"method": "bf16"}),
+    ("DirectQ fw4 bw8", {"method": "direct", "forward_bits": 4, "backward_bits": 8}),
+)
+
+
+def aqsgd_sections(forward: Bits, backward: Bits, *, one_pass: bool, changes_back: bool = True) -> dict[str, Any]:
+    """Make AQ-SGD's sections, with first visits that keep an error.
+
+    one_pass: whether no sample comes back: then changes build on cluster centers, and gradients are sent themselves.
+    changes_back: whether gradients are sent as changes, too.
+    """
+    activations = {"method": "aqsgd", "forward_bits": plain_bits(forward), "backward_bits": plain_bits(backward)}
+    if one_pass:
+        return {"activations": activations, "store": {"clusters": CLUSTERS}}
+    activations["first_visit"] = _first_visit(forward, "forward_bits")
+    if changes_back:
+        activations |= {"backward_method": "delta", "backward_first_visit": _first_visit(backward, "backward_bits")}
+    return {"activations": activations}
+
+
+def _first_visit(bits: Bits, key: str) -> dict[str, float]:
+    """Let first visits, whose bits have no other limit, keep half the error only where all links hide 8 bits."""
+    hidden = all(isinstance(each, ConstantError) and each.max == ConstantError.max for each in each_link(bits))
+    return {"error": ERRORS[key] / 2 if hidden else ERRORS[key]}
+
+
+def methods(stages: int, tie: bool, *, one_pass: bool = False, changes_back: bool = True) -> list[tuple[str, Config]]:
+    """List the methods to compare, by name; a single stage has nothing to compress."""
+    found = [(name, {"activations": activations}) for name, activations in _OTHERS]
+    found += [
+        (f"AQ-SGD fw{f} bw{b}", aqsgd_sections(f, b, one_pass=one_pass, changes_back=changes_back))
+        for f, b in ((8, 8), (4, 8), (3, 6), (2, 4))
+    ]
+    return [(name, Config.from_dict({**given, "tie": tie})) for name, given in (found if stages > 1 else found[:1])]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """What each rank of `pipecomp train` does: measure, plan, write the configuration down, and train on a text.
 
 It is a recipe for causal language models whose DeepSpeed configuration is not given but made: batch sizes, cuts, bits,
-or no compression, from what the ranks measure of each other. `pipecomp train` starts it (pipecomp/cli/start.py).
+or no compression, from what the ranks measure of each other. `pipecomp train` starts it (pipecomp/cli/train.py).
 """
 
 from __future__ import annotations

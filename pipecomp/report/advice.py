@@ -13,11 +13,10 @@ import torch
 from pipecomp.config import Activations, Config, Store
 from pipecomp.config.activations import Bits, ConstantError, bits_text
 from pipecomp.errors import PipecompError
-from pipecomp.plan.messages import activation_bytes, gradient_bytes, with_bits
-from pipecomp.plan.network import Network
+from pipecomp.plan.packet_sizes import activation_bytes, gradient_bytes, with_bits
 from pipecomp.plan.prediction import best_in_flight
 from pipecomp.plan.search import ALMOST, PAYS, choose_bits
-from pipecomp.plan.simulation import play
+from pipecomp.plan.simulation import Network, play
 from pipecomp.report.read import Run
 from pipecomp.report.simulated import Simulated
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import Any
 
-from pipecomp.plan.network import Line, Network, uniform
-from pipecomp.plan.simulation import StageCosts, Step, measured_costs, measured_end, play
+from pipecomp.plan.simulation import Line, Network, StageCosts, Step, measured_costs, measured_end, play, uniform
 from pipecomp.report.read import Run, number
 from pipecomp.stats import counted_since
 

@@ -17,7 +17,7 @@ from transformers.trainer_utils import RemoveColumnsCollator, has_length
 
 from pipecomp.data import MicroBatch, ShardedSampler, TrainLoader, as_micro_batch, check_labels, id_of_place, seeded
 from pipecomp.errors import DataError
-from pipecomp.plan.auto import LOOKED_AT
+from pipecomp.plan.auto_bits import LOOKED_AT
 
 TRAINING, EVALUATION = 0, 1  # which numbers a micro-batch is counted by
 

@@ -19,7 +19,7 @@ from transformers.trainer_utils import align_special_tokens, number_of_arguments
 
 from pipecomp.checkpoint.writing import ModelAttempts, write_state
 from pipecomp.errors import ConfigError, PipecompError, require
-from pipecomp.plan.auto import wants_measuring
+from pipecomp.plan.auto_bits import wants_measuring
 from pipecomp.trainer import arguments, given_model, message_stores
 from pipecomp.trainer.losses import StepLoss
 from pipecomp.trainer.setup import Optimizers, Pipeline

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import simulation, throughput
 from benchmarks.throughput import findings, summaries
-from pipecomp.plan.network import TCP_SHARE
+from pipecomp.plan.simulation import TCP_SHARE
 
 
 def row(line="FP32", bits_per_s=None, C=1.0, seconds=10.0):

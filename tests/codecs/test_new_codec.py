@@ -45,7 +45,7 @@ from pipecomp.config import Config
 from pipecomp.demo.plot import label
 from pipecomp.errors import ConfigError, LinkError, NonFiniteError
 from pipecomp.codecs.wire import Method, peek
-from pipecomp.plan.messages import activation_bytes, gradient_bytes
+from pipecomp.plan.packet_sizes import activation_bytes, gradient_bytes
 from pipecomp.stages.link.boundary import Layout
 from pipecomp.stages.link.endpoint import Position
 from pipecomp.stages.link.loopback import loopback_pair

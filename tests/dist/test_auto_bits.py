@@ -26,7 +26,7 @@ def sentences():
     said = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
-    for name in ("pipecomp.plan.auto", "pipecomp.engine.checkpointing"):
+    for name in ("pipecomp.plan.auto_bits", "pipecomp.engine.checkpointing"):
         logging.getLogger(name).addHandler(handler)
     return said
 
@@ -68,17 +68,17 @@ def test_every_rank_takes_the_same_bits(forward, backward, with_data, tmp_path):
 def resumed(rank, world, note, folder):
     """Computing seems long when the run begins, and no time at all when it goes on."""
     import pipecomp
-    from pipecomp.plan import auto
-    from pipecomp.plan.timing import StageTime
+    from pipecomp.plan import auto_bits
+    from pipecomp.plan.measure import StageTime
 
     said, found = sentences(), {}
-    auto.measure_links = None  # rates are given
+    auto_bits.measure_links = None  # rates are given
     section = {
         "activations": {"method": "aqsgd", "forward_bits": RATED, "backward_bits": RATED},
         "store": {"path": f"{folder}/messages", "in_checkpoints": True, "drift_check": 1},
     }
     for name, compute_s in (("begun", 10.0), ("goes on", 1e-9)):
-        auto.time_stage = lambda *_, s=compute_s: StageTime(forward_s=s, backward_s=s, kept_bytes=0)
+        auto_bits.time_stage = lambda *_, s=compute_s: StageTime(forward_s=s, backward_s=s, kept_bytes=0)
         engine = pipecomp.initialize(gpt2(), num_stages=2, config=ds_config(section), training_data=samples())
         bits = [engine.pipecomp_config.activations.bits(0)]
         if name == "begun":
@@ -137,18 +137,18 @@ def measured_for_a_trainer(rank, world, note, folder):
     """With how many tokens bits are measured: of data as the collator makes them, and of none."""
     import tests.dist.trainer_work as work
     from pipecomp import PipelineTrainer
-    from pipecomp.plan import auto
+    from pipecomp.plan import auto_bits
 
     def wide(chosen):
         return {k: torch.nn.functional.pad(x, (0, 20 - x.shape[1])) for k, x in work.padded(chosen).items()}
 
-    seen, timed = {}, auto.time_stage
+    seen, timed = {}, auto_bits.time_stage
 
     def time_stage(stage, count, tokens):
         seen[name] = count, tokens
         return timed(stage, count, tokens)
 
-    auto.time_stage = time_stage
+    auto_bits.time_stage = time_stage
     for name, data, collate in (
         ("padded", work.unequal(40), work.padded),
         ("wide", work.unequal(40), wide),

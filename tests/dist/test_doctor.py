@@ -63,9 +63,9 @@ def test_rank_0_reports_for_all():
 def cannot_connect(rank, world, note):
     import torch.distributed as dist
 
-    from pipecomp.doctor import meeting
+    from pipecomp.doctor import ranks
 
-    meeting._GLOO_S = 3.0
+    ranks._GLOO_S = 3.0
 
     def refuse(*arguments, **options):
         raise RuntimeError("Gloo connectFullMesh failed with a refused connection")
@@ -85,11 +85,11 @@ def test_ranks_that_gloo_cannot_connect():
 
 
 def dies_while_measured(rank, world, note):
-    from pipecomp.doctor import meeting
+    from pipecomp.doctor import ranks
 
     if rank == 1:
-        meeting.follow = lambda peer: os._exit(7)
-    meeting._SILENCE_S = meeting._PAIR_S = 5.0
+        ranks.follow = lambda peer: os._exit(7)
+    ranks._SILENCE_S = ranks._PAIR_S = 5.0
     return examined(rank, world, note, ("ok", "ok", "ok"))
 
 
@@ -105,10 +105,10 @@ def test_a_rank_that_dies_while_it_is_measured(monkeypatch):
 
 
 def rank_0_dies(rank, world, note):
-    from pipecomp.doctor import meeting
+    from pipecomp.doctor import ranks
 
     if rank == 0:
-        meeting.Meeting._direct = lambda self: os._exit(7)
+        ranks.Meeting._direct = lambda self: os._exit(7)
     return examined(rank, world, note, ("ok", "ok"))
 
 
@@ -185,10 +185,10 @@ def test_ranks_that_never_come(monkeypatch):
 
 
 def on_a_node(rank, world, note, environ):
-    from pipecomp.doctor import examination, meeting
+    from pipecomp.doctor import examination, ranks
 
     examination.machine_findings = lambda launch, store: []
-    meeting._GLOO_S = 3.0
+    ranks._GLOO_S = 3.0
     os.environ.update(environ)
     told: list[Finding] = []
     examination.examine(told.extend, store=Path("messages"), limit_s=LIMIT_S)
@@ -298,9 +298,9 @@ def test_keys_of_another_run_do_not_meet(tmp_path):
     (tmp_path / "rank-0").rename(tmp_path / "gone")
     (tmp_path / "ours" / "rank-0").rename(tmp_path / "rank-0")
     (rank_1,) = [findings_of(run_ranks(2, meets, str(tmp_path), timeout_s=HANG_S), rank=1)]
-    meeting = next(f for f in rank_1 if f.check == "meeting")
-    assert meeting.verdict == "problem"
-    assert "is not rank 0 of this run" in meeting.found
+    ranks = next(f for f in rank_1 if f.check == "meeting")
+    assert ranks.verdict == "problem"
+    assert "is not rank 0 of this run" in ranks.found
 
 
 def meets(rank, world, note, keys):

@@ -16,9 +16,9 @@ from pipecomp.distributed.local_ranks import run_ranks
 from pipecomp.distributed.start import start_processes
 from pipecomp.errors import ConfigError, LinkError
 from pipecomp.plan.command import run_plan
-from pipecomp.plan.network import TCP_SHARE
 from pipecomp.plan.options import PlanOptions
 from pipecomp.plan.profile import Profile
+from pipecomp.plan.simulation import TCP_SHARE
 from tests.limits import HANG_S
 from tests.tls.meshes import keys_for
 

@@ -175,11 +175,11 @@ def measured(folder: str) -> dict[str, Any]:
 
 def planned(folder: str) -> dict[str, Any]:
     """What each rank of `pipecomp train` does, after measurements that are shorter."""
-    from pipecomp.plan import survey
+    from pipecomp.plan import measure
     from pipecomp.recipes import planned as recipe
     from pipecomp.report.record import PLAN
 
-    survey.time_average = partial(survey.time_average, values=1 << 10)  # type: ignore[assignment]
+    measure.time_average = partial(measure.time_average, values=1 << 10)  # type: ignore[assignment]
     model, text, run = f"{folder}/../../model", f"{folder}/../../text.txt", f"{folder}/run"
     options = {"deepspeed_config": f"{run}/ds_config.json", "model": model, "tokenizer": model, "train-file": text}
     options |= {"run": run, "lr": "1e-2", "batch": "8", "epochs": "1", "max-steps": "2", "stages": "2", "seed": "0"}

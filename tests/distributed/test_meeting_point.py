@@ -15,7 +15,7 @@ from pipecomp.distributed import port_probe, rendezvous
 from pipecomp.distributed.launch_env import Launch
 from pipecomp.distributed.network_interfaces import free_port
 from pipecomp.distributed.port_probe import check_meeting_point
-from pipecomp.doctor.meeting import Meeting, MeetingError
+from pipecomp.doctor.ranks import Meeting, MeetingError
 from pipecomp.errors import ConfigError, LinkError, LinkTimeoutError
 
 

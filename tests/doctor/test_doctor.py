@@ -24,11 +24,10 @@ from pipecomp.cli import app
 from pipecomp.distributed import placement
 from pipecomp.distributed.launch_env import Launch, read_launch
 from pipecomp.distributed.network_interfaces import is_loopback
-from pipecomp.doctor import compute, examination, examine, limits, measure, network, packages, peers, storage
+from pipecomp.doctor import examination, examine, machine, measure, packages, ranks, storage
 from pipecomp.doctor.finding import OK, PROBLEM, WARNING, Finding, has_problem, mib, print_report
 from pipecomp.doctor.measure import Measured
-from pipecomp.doctor.meeting import Meeting, MeetingError, check_met
-from pipecomp.doctor.peers import Identity
+from pipecomp.doctor.ranks import Identity, Meeting, MeetingError, check_met
 from pipecomp.errors import ConfigError
 from pipecomp.kernels.dispatch import Status
 from pipecomp.netlab.throttle import VARIABLE as SOFTWARE_LAB
@@ -162,9 +161,9 @@ def test_installed_packages_are_those_of_this_python():
 
 
 def test_processor():
-    expect(compute.check_cpu(8, "AVX2", "x86_64"), OK, "8 cores", "AVX2")
-    expect(compute.check_cpu(8, "DEFAULT", "x86_64"), WARNING, "without AVX2")
-    expect(compute.check_cpu(8, "DEFAULT", "aarch64"), OK)
+    expect(machine.check_cpu(8, "AVX2", "x86_64"), OK, "8 cores", "AVX2")
+    expect(machine.check_cpu(8, "DEFAULT", "x86_64"), WARNING, "without AVX2")
+    expect(machine.check_cpu(8, "DEFAULT", "aarch64"), OK)
 
 
 @pytest.mark.parametrize(
@@ -187,53 +186,53 @@ def test_processor():
     ],
 )
 def test_threads(cores, local_ranks, variable, verdict, words):
-    expect(compute.check_threads(cores, local_ranks, variable, shared=False), verdict, *words)
+    expect(machine.check_threads(cores, local_ranks, variable, shared=False), verdict, *words)
 
 
 def test_a_run_on_the_cpu_shares_out_the_cores_itself():
-    expect(compute.check_threads(8, 2, None, shared=True), OK, "2 ranks share 8 cores: each computes with 4 threads")
-    expect(compute.check_threads(2, 3, None, shared=True), WARNING, "take turns")
+    expect(machine.check_threads(8, 2, None, shared=True), OK, "2 ranks share 8 cores: each computes with 4 threads")
+    expect(machine.check_threads(2, 3, None, shared=True), WARNING, "take turns")
 
 
 @given(cores=st.integers(1, 256), ranks=st.integers(1, 64))
 def test_the_advised_threads_are_well(cores, ranks):
-    finding = compute.check_threads(cores, ranks, None if ranks > 1 else str(cores + 1), shared=False)
+    finding = machine.check_threads(cores, ranks, None if ranks > 1 else str(cores + 1), shared=False)
     threads = finding.advice.removeprefix("export OMP_NUM_THREADS=")
-    again = compute.check_threads(cores, ranks, threads, shared=False)
+    again = machine.check_threads(cores, ranks, threads, shared=False)
     assert again.verdict == OK or ranks > cores
 
 
 def test_kernels():
-    expect(compute.check_kernels(Status("cpu", "native", "avx2 code, 2 threads"), None), OK, "avx2")
+    expect(machine.check_kernels(Status("cpu", "native", "avx2 code, 2 threads"), None), OK, "avx2")
     slow = Status("cpu", "torch", "native kernels are not built")
-    expect(compute.check_kernels(slow, None), WARNING, "plain torch", "not built", "apt install g++", "kernels.build")
-    expect(compute.check_kernels(slow, "/usr/bin/c++"), WARNING, "A compiler is here (/usr/bin/c++)", "kernels.build")
-    expect(compute.check_kernels(Status("cuda", "torch", "triton is not installed"), None), WARNING, "install triton")
+    expect(machine.check_kernels(slow, None), WARNING, "plain torch", "not built", "apt install g++", "kernels.build")
+    expect(machine.check_kernels(slow, "/usr/bin/c++"), WARNING, "A compiler is here (/usr/bin/c++)", "kernels.build")
+    expect(machine.check_kernels(Status("cuda", "torch", "triton is not installed"), None), WARNING, "install triton")
     broken = Status("cuda", "torch", "triton kernels do not run here: RuntimeError: Failed to find C compiler.")
-    expect(compute.check_kernels(broken, "/usr/bin/c++"), WARNING, "C compiler", "needs", "gcc", "python3-dev")
+    expect(machine.check_kernels(broken, "/usr/bin/c++"), WARNING, "C compiler", "needs", "gcc", "python3-dev")
 
 
 def test_kernels_without_a_compiler_as_the_machine_finds_it(monkeypatch):
-    monkeypatch.setattr(compute.dispatch, "status", lambda: [Status("cpu", "torch", "native kernels are not built")])
-    monkeypatch.setattr(compute, "find_compiler", lambda: None)
-    finding = next(f for f in compute.compute_findings(ALONE) if f.check == "kernels on cpu")
+    monkeypatch.setattr(machine.dispatch, "status", lambda: [Status("cpu", "torch", "native kernels are not built")])
+    monkeypatch.setattr(machine, "find_compiler", lambda: None)
+    finding = next(f for f in machine.compute_findings(ALONE) if f.check == "kernels on cpu")
     expect(finding, WARNING, "apt install g++")
 
 
 def gpu(number=0, free=70 * GIB):
-    return compute.Gpu(number, "H200", 140 * GIB, free, (9, 0))
+    return machine.Gpu(number, "H200", 140 * GIB, free, (9, 0))
 
 
 def test_gpus():
-    (fine,) = compute.check_gpus([gpu(free=139 * GIB)], "12.8", None, True)
+    (fine,) = machine.check_gpus([gpu(free=139 * GIB)], "12.8", None, True)
     expect(fine, OK, "H200", "140.0 GiB", "9.0", "12.8")
-    (used,) = compute.check_gpus([gpu(free=69 * GIB)], "12.8", 1, True)
+    (used,) = machine.check_gpus([gpu(free=69 * GIB)], "12.8", 1, True)
     expect(used, WARNING, "something else", "nvidia-smi")
-    *_, shared = compute.check_gpus([gpu(0), gpu(1)], "12.8", 3, True)
+    *_, shared = machine.check_gpus([gpu(0), gpu(1)], "12.8", 3, True)
     expect(shared, WARNING, "3 ranks for 2 GPUs", "gloo")
-    expect(compute.check_gpus([], None, 2, False)[0], OK, "none")
-    expect(compute.check_gpus([], None, 2, True)[0], WARNING, "CPU build")
-    expect(compute.check_gpus([], "12.8", 2, True)[0], WARNING, "cannot use it", "nvidia-smi")
+    expect(machine.check_gpus([], None, 2, False)[0], OK, "none")
+    expect(machine.check_gpus([], None, 2, True)[0], WARNING, "CPU build")
+    expect(machine.check_gpus([], "12.8", 2, True)[0], WARNING, "cannot use it", "nvidia-smi")
 
 
 @pytest.mark.parametrize("ranks", [None, 2, 0])
@@ -254,15 +253,15 @@ def test_gpus_that_torch_sees_and_cannot_use(monkeypatch, ranks):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: model)
     monkeypatch.setattr(torch.cuda, "mem_get_info", memory)
     monkeypatch.setattr(torch, "ones", compute_there)
-    full, old = compute.check_gpus(compute.list_gpus(), "13.0", ranks, True)[:2]
+    full, old = machine.check_gpus(machine.list_gpus(), "13.0", ranks, True)[:2]
     expect(full, PROBLEM if ranks != 0 else WARNING, "cannot compute on it: CUDA error: out of memory", "nvidia-smi")
     expect(old, PROBLEM if ranks == 2 else WARNING, "no kernel image", "torch for an older CUDA", "DS_ACCELERATOR=cpu")
     assert "reported later" not in full.found
 
 
 def test_ranks_that_name_the_same_gpu():
-    assert compute.check_shared_gpus([(0, "a"), (1, "b")]) == []
-    (shared,) = compute.check_shared_gpus([(0, "a"), (1, "b"), (2, "a")])
+    assert machine.check_shared_gpus([(0, "a"), (1, "b")]) == []
+    (shared,) = machine.check_shared_gpus([(0, "a"), (1, "b"), (2, "a")])
     expect(shared, WARNING, "ranks 0, 2")
 
 
@@ -293,23 +292,23 @@ def test_cores_of_a_container(files, cores, tmp_path, monkeypatch):
 
 # -- network
 
-LO = network.Interface("lo", ("127.0.0.1", "::1"), True, 65536, 0)
-ETH = network.Interface("eth0", ("10.0.0.7", "fe80::1"), True, 1500, 1000)
-DOWN = network.Interface("eth1", (), False, 1500, 0)
+LO = machine.Interface("lo", ("127.0.0.1", "::1"), True, 65536, 0)
+ETH = machine.Interface("eth0", ("10.0.0.7", "fe80::1"), True, 1500, 1000)
+DOWN = machine.Interface("eth1", (), False, 1500, 0)
 BOTH = {"lo": LO, "eth0": ETH, "eth1": DOWN}
 
 
 def test_interfaces():
-    expect(network.check_interfaces(BOTH, TWO_MACHINES), OK, "eth0 10.0.0.7", "1000 Mbit/s")
-    expect(network.check_interfaces({"lo": LO}, TWO_MACHINES), WARNING, "no way to another machine")
-    expect(network.check_interfaces({"lo": LO}, ONE_MACHINE), OK)
-    only_link_local = network.Interface("eth0", ("fe80::1",), True, 1500, 0)
-    expect(network.check_interfaces({"lo": LO, "eth0": only_link_local}, TWO_MACHINES), WARNING)
-    expect(network.check_interfaces({"eth0": ETH._replace(up=False)}, TWO_MACHINES), WARNING)
+    expect(machine.check_interfaces(BOTH, TWO_MACHINES), OK, "eth0 10.0.0.7", "1000 Mbit/s")
+    expect(machine.check_interfaces({"lo": LO}, TWO_MACHINES), WARNING, "no way to another machine")
+    expect(machine.check_interfaces({"lo": LO}, ONE_MACHINE), OK)
+    only_link_local = machine.Interface("eth0", ("fe80::1",), True, 1500, 0)
+    expect(machine.check_interfaces({"lo": LO, "eth0": only_link_local}, TWO_MACHINES), WARNING)
+    expect(machine.check_interfaces({"eth0": ETH._replace(up=False)}, TWO_MACHINES), WARNING)
 
 
 def gloo(variable=None, address: str | None = "10.0.0.7", launch=TWO_MACHINES, interfaces=BOTH):
-    return network.check_gloo(interfaces, variable, network.Choice("box", address), launch)
+    return machine.check_gloo(interfaces, variable, machine.Choice("box", address), launch)
 
 
 def test_the_interface_that_gloo_takes():
@@ -336,35 +335,35 @@ def test_where_ranks_meet_over_tls(monkeypatch):
     for keys, address, looked_at in ((None, "a:1", True), ("keys", None, True), ("keys", "a:1", False)):
         for name, value in (("PIPECOMP_KEYS", keys), ("PIPECOMP_ADDRESS", address)):
             monkeypatch.setenv(name, value or "")
-        assert ("meeting point" in [f.check for f in network.network_findings(launch)]) is looked_at
+        assert ("meeting point" in [f.check for f in machine.network_findings(launch)]) is looked_at
 
 
 def test_meeting_point():
-    expect(network.check_master("10.0.0.1", "10.0.0.1", TWO_MACHINES), OK)
-    expect(network.check_master("boxx", None, TWO_MACHINES), PROBLEM, "MASTER_ADDR=boxx", "/etc/hosts")
-    expect(network.check_master("box", "127.0.1.1", TWO_MACHINES), WARNING, "127.0.1.1", "cannot reach")
-    expect(network.check_master("localhost", "127.0.0.1", ONE_MACHINE), OK)
+    expect(machine.check_master("10.0.0.1", "10.0.0.1", TWO_MACHINES), OK)
+    expect(machine.check_master("boxx", None, TWO_MACHINES), PROBLEM, "MASTER_ADDR=boxx", "/etc/hosts")
+    expect(machine.check_master("box", "127.0.1.1", TWO_MACHINES), WARNING, "127.0.1.1", "cannot reach")
+    expect(machine.check_master("localhost", "127.0.0.1", ONE_MACHINE), OK)
 
 
 def test_gloos_own_choice(monkeypatch):
     """Addresses of the host name that are not this machine's are passed over; 203.0.113.0/24 is nobody's."""
     answers = [(2, 1, 6, "", ("203.0.113.7", 0)), (2, 1, 6, "", ("127.0.0.5", 0))]
-    monkeypatch.setattr(network.socket, "gethostname", lambda: "box")
-    monkeypatch.setattr(network.socket, "getaddrinfo", lambda *a, **k: answers)
-    assert network.default_choice() == ("box", "127.0.0.5")
-    monkeypatch.setattr(network.socket, "getaddrinfo", lambda *a, **k: answers[:1])
-    assert network.default_choice() == ("box", None)
+    monkeypatch.setattr(machine.socket, "gethostname", lambda: "box")
+    monkeypatch.setattr(machine.socket, "getaddrinfo", lambda *a, **k: answers)
+    assert machine.default_choice() == ("box", "127.0.0.5")
+    monkeypatch.setattr(machine.socket, "getaddrinfo", lambda *a, **k: answers[:1])
+    assert machine.default_choice() == ("box", None)
 
     def unknown(*a, **k):
-        raise network.socket.gaierror(-2, "Name or service not known")
+        raise machine.socket.gaierror(-2, "Name or service not known")
 
-    monkeypatch.setattr(network.socket, "getaddrinfo", unknown)
-    assert network.default_choice() == ("box", None)
-    assert network.resolve("box") is None
+    monkeypatch.setattr(machine.socket, "getaddrinfo", unknown)
+    assert machine.default_choice() == ("box", None)
+    assert machine.resolve("box") is None
 
 
 def test_interfaces_of_this_machine():
-    assert any("127.0.0.1" in i.addresses and i.up for i in network.list_interfaces().values())
+    assert any("127.0.0.1" in i.addresses and i.up for i in machine.list_interfaces().values())
 
 
 def test_loopback_addresses():
@@ -552,24 +551,24 @@ def test_the_disk_as_it_is(tmp_path):
 
 
 def test_limits():
-    expect(limits.check_open_files(1024), OK)
-    expect(limits.check_open_files(None), OK, "no limit")
-    expect(limits.check_open_files(256), WARNING, "256", "ulimit -n")
-    expect(limits.check_address_space(None), OK)
-    expect(limits.check_address_space(32 * GIB), WARNING, "32.0 GiB", "ulimit -v unlimited")
-    expect(limits.check_address_space(4 * GIB), PROBLEM)
-    expect(limits.check_locked_memory(8 * MIB, gpu=False), OK)
-    expect(limits.check_locked_memory(8 * MIB, gpu=True), WARNING, "8 MiB", "memlock")
-    expect(limits.check_locked_memory(None, gpu=True), OK)
-    expect(limits.check_shared_memory(64 * MIB), WARNING, "64 MiB", "--shm-size")
-    expect(limits.check_shared_memory(GIB), OK)
-    expect(limits.check_shared_memory(None), WARNING, "no /dev/shm", "mount")
+    expect(machine.check_open_files(1024), OK)
+    expect(machine.check_open_files(None), OK, "no limit")
+    expect(machine.check_open_files(256), WARNING, "256", "ulimit -n")
+    expect(machine.check_address_space(None), OK)
+    expect(machine.check_address_space(32 * GIB), WARNING, "32.0 GiB", "ulimit -v unlimited")
+    expect(machine.check_address_space(4 * GIB), PROBLEM)
+    expect(machine.check_locked_memory(8 * MIB, gpu=False), OK)
+    expect(machine.check_locked_memory(8 * MIB, gpu=True), WARNING, "8 MiB", "memlock")
+    expect(machine.check_locked_memory(None, gpu=True), OK)
+    expect(machine.check_shared_memory(64 * MIB), WARNING, "64 MiB", "--shm-size")
+    expect(machine.check_shared_memory(GIB), OK)
+    expect(machine.check_shared_memory(None), WARNING, "no /dev/shm", "mount")
 
 
 def test_limits_are_this_process_s(monkeypatch):
-    soft = {limits.resource.RLIMIT_NOFILE: 100, limits.resource.RLIMIT_AS: -1, limits.resource.RLIMIT_MEMLOCK: 5}
-    monkeypatch.setattr(limits.resource, "getrlimit", lambda number: (soft[number], -1))
-    files, space, locked, _ = limits.limit_findings(gpu=True)
+    soft = {machine.resource.RLIMIT_NOFILE: 100, machine.resource.RLIMIT_AS: -1, machine.resource.RLIMIT_MEMLOCK: 5}
+    monkeypatch.setattr(machine.resource, "getrlimit", lambda number: (soft[number], -1))
+    files, space, locked, _ = machine.limit_findings(gpu=True)
     assert (files.verdict, space.verdict, locked.verdict) == (WARNING, OK, WARNING)
 
 
@@ -581,44 +580,44 @@ FINE = Measured(1e9, 0.9e9, 0.0004, 0.003, 0.0002)
 
 
 def test_a_pair():
-    fine = peers.check_pair(A, B, FINE)
+    fine = ranks.check_pair(A, B, FINE)
     expect(fine, OK, "anna and bert", "1 Gbit/s from 0 to 1", "900 Mbit/s back", "0.4 ms there and back")
-    expect(peers.check_pair(A, A._replace(rank=1), FINE), OK, "both on anna")
-    expect(peers.check_pair(A, B, FINE._replace(back_bit_s=5e5)), WARNING, "500 kbit/s back", "1 MB takes 16 s")
-    expect(peers.check_pair(A, B, FINE._replace(back_bit_s=1e8)), WARNING, "one direction", "what bert may send")
-    expect(peers.check_pair(A, B, FINE._replace(out_bit_s=1e8)), WARNING, "one direction", "what anna may send")
-    expect(peers.check_pair(A, B, FINE._replace(round_trip_s=0.8)), WARNING, "800 ms", "gradient_accumulation_steps")
-    lost = peers.check_pair(A, B, "Timed out")
+    expect(ranks.check_pair(A, A._replace(rank=1), FINE), OK, "both on anna")
+    expect(ranks.check_pair(A, B, FINE._replace(back_bit_s=5e5)), WARNING, "500 kbit/s back", "1 MB takes 16 s")
+    expect(ranks.check_pair(A, B, FINE._replace(back_bit_s=1e8)), WARNING, "one direction", "what bert may send")
+    expect(ranks.check_pair(A, B, FINE._replace(out_bit_s=1e8)), WARNING, "one direction", "what anna may send")
+    expect(ranks.check_pair(A, B, FINE._replace(round_trip_s=0.8)), WARNING, "800 ms", "gradient_accumulation_steps")
+    lost = ranks.check_pair(A, B, "Timed out")
     expect(lost, PROBLEM, "Timed out", "GLOO_SOCKET_IFNAME", "all TCP ports")
-    expect(peers.check_pair(A, A._replace(rank=1), "Timed out"), PROBLEM, "GLOO_SOCKET_IFNAME=lo")
-    expect(peers.check_pair(A, B, None), WARNING, "not measured")
+    expect(ranks.check_pair(A, A._replace(rank=1), "Timed out"), PROBLEM, "GLOO_SOCKET_IFNAME=lo")
+    expect(ranks.check_pair(A, B, None), WARNING, "not measured")
 
 
 def test_clocks():
-    fine = peers.check_clocks(A, B, FINE)
+    fine = ranks.check_clocks(A, B, FINE)
     assert fine is not None
     expect(fine, OK, "rank 1's is 3 ms ahead of rank 0's (± 0.2 ms)")
-    late = peers.check_clocks(A, B, FINE._replace(clock_ahead_s=-90.0))
+    late = ranks.check_clocks(A, B, FINE._replace(clock_ahead_s=-90.0))
     assert late is not None
     expect(late, WARNING, "rank 0's is 90 s ahead of rank 1's", "timedatectl")
 
 
 def test_versions_of_several_machines():
-    expect(peers.check_same_versions([A, B]), OK)
+    expect(ranks.check_same_versions([A, B]), OK)
     other = B._replace(versions={"torch": "2.14.0", "pipecomp": "not installed"})
-    finding = peers.check_same_versions([A, other])
+    finding = ranks.check_same_versions([A, other])
     expect(finding, WARNING, 'torch is "2.14.0" on rank 1, "2.13.0" on rank 0', '"not installed" on rank 1')
 
 
 def test_connections():
-    expect(peers.check_joined({}, [A, B]), OK)
-    expect(peers.check_joined({1: "connectFullMesh failed"}, [A, B]), PROBLEM, "rank 1", "connectFullMesh", "TCP ports")
+    expect(ranks.check_joined({}, [A, B]), OK)
+    expect(ranks.check_joined({1: "connectFullMesh failed"}, [A, B]), PROBLEM, "rank 1", "connectFullMesh", "TCP ports")
     both = {0: "Connect timeout", 1: "refused, remote=[127.0.0.1]:23476"}
-    expect(peers.check_joined(both, [A, B]), PROBLEM, "ranks 0, 1 cannot", "refused, remote=")
+    expect(ranks.check_joined(both, [A, B]), PROBLEM, "ranks 0, 1 cannot", "refused, remote=")
 
 
 def test_over_tls_no_advice_is_about_gloo():
-    for finding in (peers.check_joined({1: "closed"}, [A, B], "TLS"), peers.check_pair(A, B, "closed", "TLS")):
+    for finding in (ranks.check_joined({1: "closed"}, [A, B], "TLS"), ranks.check_pair(A, B, "closed", "TLS")):
         expect(finding, PROBLEM, "closed", "rank 0", "PIPECOMP_ADDRESS")
         assert not re.search("gloo|GLOO|all TCP ports", finding.advice)
 
@@ -641,13 +640,13 @@ def test_what_keeps_a_rank_from_meeting_others_is_no_matter_of_time(monkeypatch,
 
 
 def test_pairs_of_few_ranks_are_all_pairs():
-    assert peers.pairs(["a"]) == []
-    assert peers.pairs(["a", "a", "b"]) == [(0, 1), (0, 2), (1, 2)]
+    assert ranks.pairs(["a"]) == []
+    assert ranks.pairs(["a", "a", "b"]) == [(0, 1), (0, 2), (1, 2)]
 
 
 @given(st.lists(st.sampled_from("abcdefghijklmnop"), min_size=5, max_size=40))
 def test_pairs_of_many_ranks(machines):
-    chosen = peers.pairs(machines)
+    chosen = ranks.pairs(machines)
     assert len(chosen) == len(set(chosen)) <= 28
     assert all(first < second for first, second in chosen)
     if len(set(machines)) <= 6:  # then every two machines are joined, and each shared machine has an inner pair

@@ -14,9 +14,9 @@ import torch
 
 from pipecomp.distributed.launch_env import Launch
 from pipecomp.distributed.network_interfaces import Choice, Interface
-from pipecomp.doctor import network, path
+from pipecomp.doctor import machine, measure
 from pipecomp.doctor.finding import OK, WARNING
-from pipecomp.doctor.path import PacketPath, check_path, follow_path, lead_path, tcp_limit_bit_s
+from pipecomp.doctor.measure import PacketPath, check_path, follow_path, lead_path, tcp_limit_bit_s
 from tests.doctor.test_doctor import expect
 from tests.limits import HANG_S
 
@@ -82,10 +82,10 @@ class Way:
 def over(monkeypatch, takes, mtu: int = 1500) -> PacketPath:
     """Measure a way where `takes(packet, number)` seconds pass until a packet is back, None if it is lost."""
     lo = Interface("lo", ("127.0.0.1",), True, mtu, 0)
-    monkeypatch.setattr(path, "list_interfaces", lambda: {"lo": lo})
-    monkeypatch.setattr(path, "select", way := Way(takes))
-    monkeypatch.setattr(path, "time", way)
-    return path._measured(way)
+    monkeypatch.setattr(measure, "list_interfaces", lambda: {"lo": lo})
+    monkeypatch.setattr(measure, "select", way := Way(takes))
+    monkeypatch.setattr(measure, "time", way)
+    return measure._measured(way)
 
 
 def size(packet: bytes) -> int:
@@ -99,9 +99,9 @@ def whole(packet: bytes) -> bool:
 def test_a_way_without_faults(monkeypatch):
     """Over real sockets, where nothing is late."""
     lo = Interface("lo", ("127.0.0.1",), True, 1500, 0)
-    monkeypatch.setattr(path, "list_interfaces", lambda: {"lo": lo})
-    monkeypatch.setattr(path, "_LATE_S", HANG_S)
-    monkeypatch.setattr(path, "_MOST_LATE_S", HANG_S)
+    monkeypatch.setattr(measure, "list_interfaces", lambda: {"lo": lo})
+    monkeypatch.setattr(measure, "_LATE_S", HANG_S)
+    monkeypatch.setattr(measure, "_MOST_LATE_S", HANG_S)
     found = measured()
     assert found is not None
     assert (found.mtu, found.interface_mtu, found.cut) == (1500, 1500, None)
@@ -143,7 +143,7 @@ def test_without_a_socket_nothing_is_known(monkeypatch):
     def refuse(address):
         raise OSError("no socket")
 
-    monkeypatch.setattr(path, "_socket", refuse)
+    monkeypatch.setattr(measure, "_socket", refuse)
     assert measured() is None
 
 
@@ -176,28 +176,28 @@ TUNNELS = {
 
 
 def test_a_tunnel_that_fits_and_one_that_fragments():
-    (fits,) = network.check_tunnels(TUNNELS, ["wg0"], "eth0")
+    (fits,) = machine.check_tunnels(TUNNELS, ["wg0"], "eth0")
     expect(fits, OK, "MTU 1420 inside, 1500 on eth0")
     tight = {**TUNNELS, "wg0": TUNNELS["wg0"]._replace(mtu=1500)}
-    (large,) = network.check_tunnels(tight, ["wg0"], "eth0")
+    (large,) = machine.check_tunnels(tight, ["wg0"], "eth0")
     expect(large, WARNING, "leaves in two pieces", "wg0 mtu 1420")
     dsl = {**TUNNELS, "eth0": TUNNELS["eth0"]._replace(mtu=1452)}
-    expect(network.check_tunnels(dsl, ["wg0"], "eth0")[0], WARNING, "wg0 mtu 1372")
-    assert network.check_tunnels(TUNNELS, ["wg0"], None) == []
-    assert network.check_tunnels(TUNNELS, ["wg0"], "wg0") == [], "what is around it is not known"
+    expect(machine.check_tunnels(dsl, ["wg0"], "eth0")[0], WARNING, "wg0 mtu 1372")
+    assert machine.check_tunnels(TUNNELS, ["wg0"], None) == []
+    assert machine.check_tunnels(TUNNELS, ["wg0"], "wg0") == [], "what is around it is not known"
 
 
 def test_tunnels_are_interfaces_without_a_cable(monkeypatch, tmp_path):
     for name, kind in (("eth0", "1"), ("wg0", "65534")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "type").write_text(f"{kind}\n")
-    monkeypatch.setattr(network, "Path", lambda first, *more: tmp_path.joinpath(*more))
-    assert network.list_tunnels(TUNNELS) == ["wg0"]
+    monkeypatch.setattr(machine, "Path", lambda first, *more: tmp_path.joinpath(*more))
+    assert machine.list_tunnels(TUNNELS) == ["wg0"]
 
 
 def test_a_host_name_that_is_127_0_1_1():
     two = Launch(rank=0, world=2, local_rank=0, local_world=1, master="10.0.0.1")
-    found = network.check_gloo(TUNNELS, None, Choice("box", "127.0.1.1"), two)
+    found = machine.check_gloo(TUNNELS, None, Choice("box", "127.0.1.1"), two)
     expect(found, WARNING, "box is 127.0.1.1", "a run over several ends at its start", "GLOO_SOCKET_IFNAME=eth0")
     expect(found, WARNING, "give box its own address in /etc/hosts, where it is 127.0.1.1")
-    assert network.check_gloo(TUNNELS, "eth0", Choice("box", "127.0.1.1"), two).verdict == OK
+    assert machine.check_gloo(TUNNELS, "eth0", Choice("box", "127.0.1.1"), two).verdict == OK

@@ -9,10 +9,10 @@ import pytest
 from torch import nn
 
 from pipecomp.config import Config
-from pipecomp.plan.dropout import (
+from pipecomp.plan.auto_bits import (
     CLASSIFIERS_FEWEST_BITS,
     FEWEST_BITS,
-    advice,
+    dropout_advice,
     dropout_of,
     fewest_bits,
     warn_of_dropout,
@@ -41,7 +41,7 @@ FEW = {"error": 0.07, "min": 1, "max": FEWEST_BITS - 1}
 @pytest.mark.parametrize("bits", [FEWEST_BITS - 1, (8, FEWEST_BITS - 1), FEW, (8, FEW)])
 def test_few_bits_with_dropout_are_spoken_of(bits, caplog):
     settings = made(**AQSGD, forward_bits=bits)
-    text = advice(0.1, settings)
+    text = dropout_advice(0.1, settings)
     assert "dropout 0.1" in text
     assert f"forward_bits {FEWEST_BITS - 1} " in text
     assert "--dropout 0" in text
@@ -62,7 +62,7 @@ def test_few_bits_with_dropout_are_spoken_of(bits, caplog):
 )
 def test_nothing_is_said_where_it_costs_little_or_is_not_the_changes(dropout, given, caplog):
     settings = made(**given)
-    assert advice(dropout, settings) is None
+    assert dropout_advice(dropout, settings) is None
     warn_of_dropout(nn.Dropout(dropout), settings)
     assert not caplog.messages
 

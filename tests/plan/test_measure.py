@@ -19,16 +19,26 @@ from pipecomp.config import Config
 from pipecomp.config.activations import ConstantError
 from pipecomp.doctor.measure import Measured
 from pipecomp.errors import ConfigError, LinkError
-from pipecomp.plan import survey, timing
-from pipecomp.plan.auto import Batch, Seen, decide, sample_length, wants_measuring
-from pipecomp.plan.network import TCP_SHARE
+from pipecomp.plan import measure
+from pipecomp.plan.auto_bits import Batch, Seen, decide, sample_length, wants_measuring
+from pipecomp.plan.measure import (
+    TransportPeer,
+    measure_links,
+    network_of,
+    own_device,
+    slowest_profile,
+    slowest_speeds,
+    survey_machine,
+    survey_ranks,
+    time_link,
+    time_model,
+    time_stage,
+    time_update,
+)
 from pipecomp.plan.options import PlanOptions
 from pipecomp.plan.prediction import Speeds
-from pipecomp.plan.probe import TransportPeer, measure_links, network_of
 from pipecomp.plan.profile import Cost, Profile, count, most_tokens
-from pipecomp.plan.simulation import StageCosts
-from pipecomp.plan.survey import own_device, slowest_profile, slowest_speeds, survey_machine, survey_ranks
-from pipecomp.plan.timing import time_link, time_model, time_stage, time_update
+from pipecomp.plan.simulation import TCP_SHARE, StageCosts
 from pipecomp.stages import split
 from pipecomp.stages.link.loopback import loopback_pair
 from pipecomp.stages.link.transport import unpaced
@@ -133,7 +143,7 @@ def test_link_ends_are_timed(method, monkeypatch):
             super().close()
             closed.append(self)
 
-    monkeypatch.setattr(timing, "MemoryStore", Store)
+    monkeypatch.setattr(measure, "MemoryStore", Store)
     config = Config.from_dict({"activations": {"method": method}})
     encode_s, decode_s = time_link(config, 2, 4, 16, torch.float32, CPU, seconds=0.01)
     assert encode_s > 0
@@ -211,17 +221,17 @@ def test_too_long_samples_are_refused_before_anything_is_measured(monkeypatch, t
     """Also before ranks meet: this one is alone, and would wait for the other."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    for measure in (survey_machine, partial(survey_ranks, stages=2, pacer_to=unpaced)):
+    for survey in (survey_machine, partial(survey_ranks, stages=2, pacer_to=unpaced)):
         with pytest.raises(ConfigError, match="tokens: got 15, allowed: 1 to 14"):
-            measure(roberta(), 15, torch.float32, 1, tmp_path)
+            survey(roberta(), 15, torch.float32, 1, tmp_path)
 
 
 def test_a_full_disk_is_an_error_that_names_it(monkeypatch, tmp_path):
     def full(folder):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(survey, "measure_speed", full)
-    monkeypatch.setattr(survey, "time_model", lambda *given, **more: SimpleNamespace(hidden=4))
+    monkeypatch.setattr(measure, "measure_speed", full)
+    monkeypatch.setattr(measure, "time_model", lambda *given, **more: SimpleNamespace(hidden=4))
     with pytest.raises(ConfigError, match=r"store: got '.*', allowed: a folder that can be written \(No space left"):
         survey_machine(GPT2Config(), 8, torch.float32, 2, tmp_path / "messages")
     assert list(tmp_path.iterdir()) == []
@@ -230,10 +240,10 @@ def test_a_full_disk_is_an_error_that_names_it(monkeypatch, tmp_path):
 @pytest.mark.parametrize(("one_pass", "clusters"), [(False, None), (True, 256)])
 def test_links_are_timed_with_what_a_plan_sends(monkeypatch, tmp_path, one_pass, clusters):
     timed = []
-    monkeypatch.setattr(survey, "time_link", lambda config, *size: timed.append(config) or (1.0, 1.0))
-    monkeypatch.setattr(survey, "time_model", lambda *given, **more: SimpleNamespace(hidden=4))
-    monkeypatch.setattr(survey, "measure_speed", lambda folder: SimpleNamespace(read=1.0, write=1.0))
-    monkeypatch.setattr(survey, "time_average", lambda device: Speeds().average)
+    monkeypatch.setattr(measure, "time_link", lambda config, *size: timed.append(config) or (1.0, 1.0))
+    monkeypatch.setattr(measure, "time_model", lambda *given, **more: SimpleNamespace(hidden=4))
+    monkeypatch.setattr(measure, "measure_speed", lambda folder: SimpleNamespace(read=1.0, write=1.0))
+    monkeypatch.setattr(measure, "time_average", lambda device: Speeds().average)
     survey_machine(GPT2Config(), 8, torch.float32, 2, tmp_path, one_pass=one_pass)
     sent, cast = timed
     assert cast == Config()

@@ -23,16 +23,16 @@ from pipecomp.config.activations import ConstantError
 from pipecomp.engine.agreed import check_precision
 from pipecomp.errors import ConfigError, SplitError
 from pipecomp.gradient_config import Gradients
+from pipecomp.plan.auto_bits import CLASSIFIERS_FEWEST_BITS, fewest_bits
 from pipecomp.plan.command import Found, show
-from pipecomp.plan.dropout import CLASSIFIERS_FEWEST_BITS, fewest_bits
-from pipecomp.plan.messages import activation_bytes, gradient_bytes, with_bits
-from pipecomp.plan.network import TCP_SHARE, Line, Network, between_replicas, chain, uniform
-from pipecomp.plan.options import _rounded_up, aqsgd, networks_of
+from pipecomp.plan.options import _rounded_up, networks_of
+from pipecomp.plan.packet_sizes import activation_bytes, gradient_bytes, with_bits
 from pipecomp.plan.prediction import Job, Prediction, Speeds, average_seconds, best_in_flight, memory_bytes, predict
 from pipecomp.plan.profile import Cost, Profile, balanced, count, without_weights
 from pipecomp.plan.report import advice, configuration, link_table, method_table, predicted_stages
 from pipecomp.plan.search import (
     Choice,
+    aqsgd_sections,
     choose,
     choose_average,
     choose_bits,
@@ -43,7 +43,7 @@ from pipecomp.plan.search import (
     layouts,
     shares,
 )
-from pipecomp.plan.simulation import StageCosts, Step
+from pipecomp.plan.simulation import TCP_SHARE, Line, Network, StageCosts, Step, between_replicas, chain, uniform
 from pipecomp.stages.link.boundary import Layout
 from pipecomp.stages.link.endpoint import Position
 from pipecomp.stages.link.loopback import loopback_pair
@@ -226,7 +226,7 @@ def job(K=2, M=8, samples=1, S=64, H=1000, block_s=0.01, replicas=1, tied=False)
 
 
 AQSGD = Config.from_dict({"activations": {"method": "aqsgd", "forward_bits": "auto", "backward_bits": "auto"}})
-CHANGES = Config.from_dict(aqsgd("auto", "auto", one_pass=False))
+CHANGES = Config.from_dict(aqsgd_sections("auto", "auto", one_pass=False))
 DELTA = Config.from_dict({"activations": {"method": "aqsgd", "backward_method": "delta"}})
 
 
@@ -758,7 +758,9 @@ def test_bits_of_a_plan_are_the_most_of_an_error():
 
 def test_first_visits_keep_the_error_of_the_slowest_link():
     def made(forward, backward):
-        a = aqsgd(keeping_error("forward_bits", forward), keeping_error("backward_bits", backward), one_pass=False)
+        a = aqsgd_sections(
+            keeping_error("forward_bits", forward), keeping_error("backward_bits", backward), one_pass=False
+        )
         return [a["activations"][key]["error"] for key in ("first_visit", "backward_first_visit")]
 
     assert made(8, 8) == [0.025, 0.05]

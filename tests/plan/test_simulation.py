@@ -9,8 +9,7 @@ import pytest
 
 from pipecomp.engine.schedule import TrainSchedule
 from pipecomp.errors import ConfigError
-from pipecomp.plan.network import ACKNOWLEDGED, Line, Network, rates, uniform
-from pipecomp.plan.simulation import StageCosts, Step, measured_costs, play
+from pipecomp.plan.simulation import ACKNOWLEDGED, Line, Network, StageCosts, Step, measured_costs, play, rates, uniform
 from pipecomp.schedule.in_flight import numbers
 
 FREE = math.inf

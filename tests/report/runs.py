@@ -10,9 +10,8 @@ import torch
 
 from pipecomp.config import Config
 from pipecomp.engine.trace import Event, chrome_events
-from pipecomp.plan.messages import activation_bytes, gradient_bytes
-from pipecomp.plan.network import Network, uniform
-from pipecomp.plan.simulation import StageCosts, Step, play
+from pipecomp.plan.packet_sizes import activation_bytes, gradient_bytes
+from pipecomp.plan.simulation import Network, StageCosts, Step, play, uniform
 from pipecomp.report.record import Recorder
 from pipecomp.utils.json_tree import finite
 

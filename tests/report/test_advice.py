@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from pipecomp.config import Config
-from pipecomp.plan.messages import activation_bytes
-from pipecomp.plan.network import Line, Network, uniform
+from pipecomp.plan.packet_sizes import activation_bytes
 from pipecomp.plan.prediction import best_in_flight
-from pipecomp.plan.simulation import StageCosts, play
+from pipecomp.plan.simulation import Line, Network, StageCosts, play, uniform
 from pipecomp.report.advice import changes
 from pipecomp.report.figures import predicted
 from pipecomp.report.read import read_runs

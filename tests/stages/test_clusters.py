@@ -31,7 +31,7 @@ from pipecomp.errors import (
     WireError,
 )
 from pipecomp.kernels.rng import random_bits
-from pipecomp.plan.messages import activation_bytes
+from pipecomp.plan.packet_sizes import activation_bytes
 from pipecomp.stages.link.boundary import Layout
 from pipecomp.stages.link.bounds import Bounds
 from pipecomp.stages.link.codebook import BLOCK, IDLE, MEMORY, OPENED, Codebook

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pipecomp.cli import app
-from pipecomp.cli.recipe_files import recipe_names, recipes_folder
+from pipecomp.cli.train import recipe_names, recipes_folder
 from tests.limits import HANG_S
 from tests.recipes.recipe_runs import environment, run
 from tests.small_text import metrics, save_model, write_text
