@@ -24,7 +24,7 @@ from benchmarks.runner import arguments
 from pipecomp.allreduce import Prediction, predict
 from pipecomp.bench.allreduce import HEADINGS, Row, Variant, bench_allreduce, cells, digits, variants_of
 from pipecomp.bench.gradients import values_in
-from pipecomp.utils.files import write_whole
+from pipecomp.utils.files import atomic_write_text
 
 RATES = {"1 Gbit/s": 1e9, "100 Mbit/s": 1e8}
 RANKS = 4  # machines in the paper's Figure 15
@@ -199,9 +199,9 @@ def main(argv: Sequence[str]) -> None:
     given = arguments(argv, __doc__, seconds=(1.0, "for each case"), lab=lab)
     file = given.out / "allreduce.json"
     if not given.redraw:
-        write_whole(file, json.dumps(measure(given.seconds, given.lab), indent=1) + "\n")
+        atomic_write_text(file, json.dumps(measure(given.seconds, given.lab), indent=1) + "\n")
     found = json.loads(file.read_text(encoding="utf-8"))
     parts = breakdown(found)
     plot_parts(parts, given.out / "allreduce.png")
     plot_throughput(given.out / "allreduce_throughput.png")
-    write_whole(given.out / "allreduce.md", markdown(found, parts))
+    atomic_write_text(given.out / "allreduce.md", markdown(found, parts))

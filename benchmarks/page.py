@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from pipecomp.utils.files import replacing
+from pipecomp.utils.files import atomic_write
 
 Row = dict[str, Any]
 # Where the rows come from that were kept before rows named their machine.
@@ -99,7 +99,7 @@ def picture(file: Path, *, across: int = 1, size: tuple[float, float]) -> Iterat
     try:
         yield list(axes[0])
         figure.tight_layout()
-        with replacing(file, synced=False) as part:
+        with atomic_write(file, synced=False) as part:
             figure.savefig(part, dpi=110, format="png")
     finally:
         pyplot.close(figure)

@@ -29,7 +29,7 @@ from typing import Any
 
 from benchmarks.page import Row, this_machine
 from pipecomp.errors import DataError
-from pipecomp.utils.files import replacing
+from pipecomp.utils.files import atomic_write
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared" / "data"
@@ -181,7 +181,7 @@ class Runs(Kept):
 
     def write(self, page: Callable[[list[Row]], Iterable[str]]) -> None:
         """Write the page."""
-        with replacing(self.page, synced=False) as part:
+        with atomic_write(self.page, synced=False) as part:
             part.write_text("\n".join(page(self.rows)).rstrip("\n") + "\n", encoding="utf-8")
 
 

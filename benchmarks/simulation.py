@@ -36,7 +36,7 @@ from pipecomp.plan.prediction import Job, Prediction, best_in_flight, predict
 from pipecomp.plan.profile import balanced, count, without_weights
 from pipecomp.plan.simulation import TCP_SHARE, Network, StageCosts, Step, measured_costs, measured_end, play, uniform
 from pipecomp.schedule.in_flight import numbers
-from pipecomp.utils.files import write_whole
+from pipecomp.utils.files import atomic_write_text
 from pipecomp.utils.units import MAX_DELAY_S, parse_time
 
 KEPT, KEPT_BITS = RESULTS / "throughput.jsonl", RESULTS / "constant_error.jsonl"
@@ -318,4 +318,4 @@ def main(argv: Sequence[str]) -> None:
     given = arguments(argv, __doc__, measured=(KEPT, "measured steps"))
     text = "\n".join(results(given.measured))
     print(text)
-    write_whole(given.out / "simulation.md", text)
+    atomic_write_text(given.out / "simulation.md", text)

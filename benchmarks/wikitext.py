@@ -21,7 +21,7 @@ import torch
 from pipecomp.demo.task import sequences, train_tokenizer
 from pipecomp.errors import DataError
 from pipecomp.recipes.pretraining import pretrain
-from pipecomp.utils.files import replacing
+from pipecomp.utils.files import atomic_write
 
 VOCABULARY, LENGTH = 2048, 32
 TRAINING, HELD_OUT = 512, 128
@@ -77,7 +77,7 @@ def _task(data: Path, kept: Path, length: int, training: int) -> Task:
         "training": pool[:training],
         "held_out": pool[training:],
     }
-    with replacing(kept, synced=False) as part:
+    with atomic_write(kept, synced=False) as part:
         torch.save(parts, part)
     return Task(**parts)
 
@@ -143,7 +143,7 @@ def _pretrained(task: Task, kept: Path, seed: int, model: Any) -> tuple[Any, dic
     options: dict[str, Any] = {key: PRETRAINING[key] for key in ("epochs", "batch", "lr")}
     loss = pretrain(model, rows.tolist(), seed=seed, **options)
     report = {"pretraining_loss": loss, "pretraining_seconds": time.perf_counter() - began}
-    with replacing(kept, synced=False) as part:
+    with atomic_write(kept, synced=False) as part:
         torch.save({"settings": settings, "weights": model.state_dict(), "report": report}, part)
     return model, report
 

@@ -22,7 +22,7 @@ from typing import BinaryIO
 import lmdb
 
 from pipecomp.errors import StoreError
-from pipecomp.utils.files import replacing
+from pipecomp.utils.files import atomic_write
 
 DATA_FILE = "data.mdb"
 LOCK_FILE = "lock.mdb"
@@ -216,7 +216,7 @@ def copy_file(source: Path, target: Path) -> None:
     """Copy a file that nobody writes meanwhile; the folder of `target` is made. Synced. StoreError if it fails."""
     with explained(target.parent, f"copy {source} there"):
         make_private(target.parent)
-        with replacing(target) as part, source.open("rb") as old, _private(part) as new:
+        with atomic_write(target) as part, source.open("rb") as old, _private(part) as new:
             if not _shared(old, new):  # outside of what its error handles: a full disk is the only reason to tell
                 shutil.copyfileobj(old, new, 16 << 20)
 

@@ -22,7 +22,7 @@ from pipecomp.buffers.lmdb_check import read_checked, structure_problems
 from pipecomp.buffers.lmdb_file import FORMAT_KEY, ValueFile, read_remarks
 from pipecomp.buffers.lmdb_folder import DATA_FILE
 from pipecomp.errors import StoreError
-from pipecomp.utils.processes import python_module
+from pipecomp.utils.processes import python_module_command
 
 _LIMIT_S = 60.0
 _BYTES_PER_S = 20e6
@@ -38,7 +38,7 @@ def salvage(folder: Path, target: Path) -> bool:
         target: An empty folder.
     """
     size = (folder / DATA_FILE).stat().st_size
-    command = python_module("pipecomp.buffers.salvage", str(folder), str(target))
+    command = python_module_command("pipecomp.buffers.salvage", str(folder), str(target))
     with suppress(subprocess.TimeoutExpired):
         subprocess.run(command, timeout=_LIMIT_S + size / _BYTES_PER_S, check=False, capture_output=True)
     if not (target / DATA_FILE).is_file() or structure_problems(target):

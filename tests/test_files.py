@@ -8,13 +8,13 @@ import zlib
 import pytest
 
 from pipecomp.utils import files
-from pipecomp.utils.files import file_crc, replacing, write_whole
+from pipecomp.utils.files import atomic_write, atomic_write_text, file_crc
 
 
 def test_a_file_is_replaced_at_once(tmp_path):
     path = tmp_path / "state.json"
-    write_whole(path, "old ä")
-    with replacing(path) as part:
+    atomic_write_text(path, "old ä")
+    with atomic_write(path) as part:
         part.write_text("new")
         assert path.read_text(encoding="utf-8") == "old ä"
     assert path.read_text() == "new"
@@ -23,8 +23,8 @@ def test_a_file_is_replaced_at_once(tmp_path):
 
 def test_what_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path):
     path = tmp_path / "state.json"
-    write_whole(path, "old")
-    with pytest.raises(TypeError), replacing(path) as part:
+    atomic_write_text(path, "old")
+    with pytest.raises(TypeError), atomic_write(path) as part:
         part.write_text(b"not text")
     assert path.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["state.json"]
@@ -34,7 +34,7 @@ def test_what_is_no_file_is_written_to(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    write_whole(pipe, "told")
+    atomic_write_text(pipe, "told")
     assert os.read(reader, 10) == b"told"
     os.close(reader)
     assert pipe.is_fifo()
@@ -44,13 +44,13 @@ def test_a_link_stays_one(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "state.json").symlink_to("elsewhere/state.json")
     for text in ("old", "new"):
-        write_whole(tmp_path / "state.json", text)
+        atomic_write_text(tmp_path / "state.json", text)
     assert (tmp_path / "state.json").is_symlink()
     assert [(p.name, p.read_text()) for p in (tmp_path / "elsewhere").iterdir()] == [("state.json", "new")]
 
 
 def test_nothing_written_is_an_error(tmp_path):
-    with pytest.raises(FileNotFoundError), replacing(tmp_path / "nothing"):
+    with pytest.raises(FileNotFoundError), atomic_write(tmp_path / "nothing"):
         pass
 
 

@@ -18,10 +18,10 @@ from pipecomp.engine.trace import Event
 from pipecomp.errors import WireError
 from pipecomp.plan.auto_bits import Seen
 from pipecomp.plan.simulation import StageCosts
-from pipecomp.utils.serialization import decode, encode, exchanged
+from pipecomp.utils.serialization import decode, encode, serializable
 
 
-@exchanged
+@serializable
 class Pair(NamedTuple):
     """Marked."""
 
@@ -29,7 +29,7 @@ class Pair(NamedTuple):
     b: object
 
 
-@exchanged
+@serializable
 @dataclass(frozen=True, kw_only=True)
 class Record:
     """Marked."""
@@ -95,7 +95,7 @@ def test_what_is_not_plain(value):
     ],
 )
 def test_foreign_bytes(data):
-    with pytest.raises(WireError, match="cannot be read"):
+    with pytest.raises(WireError, match="cannot decode"):
         decode(data)
 
 

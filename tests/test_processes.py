@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import pipecomp
-from pipecomp.utils.processes import python_module
+from pipecomp.utils.processes import python_module_command
 from tests.limits import HANG_S
 
 ROOT = Path(__file__).parents[1]
@@ -22,20 +22,20 @@ def test_another_package_in_the_working_directory_is_not_taken(tmp_path: Path, m
     (tmp_path / "dataclasses.py").write_text("raise SystemExit('a file of the user')\n")
     monkeypatch.chdir(tmp_path)
     found = subprocess.run(
-        python_module("pipecomp.utils.units"), capture_output=True, text=True, timeout=HANG_S, check=False
+        python_module_command("pipecomp.utils.units"), capture_output=True, text=True, timeout=HANG_S, check=False
     )
     assert (found.returncode, found.stderr) == (0, "")
 
 
 def test_the_package_itself_is_taken_from_the_working_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    assert python_module("pipecomp.utils.units", "a")[1:] == ["-m", "pipecomp.utils.units", "a"]
+    assert python_module_command("pipecomp.utils.units", "a")[1:] == ["-m", "pipecomp.utils.units", "a"]
 
 
 def test_a_working_directory_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     tmp_path.rmdir()
-    assert python_module("pipecomp.utils.units")[1:] == ["-P", "-m", "pipecomp.utils.units"]
+    assert python_module_command("pipecomp.utils.units")[1:] == ["-P", "-m", "pipecomp.utils.units"]
     monkeypatch.chdir(ROOT)
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipecomp.errors import ConfigError
-from pipecomp.utils.units import bits_per_second, milliseconds, parse_rate, parse_time, rate_text, wire_bytes
+from pipecomp.utils.units import format_nominal_rate, format_rate, format_time, parse_rate, parse_time, wire_bytes
 
 
 @pytest.mark.parametrize(
@@ -65,20 +65,20 @@ def test_other_times_are_refused(text):
     ("rate", "text"), [(64_000, "64 kbit/s"), (1_500_000, "1.5 Mbit/s"), (10**10, "10 Gbit/s"), (None, "unlimited")]
 )
 def test_stated_rates_for_people(rate, text):
-    assert rate_text(rate) == text
+    assert format_nominal_rate(rate) == text
 
 
 @given(st.floats(1, 1e12))
 def test_measured_rates_for_people(rate):
-    number, unit = bits_per_second(rate).split()
+    number, unit = format_rate(rate).split()
     size = {"kbit/s": 1e3, "Mbit/s": 1e6, "Gbit/s": 1e9}[unit]
     assert float(number) * size == pytest.approx(rate, rel=0.006)
     assert "e" not in number or rate < 1
 
 
 def test_no_limit_and_times_for_people():
-    assert bits_per_second(math.inf) == "unlimited"
-    assert [milliseconds(s) for s in (0.0005, 0.1234, 1.5)] == ["0.5 ms", "123 ms", "1.5 s"]
+    assert format_rate(math.inf) == "unlimited"
+    assert [format_time(s) for s in (0.0005, 0.1234, 1.5)] == ["0.5 ms", "123 ms", "1.5 s"]
 
 
 @given(st.integers(0, 10**7))

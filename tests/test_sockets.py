@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pipecomp.distributed.local_ranks import run_ranks
-from pipecomp.utils.sockets import leaving, tcp_sockets
+from pipecomp.utils.sockets import has_unsent_bytes, tcp_sockets
 from tests.limits import HANG_S, until
 
 BYTES = 1 << 20
@@ -45,14 +45,14 @@ def test_a_default_for_new_sockets_changes_none_that_is_there(ends):
 def test_bytes_are_leaving_until_the_other_side_has_them(ends):
     one, other = ends
     one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * BYTES)
-    assert not leaving([one.fileno()])
+    assert not has_unsent_bytes([one.fileno()])
     one.sendall(bytes(BYTES))  # the system has taken it all
-    assert leaving([one.fileno()])
-    assert not leaving([other.fileno()])
+    assert has_unsent_bytes([one.fileno()])
+    assert not has_unsent_bytes([other.fileno()])
     reading = threading.Thread(target=other.recv, args=(BYTES, socket.MSG_WAITALL))
     reading.start()
     reading.join(HANG_S)
-    until(lambda: not leaving([one.fileno()]))
+    until(lambda: not has_unsent_bytes([one.fileno()]))
 
 
 def test_only_connections_count(ends):
@@ -67,9 +67,9 @@ def test_a_socket_that_was_closed_since_has_nothing_to_send(ends):
     one, _ = ends
     number = one.fileno()
     one.close()
-    assert not leaving([number])
+    assert not has_unsent_bytes([number])
     with open(os.devnull) as file:  # another file may have its number
-        assert not leaving([file.fileno()])
+        assert not has_unsent_bytes([file.fileno()])
 
 
 def acknowledged(number: int) -> int:

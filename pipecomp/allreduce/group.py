@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from pipecomp.errors import LinkError, PeerLostError
-from pipecomp.utils.sockets import wait_until_left, with_sockets
+from pipecomp.utils.sockets import record_sockets, wait_until_sent
 
 _CALLS = 1 << 18  # tags of one group's messages, then they come round again
 _CHANNELS = 1 << 12
@@ -56,7 +56,7 @@ def _mesh(ranks: list[int], timeout_s: float, *, shared: bool) -> _Mesh:
     found = _meshes.shared.get(key) if shared else None
     if found is None:
         # Never destroyed before the end: torch would use its name, and with that its stale addresses, again.
-        found = _Mesh(*with_sockets(partial(_made_by_members, ranks, timeout_s)))
+        found = _Mesh(*record_sockets(partial(_made_by_members, ranks, timeout_s)))
         if shared:
             _meshes.shared[key] = found
     found.channels = (found.channels + 1) % _CHANNELS
@@ -192,7 +192,7 @@ class Group:
                 if self.give_way is not None:
                     if pending.sends:
                         _wait(*pending.sends.pop())  # gloo waits for a send once
-                        wait_until_left(self._sockets, _SLICE_S)
+                        wait_until_sent(self._sockets, _SLICE_S)
                     self.give_way()
                 pending.sends.append((self.ranks[r], dist.isend(part, self.ranks[r], group, tag)))
                 self.bytes_sent += part.numel()

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from pipecomp.allreduce.state import State
 from pipecomp.errors import ConfigError
-from pipecomp.utils.files import replacing
-from pipecomp.utils.json_tree import describe, rebuild
+from pipecomp.utils.files import atomic_write
+from pipecomp.utils.serialization import decode_tree, encode_tree
 
 FORMAT = "pipecomp gradient memories 1"
 
@@ -48,7 +48,7 @@ def save(state: State, path: str | os.PathLike[str]) -> None:
     """
     tensors: dict[str, Tensor] = {}
     described = json.dumps(_describe(state.state_dict(), tensors))
-    with replacing(path) as part:
+    with atomic_write(path) as part:
         save_file(tensors, part, metadata={"format": FORMAT, "state": described})
 
 
@@ -86,9 +86,9 @@ def _describe(value: Any, tensors: dict[str, Tensor]) -> Any:
         tensors[name] = leaf.detach().cpu().contiguous()
         return {"tensor": name}
 
-    return describe(value, put_aside)
+    return encode_tree(value, put_aside)
 
 
 def _rebuild(described: Any, tensors: dict[str, Tensor]) -> Any:
     """What `_describe` was given."""
-    return rebuild(described, lambda _, name: tensors[name])
+    return decode_tree(described, lambda _, name: tensors[name])

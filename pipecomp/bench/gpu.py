@@ -26,7 +26,7 @@ from pipecomp.bench.kernels import bench_kernels
 from pipecomp.distributed.placement import usable_cores
 from pipecomp.errors import KernelError, PipecompError
 from pipecomp.netlab.lab import Lab
-from pipecomp.utils.files import write_whole
+from pipecomp.utils.files import atomic_write_text
 
 Row = dict[str, Any]
 LIMIT_S = 480.0
@@ -174,7 +174,7 @@ def steps(run: gpu_steps.Run, say: Callable[[str], None]) -> Row:
 
 def write(found: Row, folder: Path) -> None:
     """Write the page, then the picture of what the GPU did in a step if there is one."""
-    write_whole(folder / PAGE, gpu_page(found))
+    atomic_write_text(folder / PAGE, gpu_page(found))
     if not failed(found["look"]):
         by_rank = {int(rank): [Interval(*i) for i in row["activity"]] for rank, row in found["look"].items()}
         draw(folder / PICTURE, by_rank, f"One step, {gpu_steps.EVERYTHING}, two ranks on one GPU")

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pipecomp.utils.files import replacing
+from pipecomp.utils.files import atomic_write
 
 ROWS = {"compute": "#4c72b0", "to host": "#dd8452", "to device": "#55a868"}
 _COPIES = {"Memcpy DtoH": "to host", "Memcpy HtoD": "to device"}
@@ -84,7 +84,7 @@ def draw(path: Path, by_rank: Mapping[int, Sequence[Interval]], title: str) -> N
     axes.set_xlabel("milliseconds")
     axes.set_title(title, fontsize=10)
     try:
-        with replacing(path, synced=False) as part:
+        with atomic_write(path, synced=False) as part:
             figure.savefig(part, format="png", dpi=120, bbox_inches="tight")
     finally:
         pyplot.close(figure)

@@ -14,7 +14,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from pipecomp.utils.files import UNFINISHED, file_crc, write_whole
+from pipecomp.utils.files import UNFINISHED, atomic_write_text, file_crc
 
 NOT_FINISHED = "it was not finished"
 _MANIFEST = "pipecomp-seal-{}.json"
@@ -54,7 +54,7 @@ def write(folder: Path, rank: int) -> None:
         for path in sorted(folder.rglob("*"))
         if path.is_file() and not path.match(_MANIFESTS) and not path.name.endswith((UNFINISHED, ".tmp"))
     }
-    write_whole(folder / _MANIFEST.format(rank), json.dumps({"format": 1, "files": files}, indent=0) + "\n")
+    atomic_write_text(folder / _MANIFEST.format(rank), json.dumps({"format": 1, "files": files}, indent=0) + "\n")
 
 
 def finished(folder: Path) -> bool:

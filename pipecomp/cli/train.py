@@ -17,7 +17,7 @@ import typer
 import pipecomp
 from pipecomp.cli.common import GradientsOption, TieOption, console, plain_errors, say
 from pipecomp.errors import ConfigError, require, writable
-from pipecomp.utils.files import write_whole
+from pipecomp.utils.files import atomic_write_text
 
 # -- The files of the recipes, which an installation holds too, and a copy of a recipe's that stands on its own."""
 
@@ -69,7 +69,7 @@ def lay_out(recipe: str, folder: Path) -> list[Path]:
             (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(path, folder / name)
         page = _SHARED.sub(r"\1", page)
-        write_whole(folder / _README, re.sub(r"^make setup .*\n\n?", "", page, flags=re.MULTILINE))
+        atomic_write_text(folder / _README, re.sub(r"^make setup .*\n\n?", "", page, flags=re.MULTILINE))
     return sorted(folder / name for name in (*files, _README))
 
 
@@ -218,13 +218,13 @@ def start(words: list[str], stages: int | None, hosts: list[str] | None, *, dry_
     """Start the ranks or say how they are started, or be one that a launcher has started. Exits with their status."""
     from pipecomp.distributed.launch_env import read_launch
     from pipecomp.distributed.remote_ranks import ranks_of, run_ranks_of, working_directory
-    from pipecomp.utils.processes import python_module
+    from pipecomp.utils.processes import python_module_command
 
     if "RANK" in os.environ:
         require(not dry_run, "--dry-run", True, "nothing where a launcher has started this process as a rank")
-        os.execv(sys.executable, python_module(_RANK, *words))
+        os.execv(sys.executable, python_module_command(_RANK, *words))
     read_launch(os.environ)
-    ranks = ranks_of(python_module(_RANK, *words), stages or len(hosts or ()) or 2, hosts or [])
+    ranks = ranks_of(python_module_command(_RANK, *words), stages or len(hosts or ()) or 2, hosts or [])
     if dry_run or any(rank.host for rank in ranks):
         shown = os.environ if dry_run else without_secrets(os.environ)  # a dry run's lines are for pasting
         for rank in ranks:

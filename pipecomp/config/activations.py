@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from pipecomp.config.checks import is_number, require_choice, require_unset, values_of
 from pipecomp.errors import ConfigError, require
-from pipecomp.utils.serialization import exchanged
+from pipecomp.utils.serialization import serializable
 
 BITS = "a whole number from 1 to 8"
 FEWEST = {"forward_bits": 2, "backward_bits": 4}
@@ -22,7 +22,7 @@ _ERROR = "an object with 'error'"
 _RATES = "a number of Mbit/s above 0, at most a million, or a list with one for each link"
 
 
-@exchanged
+@serializable
 @dataclass(frozen=True, kw_only=True)
 class ConstantError:
     """The fewest bits, packet by packet, that keep an error (docs/algorithms.md, 1.2).

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pipecomp.errors import DataError
 from pipecomp.report.record import METRICS, RUN
-from pipecomp.utils.files import write_whole
+from pipecomp.utils.files import atomic_write_text
 
 
 def seconds_per_step(measured: Sequence[float], warm_up: int) -> float:
@@ -55,7 +55,7 @@ def lengthen(folder: Path, unlimited: Path, measured: Sequence[float], *, warm_u
         if "eval" not in line:
             line |= {"step_s": each, "waits": {link: wait / count * step for link, wait in waits.items()}}
         lines.append(line)
-    write_whole(folder / METRICS, "".join(json.dumps(line) + "\n" for line in lines))
+    atomic_write_text(folder / METRICS, "".join(json.dumps(line) + "\n" for line in lines))
     facts = json.loads((folder / RUN).read_text())
     facts |= {"steps": whole[-1]["step"], "seconds": lines[-1]["seconds"]}
     facts["remark"] = (
@@ -63,4 +63,4 @@ def lengthen(folder: Path, unlimited: Path, measured: Sequence[float], *, warm_u
         f"the mean of the last {count - min(warm_up, count - 1)} of these; their losses and bytes are those of a run "
         f"without a limit on its link. The first {count} losses of both are equal, bit for bit."
     )
-    write_whole(folder / RUN, json.dumps(facts) + "\n")
+    atomic_write_text(folder / RUN, json.dumps(facts) + "\n")

@@ -11,7 +11,7 @@ from pipecomp.demo.lengthen import lengthened, seconds_per_step
 from pipecomp.demo.settings import NAMES, WARM_UP, Settings
 from pipecomp.report.text import duration, times
 from pipecomp.stats import total_bytes
-from pipecomp.utils.units import parse_rate, rate_text
+from pipecomp.utils.units import format_nominal_rate, parse_rate
 
 
 def summary(settings: Settings, ranks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def compare(settings: Settings, results: list[dict[str, Any]]) -> dict[str, Any]
     rate = parse_rate("bandwidth", settings.bandwidth)
     found = {
         "settings": asdict(settings),
-        "link": rate_text(rate),
+        "link": format_nominal_rate(rate),
         "bandwidth": rate,
         "per_epoch": settings.per_epoch,
         "loss": loss,

@@ -29,8 +29,8 @@ from pipecomp.netlab.shape import read_shape
 from pipecomp.netlab.software import SoftwareNetwork
 from pipecomp.netlab.throttle import VARIABLE
 from pipecomp.report.record import Recorder
-from pipecomp.utils.json_tree import finite
-from pipecomp.utils.units import parse_rate, rate_text
+from pipecomp.utils.serialization import replace_nonfinite
+from pipecomp.utils.units import format_nominal_rate, parse_rate
 
 UNLIMITED = "none-without-limit"  # the folder of FP32's run on an unlimited link
 _OUT = "a folder that is there or can be made, and"
@@ -75,7 +75,7 @@ def run_demo(settings: Settings, progress: Progress | None = None) -> dict[str, 
     results = [summary(settings, [ranks[r][i] for r in sorted(ranks)]) for i in range(len(settings.methods))]
     found = compare(settings, results)
     with writable("out", settings.out, _OUT):
-        (out / "demo.json").write_text(json.dumps(finite(found), indent=2) + "\n")
+        (out / "demo.json").write_text(json.dumps(replace_nonfinite(found), indent=2) + "\n")
         plot(found, out / "losses.png")
     return found
 
@@ -119,7 +119,7 @@ class _Rank:
         self._rank, self._world, self._note = rank, world, note
         self._settings, self._task, self._throttle = settings, task, throttle
         self._out = Path(settings.out)
-        self._link = rate_text(parse_rate("bandwidth", settings.bandwidth))
+        self._link = format_nominal_rate(parse_rate("bandwidth", settings.bandwidth))
 
     def pretrain(self) -> None:
         """Make the weights that every fine-tuning starts from."""

@@ -23,7 +23,7 @@ from typing import Any
 
 from pipecomp.distributed.network_interfaces import free_port, loopback
 from pipecomp.errors import ConfigError, PipecompError
-from pipecomp.utils.processes import found_in_working_directory
+from pipecomp.utils.processes import imported_from_working_directory
 
 _LARGE_PACKAGES = [
     "torch.distributed",
@@ -64,7 +64,9 @@ def start_server() -> None:
     """
     on_main = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGINT, signal.SIG_IGN) if on_main else None
-    safe = "PYTHONSAFEPATH" not in os.environ and not found_in_working_directory()  # see `processes.python_module`
+    safe = (
+        "PYTHONSAFEPATH" not in os.environ and not imported_from_working_directory()
+    )  # see `processes.python_module_command`
     if safe:
         os.environ["PYTHONSAFEPATH"] = "1"
     try:

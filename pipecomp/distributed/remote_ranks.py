@@ -22,7 +22,7 @@ from typing import IO
 from pipecomp.distributed.launch_env import LAUNCHER, STDIN
 from pipecomp.distributed.network_interfaces import address_towards, free_port, is_loopback, list_interfaces
 from pipecomp.errors import ConfigError, require
-from pipecomp.utils.processes import exit_status, handled
+from pipecomp.utils.processes import exit_status, handle_signals
 
 PORT = 29500  # where ranks of several machines meet, as with other launchers, unless MASTER_PORT says another
 # Routers forget connections on which nothing is said, and ranks but the first say nothing for hours. For how long a
@@ -212,7 +212,7 @@ def run_ranks_of(ranks: Sequence[Rank]) -> int:
                 process.send_signal(number)
         passed.add(number)
 
-    with handled(forward, signal.SIGINT, signal.SIGTERM):
+    with handle_signals(forward, signal.SIGINT, signal.SIGTERM):
         try:
             for rank in ranks:
                 running.append(_started(rank))

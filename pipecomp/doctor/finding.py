@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pipecomp.utils.tables import counted
+from pipecomp.utils.units import format_count
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 WIDTH = 100
@@ -78,7 +78,10 @@ def print_report(findings: Sequence[Finding], console: Console) -> None:
 def summary(findings: Sequence[Finding]) -> str:
     """Say in a sentence what all of it comes to."""
     count = Counter(finding.verdict for finding in findings)
-    total = f"{counted(count[OK], 'check')} ok, {counted(count[WARNING], WARNING)}, {counted(count[PROBLEM], PROBLEM)}."
+    total = ", ".join(
+        [f"{format_count(count[OK], 'check')} ok", *(format_count(count[kind], kind) for kind in (WARNING, PROBLEM))]
+    )
+    total += "."
     if count[PROBLEM]:
         return f"{total} A problem makes runs fail or give wrong results; the arrows (→) say what to do."
     if count[WARNING]:

@@ -31,7 +31,7 @@ from pipecomp.distributed.tls_join import ADDRESS, wanted_keys
 from pipecomp.doctor.finding import OK, PROBLEM, WARNING, Finding, judge, mib
 from pipecomp.kernels import dispatch
 from pipecomp.kernels.build import find_compiler
-from pipecomp.utils.tables import counted
+from pipecomp.utils.units import format_count
 
 GPU_SHARING = "GPU sharing"
 _BUILD = "python -m pipecomp.kernels.build"
@@ -72,7 +72,7 @@ def check_cpu(cores: int, capability: str, machine: str) -> Finding:
     old = capability == "DEFAULT"
     return judge(
         "processor",
-        f"{counted(cores, 'core')} of {machine}, {'no vector extensions' if old else capability}",
+        f"{format_count(cores, 'core')} of {machine}, {'no vector extensions' if old else capability}",
         (old and machine in ("x86_64", "AMD64"), WARNING, "without AVX2 a model computes several times slower", advice),
     )
 
@@ -85,20 +85,25 @@ def check_threads(cores: int, local_ranks: int | None, omp_num_threads: str | No
     """
     ranks = local_ranks or 1
     advice = f"export OMP_NUM_THREADS={max(1, cores // ranks)}"
-    several = f"{counted(ranks, 'rank')} {'share' if ranks > 1 else 'has'} {counted(cores, 'core')}"
-    turns = (ranks > cores, WARNING, "ranks take turns", f"Start at most {counted(cores, 'rank')} on this machine.")
+    several = f"{format_count(ranks, 'rank')} {'share' if ranks > 1 else 'has'} {format_count(cores, 'core')}"
+    turns = (
+        ranks > cores,
+        WARNING,
+        "ranks take turns",
+        f"Start at most {format_count(cores, 'rank')} on this machine.",
+    )
     if omp_num_threads is None:
         if ranks > 1 and cores == 1:
             return judge("threads", f"OMP_NUM_THREADS is not set, and {several}", turns)
         if ranks > 1 and shared:
-            each = counted(max(1, cores // ranks), "thread")
+            each = format_count(max(1, cores // ranks), "thread")
             return judge("threads", f"OMP_NUM_THREADS is not set, and {several}: each computes with {each}", turns)
         if ranks > 1:
             found = f"OMP_NUM_THREADS is not set and {several}: each starts {cores} threads, which slow each other down"
             return Finding("threads", WARNING, found, advice)
         hint = "" if local_ranks else "With R ranks on this machine, set it to the number of cores divided by R."
         return Finding(
-            "threads", OK, f"OMP_NUM_THREADS is not set: a rank alone here uses {counted(cores, 'core')}", hint
+            "threads", OK, f"OMP_NUM_THREADS is not set: a rank alone here uses {format_count(cores, 'core')}", hint
         )
     first = omp_num_threads.split(",")[0].strip()
     if not first.isdecimal() or int(first) < 1:

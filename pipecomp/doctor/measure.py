@@ -26,15 +26,15 @@ from torch import Tensor
 
 from pipecomp.distributed.network_interfaces import list_interfaces
 from pipecomp.doctor.finding import OK, WARNING, Finding, judge
-from pipecomp.utils.serialization import exchanged
-from pipecomp.utils.units import bits_per_second, milliseconds
+from pipecomp.utils.serialization import serializable
+from pipecomp.utils.units import format_rate, format_time
 
 _PINGS, _PING_SECONDS = 30, 0.5
 _FIRST_BYTES, _MOST_BYTES = 1 << 16, 1 << 26
 _LONG_ENOUGH_S, _AIM_S, _GROWTH = 0.25, 0.5, 8
 
 
-@exchanged
+@serializable
 class Measured(NamedTuple):
     """Between two ranks, seen from the leading one.
 
@@ -339,13 +339,13 @@ def _check_loss(check: str, path: PacketPath) -> Finding:
     lost = 1 - path.came / path.sent
     limit = tcp_limit_bit_s(path.mtu or 1500, path.round_trip_s, lost)
     many = (
-        f"each lost one halves TCP's rate for a while, at this round trip to about {bits_per_second(limit)} for a "
+        f"each lost one halves TCP's rate for a while, at this round trip to about {format_rate(limit)} for a "
         "connection with Reno's control; cubic and bbr lose less"
     )
-    uneven = f"a stage waits some {milliseconds(path.jitter_s)} longer for packets than the plan says"
+    uneven = f"a stage waits some {format_time(path.jitter_s)} longer for packets than the plan says"
     return judge(
         check,
-        f"{path.sent - path.came} of {path.sent} lost there and back, jitter {milliseconds(path.jitter_s)}",
+        f"{path.sent - path.came} of {path.sent} lost there and back, jitter {format_time(path.jitter_s)}",
         (
             lost > _LOSSY,
             WARNING,

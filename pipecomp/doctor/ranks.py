@@ -32,7 +32,7 @@ from pipecomp.doctor.measure import GlooPeer, Measured, PacketPath, check_path, 
 from pipecomp.errors import LinkTimeoutError, PipecompError
 from pipecomp.tls.mesh import Mesh
 from pipecomp.tls.process_group import BACKEND, current_mesh
-from pipecomp.utils.units import bits_per_second, milliseconds
+from pipecomp.utils.units import format_rate, format_time
 
 # -- What the ranks know of each other: who shares a machine, which pairs are measured, and what that says."""
 
@@ -89,8 +89,8 @@ def check_pair(first: Identity, second: Identity, measured: Measured | str | Non
     slow, fast = (first, second) if out < back else (second, first)
     return judge(
         check,
-        f"{where}: {bits_per_second(out)} from {first.rank} to {second.rank}, {bits_per_second(back)} back, "
-        f"{milliseconds(measured.round_trip_s)} there and back",
+        f"{where}: {format_rate(out)} from {first.rank} to {second.rank}, {format_rate(back)} back, "
+        f"{format_time(measured.round_trip_s)} there and back",
         (
             least < _SLOW_BIT_S,
             WARNING,
@@ -116,7 +116,7 @@ def check_clocks(first: Identity, second: Identity, measured: Measured) -> Findi
     """Check whether the clocks of two machines agree."""
     ahead, error = measured.clock_ahead_s, measured.clock_error_s
     fast, slow = (second, first) if ahead > 0 else (first, second)
-    found = f"rank {fast.rank}'s is {milliseconds(abs(ahead))} ahead of rank {slow.rank}'s (± {milliseconds(error)})"
+    found = f"rank {fast.rank}'s is {format_time(abs(ahead))} ahead of rank {slow.rank}'s (± {format_time(error)})"
     meaning = (
         "training itself does not need clocks, but times in logs and traces cannot be compared, and keys are refused "
         "on a machine whose clock is far behind"

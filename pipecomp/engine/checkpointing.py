@@ -34,7 +34,7 @@ from pipecomp.optim import QuantizedAdam
 from pipecomp.optim.adam import thaw
 from pipecomp.plan.auto_bits import wants_measuring
 from pipecomp.stages.link.handshake import summarize
-from pipecomp.utils.files import write_whole
+from pipecomp.utils.files import atomic_write_text
 
 _STATE_KEY = "pipecomp"
 
@@ -140,7 +140,7 @@ class Checkpoints:
                     attempts.attempt(lambda: manifest.write(folder, engine.global_rank))
                 attempts.agree()
                 if latest and engine.global_rank == 0:
-                    attempts.attempt(lambda: write_whole(Path(save_dir) / "latest", tag))
+                    attempts.attempt(lambda: atomic_write_text(Path(save_dir) / "latest", tag))
                 attempts.agree()  # after that, older ones may be deleted
         except CheckpointError:
             if first_here:

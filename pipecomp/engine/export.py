@@ -22,7 +22,7 @@ from pipecomp.errors import OutputError, WireError
 from pipecomp.stages.partition.saving import shard_name, write_index, write_shard
 from pipecomp.stages.partition.splitting import Stage
 from pipecomp.utils.files import UNFINISHED, file_crc
-from pipecomp.utils.serialization import exchanged
+from pipecomp.utils.serialization import serializable
 
 _PIECE = 1 << 24  # bytes a send
 # Shards go one after the other, so that ranks wait for those before them: 100 GB over 10 Mbit/s. Of one that is lost
@@ -30,7 +30,7 @@ _PIECE = 1 << 24  # bytes a send
 _PATIENCE = timedelta(days=1)
 
 
-@exchanged
+@serializable
 class _Shard(NamedTuple):
     stage: int
     name: str

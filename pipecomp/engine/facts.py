@@ -11,7 +11,7 @@ from typing import Any
 from pipecomp.netlab.throttle import VARIABLE, ThrottleSettings
 from pipecomp.plan.simulation import TCP_SHARE, Line, Network
 from pipecomp.stages.partition.splitting import Stage
-from pipecomp.utils.json_tree import finite
+from pipecomp.utils.serialization import replace_nonfinite
 
 
 def run_facts(engine: Any) -> dict[str, Any]:
@@ -37,8 +37,8 @@ def run_facts(engine: Any) -> dict[str, Any]:
         "micro_batches": engine.micro_batches,
         "dtype": None if weight is None else str(weight.dtype).removeprefix("torch."),
         "hidden": int(engine.stage.hidden_size) if isinstance(engine.stage, Stage) else None,
-        "settings": finite({**asdict(settings), "activations": settings.activations.as_dict()}),
-        "network": None if network is None else finite(asdict(network)),
+        "settings": replace_nonfinite({**asdict(settings), "activations": settings.activations.as_dict()}),
+        "network": None if network is None else replace_nonfinite(asdict(network)),
     }
 
 

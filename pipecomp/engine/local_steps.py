@@ -24,7 +24,7 @@ from pipecomp.errors import ConfigError
 from pipecomp.local_steps.outer_steps import OuterSteps
 from pipecomp.local_steps.second_moments import SecondMoments
 from pipecomp.stages.link.transport import Transport
-from pipecomp.utils.files import replacing
+from pipecomp.utils.files import atomic_write
 
 
 class LocalExchanges(NamedTuple):
@@ -114,7 +114,7 @@ class LocalTraining:
         if replica > 0:
             del state["shared"]
             state["optimizer"] = engine.optimizer.state_dict()
-        with replacing(_file(folder, engine.stage_id, replica)) as file:
+        with atomic_write(_file(folder, engine.stage_id, replica)) as file:
             torch.save(state, file)
 
     def load(self, folder: Path, pipeline: dict[str, Any] | None, *, same: bool, with_optimizer: bool) -> None:

@@ -13,7 +13,7 @@ from pipecomp.distributed.rendezvous import ranks_here
 from pipecomp.schedule.in_flight import InFlight, KeptBytes
 from pipecomp.stages.link.boundary import Layout
 from pipecomp.stats import LinkStats
-from pipecomp.utils.free_memory import free_bytes
+from pipecomp.utils.cgroups import free_bytes
 
 
 class RunAhead:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipecomp.buffers.base import CachedActivation, MessageStore, Put, Settled
-from pipecomp.utils.files import replacing, write_whole
-from pipecomp.utils.serialization import exchanged
+from pipecomp.utils.files import atomic_write, atomic_write_text
+from pipecomp.utils.serialization import serializable
 
 MOST_EVENTS = 200_000  # of a rank: some 30 MB on their way to the others, and in the file
 TRACKS = ("compute", "wait", "quantize", "store", "reduce", "update", "send", "receive")
@@ -50,7 +50,7 @@ COLORS = {
 }
 
 
-@exchanged
+@serializable
 class Event(NamedTuple):
     """What ran from `start` to `end` (seconds since 1970). micro_batch, bytes: where they mean something.
 
@@ -166,7 +166,7 @@ def chrome_events(by_rank: dict[int, Iterable[Event]]) -> list[dict[str, Any]]:
 
 def write_trace(path: str | Path, by_rank: dict[int, Iterable[Event]]) -> None:
     """Write all ranks' events as one JSON file."""
-    write_whole(path, json.dumps({"traceEvents": chrome_events(by_rank), "displayTimeUnit": "ms"}))
+    atomic_write_text(path, json.dumps({"traceEvents": chrome_events(by_rank), "displayTimeUnit": "ms"}))
 
 
 def draw_trace(path: str | Path, by_rank: dict[int, list[Event]], *, title: str = "", steps: int = 1) -> None:
@@ -207,7 +207,7 @@ def draw_trace(path: str | Path, by_rank: dict[int, list[Event]], *, title: str 
         bbox_to_anchor=(0.5, -1.1 / (1 + 0.3 * len(rows))),
     )
     try:
-        with replacing(path, synced=False) as part:
+        with atomic_write(path, synced=False) as part:
             figure.savefig(part, format="png", dpi=120, bbox_inches="tight")
     finally:
         pyplot.close(figure)

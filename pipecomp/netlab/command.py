@@ -13,9 +13,9 @@ from rich.table import Table
 
 from pipecomp.netlab.lab import Finished, Lab
 from pipecomp.netlab.shape import Shape
-from pipecomp.utils.processes import handled
+from pipecomp.utils.processes import handle_signals
 from pipecomp.utils.tables import COMPACT, table
-from pipecomp.utils.units import rate_text
+from pipecomp.utils.units import format_nominal_rate
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -41,7 +41,7 @@ def stopping() -> Iterator[None]:
         _ignore_signals()
         raise Stopped(number)
 
-    with handled(stop, *_SIGNALS):
+    with handle_signals(stop, *_SIGNALS):
         yield
 
 
@@ -111,15 +111,15 @@ def describe(shape: Shape, form: str) -> str:
     if len(pairs) > 1:
         rates = "links of different rates"
     elif shape.up[0] == shape.down[0]:
-        rates = f"{rate_text(shape.up[0])} each way"
+        rates = f"{format_nominal_rate(shape.up[0])} each way"
     else:
-        rates = f"{rate_text(shape.down[0])} down, {rate_text(shape.up[0])} up"
+        rates = f"{format_nominal_rate(shape.down[0])} down, {format_nominal_rate(shape.up[0])} up"
     delay = f", {1000 * shape.delay_s:g} ms one way" if shape.delay_s else ""
     jitter = f" (± {1000 * shape.jitter_s:g} ms)" if shape.jitter_s else ""
     loss = f", {100 * shape.loss:g} % lost" if shape.loss else ""
     nat = ", all but node 0 behind routers" if shape.nat else ""
     through = ", through WireGuard" if shape.wireguard else ""
-    sites = f", {max(shape.site) + 1} sites joined at {rate_text(shape.between)}" if shape.between else ""
+    sites = f", {max(shape.site) + 1} sites joined at {format_nominal_rate(shape.between)}" if shape.between else ""
     by = "shaped by the kernel" if form == "kernel" else "in software"
     return f"{shape.nodes} nodes, {rates}{delay}{jitter}{loss}{sites}{nat}{through}, {by}"
 
@@ -131,8 +131,8 @@ def bytes_table(report: dict[str, Any]) -> Table:
         (
             f"node{node['node']}",
             node["address"],
-            rate_text(node["up_bits_per_s"]),
-            rate_text(node["down_bits_per_s"]),
+            format_nominal_rate(node["up_bits_per_s"]),
+            format_nominal_rate(node["down_bits_per_s"]),
             f"{node['bytes_sent'] / 1e6:.3f} MB",
             f"{node['bytes_received'] / 1e6:.3f} MB",
         )

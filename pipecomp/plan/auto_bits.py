@@ -30,8 +30,8 @@ from pipecomp.plan.search import PAYS, choose_bits, keeping_error
 from pipecomp.plan.simulation import TCP_SHARE, Line, Network, StageCosts, Step
 from pipecomp.stages.link.transport import Transport
 from pipecomp.stages.partition.splitting import Stage
-from pipecomp.utils.serialization import exchanged
-from pipecomp.utils.units import bits_per_second
+from pipecomp.utils.serialization import serializable
+from pipecomp.utils.units import format_rate
 
 # -- How few bits carry the changes of a model with dropout, and a line at the start where there are fewer.
 
@@ -96,7 +96,7 @@ _TOKENS = 512
 LOOKED_AT = 32  # samples
 
 
-@exchanged
+@serializable
 class Seen(NamedTuple):
     """What one rank measured.
 
@@ -118,7 +118,7 @@ class Batch(NamedTuple):
     micro_batches: int
 
 
-@exchanged
+@serializable
 class Decision(NamedTuple):
     """forward_bits, backward_bits; reason: a sentence with the predictions behind them."""
 
@@ -265,7 +265,7 @@ def _reason(
     else:
         why = "no more, as the slowest link is the limit"
     compared = f"at most {step_s:.3g} s per step predicted, {plain_s:.3g} s uncompressed"
-    return f"{head}: {both}: {why} ({compared}; slowest link {bits_per_second(network.slowest)})"
+    return f"{head}: {both}: {why} ({compared}; slowest link {format_rate(network.slowest)})"
 
 
 def _said(bits: Bits, way: str) -> str:

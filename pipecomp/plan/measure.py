@@ -50,8 +50,8 @@ from pipecomp.stages.partition.loading import Source, build_stage, resolve
 from pipecomp.stages.partition.splitting import Stage
 from pipecomp.tls.mesh import Mesh
 from pipecomp.tls.process_group import BACKEND, current_mesh
-from pipecomp.utils.serialization import exchanged
-from pipecomp.utils.tables import counted
+from pipecomp.utils.serialization import serializable
+from pipecomp.utils.units import format_count
 
 # -- Rates and latencies of the links between stages, measured over the links' own transports."""
 
@@ -224,7 +224,9 @@ def time_model(model: Any, tokens: int, dtype: torch.dtype, device: torch.device
         calls.append((max(0.0, one.forward_s - each_f), max(0.0, one.backward_s - each_b)))
         hidden = stage.hidden_size
     call_s = (min(c[0] for c in calls), min(c[1] for c in calls))
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else counted(torch.get_num_threads(), "thread")
+    where = (
+        torch.cuda.get_device_name(device) if device.type == "cuda" else format_count(torch.get_num_threads(), "thread")
+    )
     return assemble(found, plan, hidden=hidden, tokens=tokens, call_s=call_s, measured=f"measured, {where}")
 
 
@@ -275,7 +277,7 @@ def _of_each(one_s: float, several_s: float, several: int) -> float:
 _TIMEOUT_S = 120.0
 
 
-@exchanged
+@serializable
 @dataclass(frozen=True, kw_only=True)
 class Survey:
     """profile, speeds: of the slowest machine. network: of what connects the stages, or the replicas of a single stage.

@@ -19,7 +19,7 @@ from pipecomp.plan.profile import Profile, count, most_tokens
 from pipecomp.plan.search import AVERAGES
 from pipecomp.plan.simulation import TCP_SHARE
 from pipecomp.stages.partition.loading import resolve
-from pipecomp.utils.units import MAX_DELAY_S, parse_rate, parse_time, rate_text
+from pipecomp.utils.units import MAX_DELAY_S, format_nominal_rate, parse_rate, parse_time
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 RATES = ("10gbit", "1gbit", "500mbit", "300mbit", "100mbit")
@@ -261,5 +261,5 @@ def networks_of(bandwidth: str | None, delay: str | None) -> dict[str, Rates]:
     found = {}
     for name in names:
         rates = [parse_rate("bandwidth", link.strip()) for link in name.split("/")]
-        found["/".join(map(rate_text, rates))] = (tuple(rate * TCP_SHARE for rate in rates), latency_s)
+        found["/".join(map(format_nominal_rate, rates))] = (tuple(rate * TCP_SHARE for rate in rates), latency_s)
     return found

@@ -20,8 +20,8 @@ from pipecomp.plan.profile import Profile
 from pipecomp.plan.simulation import Network, Played, StageCosts, Step, play
 from pipecomp.schedule.in_flight import numbers
 from pipecomp.stages.partition.planning import SplitPlan
-from pipecomp.utils.serialization import exchanged
-from pipecomp.utils.tables import counted
+from pipecomp.utils.serialization import serializable
+from pipecomp.utils.units import format_count
 
 _WORTH = 0.99  # running further ahead must shorten a step to this
 # Bytes of a parameter on each replica, and more that replicas share out: weight, gradient and Adam's two moments in
@@ -29,7 +29,7 @@ _WORTH = 0.99  # running further ahead must shorten a step to this
 _FULL, _HALF = (16, 0), (6, 12)
 
 
-@exchanged
+@serializable
 @dataclass(frozen=True, kw_only=True)
 class Speeds:
     """What a machine does besides the model.
@@ -80,7 +80,7 @@ class Job:
     def text(self) -> str:
         """Describe it for people."""
         return (
-            f"{counted(self.plan.num_stages, 'stage')} × {counted(self.replicas, 'replica')}, "
+            f"{format_count(self.plan.num_stages, 'stage')} × {format_count(self.replicas, 'replica')}, "
             f"{self.micro_batches} micro-batches of {self.samples} for {self.batch} samples per step, "
             f"{self.profile.tokens} tokens each."
         )

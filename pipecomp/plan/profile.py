@@ -22,13 +22,13 @@ from pipecomp.stages.partition.architectures import architecture_of, default_los
 from pipecomp.stages.partition.loading import Source, resolve, skeleton
 from pipecomp.stages.partition.planning import SplitPlan, plan_model
 from pipecomp.stages.partition.splitting import Stage, take_stage
-from pipecomp.utils.serialization import exchanged
+from pipecomp.utils.serialization import serializable
 
 _AFTER_PADDING = {"roberta", "xlm-roberta", "camembert"}  # their positions begin after that of the padding token
 BACKWARD = 2.0  # backward operations for each forward one: the gradients of inputs and of weights
 
 
-@exchanged
+@serializable
 @dataclass(frozen=True, kw_only=True)
 class Cost:
     """Of one part of the model on one sample.
@@ -56,7 +56,7 @@ class Cost:
         )
 
 
-@exchanged
+@serializable
 @dataclass(frozen=True, kw_only=True)
 class Profile:
     """A model's blocks, and what its first and last stage have besides (embeddings; head and loss).

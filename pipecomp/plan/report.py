@@ -25,7 +25,7 @@ from pipecomp.plan.search import (
 from pipecomp.plan.simulation import Network
 from pipecomp.schedule.in_flight import numbers
 from pipecomp.utils.tables import table
-from pipecomp.utils.units import bits_per_second, milliseconds
+from pipecomp.utils.units import format_rate, format_time
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -56,9 +56,9 @@ def link_table(network: Network, p: Prediction, plain: Prediction) -> Table:
     rows = (
         (
             f"{k}→{k + 1}",
-            bits_per_second(out.bits_per_s),
-            bits_per_second(back.bits_per_s),
-            milliseconds(out.latency_s),
+            format_rate(out.bits_per_s),
+            format_rate(back.bits_per_s),
+            format_time(out.latency_s),
             *(f"{size[k] / 1e3:.1f}" for size in sizes),
             "fw{} bw{}".format(*p.config.activations.bits(k)),
         )

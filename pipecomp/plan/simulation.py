@@ -20,7 +20,7 @@ from typing import Any
 from pipecomp.errors import require
 from pipecomp.schedule.in_flight import numbers
 from pipecomp.schedule.order import train_order
-from pipecomp.utils.serialization import exchanged
+from pipecomp.utils.serialization import serializable
 from pipecomp.utils.units import FRAME, FRAME_HEADERS, SEGMENT
 
 # -- What carries packets: rate and latency of every link in each direction, and lines that they share.
@@ -31,7 +31,7 @@ ACKNOWLEDGED = 1 - FRAME_HEADERS / (FRAME + FRAME_HEADERS)
 """What is left of a line's rate while the other direction is busy too, each of whose segments is acknowledged."""
 
 
-@exchanged
+@serializable
 @dataclass(frozen=True, kw_only=True)
 class Line:
     """One direction. bits_per_s: of content, headers not counted; `math.inf` for no limit. latency_s: one way."""
@@ -48,7 +48,7 @@ class Line:
         return 8 * size / self.bits_per_s + self.latency_s
 
 
-@exchanged
+@serializable
 @dataclass(frozen=True, kw_only=True)
 class Network:
     """All links. forward, backward: link k's lines to stage k + 1 and back.
@@ -152,7 +152,7 @@ _SENDS = {"send activation": ("forward", 1), "send gradient": ("backward", -1)}
 _RECEIVES = {"receive activation": "forward", "receive gradient": "backward"}
 
 
-@exchanged
+@serializable
 @dataclass(frozen=True, kw_only=True)
 class StageCosts:
     """Seconds of one stage.

@@ -36,7 +36,7 @@ from pipecomp.plan.search import AVERAGES
 from pipecomp.recipes import language, run, text
 from pipecomp.recipes.resume import hold_folder
 from pipecomp.report.record import CHECKPOINTS, PLAN
-from pipecomp.utils.files import write_whole
+from pipecomp.utils.files import atomic_write_text
 
 _BATCH = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _STEPS = "scheduler.params.total_num_steps"
@@ -165,13 +165,13 @@ def configure(args: argparse.Namespace, config: Any, size: int, samples: int) ->
             made = run_plan(Console(), options, throttle_to, settings=False)
             if made is not None:
                 with writable("--run", folder):
-                    write_whole(folder / PLAN, json.dumps(made, indent=2) + "\n")
+                    atomic_write_text(folder / PLAN, json.dumps(made, indent=2) + "\n")
         made = broadcast(made)
     written, file = json.dumps(ds_config(args, made["config"], folder), indent=2) + "\n", Path(args.deepspeed_config)
     for rank in range(world):  # one after the other: machines may share the folder, too
         with ranks.collective_errors(), writable("--run", folder):
             if rank == dist.get_rank() and not (file.is_file() and file.read_text() == written):
-                write_whole(file, written)
+                atomic_write_text(file, written)
     cuts: list[int] = made["cuts"]
     return cuts
 

@@ -18,7 +18,7 @@ from pipecomp.recipes.written import Curves, Lines, Written
 from pipecomp.report.live import LinkMeter, in_words
 from pipecomp.report.text import size
 from pipecomp.stats import DIRECTIONS, WEIGHTS, BitsMeter, Traffic
-from pipecomp.utils.tables import counted
+from pipecomp.utils.units import format_count
 
 PLAIN_EVERY_S = 10.0
 LINKS_EVERY_S = 2.0  # in a terminal
@@ -94,10 +94,12 @@ class Report:
         self._epoch_began = self._last_line = self._began
         self._meter = LinkMeter()
         batch = plan.micro_batch * plan.accumulation * plan.replicas
-        parts = f"{counted(stages, 'stage')}, {counted(plan.replicas, 'replica')} of the pipeline"
+        parts = f"{format_count(stages, 'stage')}, {format_count(plan.replicas, 'replica')} of the pipeline"
         self._say(f"model     {args.model}: {parts}")
         self._say(f"data      {samples:,} training samples, {held_out:,} held out")
-        self._say(f"training  {counted(plan.steps, 'step')} of {batch} samples, {plan.micro_batch} to a micro-batch")
+        self._say(
+            f"training  {format_count(plan.steps, 'step')} of {batch} samples, {plan.micro_batch} to a micro-batch"
+        )
         if stages > 1:
             self._say(f"links     {_in_words(settings)}")
         if self._console.is_terminal:

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 from pipecomp.errors import ConfigError, writable
 from pipecomp.report.record import lines_until
-from pipecomp.utils.json_tree import json_line
+from pipecomp.utils.serialization import json_line
 
 
 class Written(ABC):

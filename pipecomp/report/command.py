@@ -9,7 +9,7 @@ from pipecomp.errors import writable
 from pipecomp.report.page import make_page
 from pipecomp.report.read import read_runs
 from pipecomp.report.record import PAGE
-from pipecomp.utils.files import write_whole
+from pipecomp.utils.files import atomic_write_text
 
 
 def write_report(paths: Sequence[str | Path], out: str | Path | None = None) -> Path:
@@ -31,7 +31,7 @@ def write_report(paths: Sequence[str | Path], out: str | Path | None = None) -> 
     page = make_page(read_runs(paths))
     with writable("--out", target, "a file"):
         target.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(target, page)
+        atomic_write_text(target, page)
     return target
 
 

@@ -16,7 +16,7 @@ from pipecomp.report import figures, tables, words
 from pipecomp.report.figures import COLORS, Chart
 from pipecomp.report.read import Run
 from pipecomp.report.timeline import timeline
-from pipecomp.utils.json_tree import finite
+from pipecomp.utils.serialization import replace_nonfinite
 
 _MOST_TIMELINES = 6
 _WIDE_FROM = 3  # so many runs make charts with a row for each link or rank too tall for half the width
@@ -128,7 +128,7 @@ def _text(name: str) -> str:
 
 def _json(value: Any) -> str:
     """JSON inside a script element, which ends at the first "</script" or opens a comment at "<!--"."""
-    return json.dumps(finite(value), separators=(",", ":")).replace("<", "\\u003c")
+    return json.dumps(replace_nonfinite(value), separators=(",", ":")).replace("<", "\\u003c")
 
 
 def _policy(*scripts: str) -> str:

@@ -17,8 +17,8 @@ from typing import Any, TextIO
 
 from pipecomp.errors import ConfigError
 from pipecomp.stats import Traffic, code_bits
-from pipecomp.utils.files import write_whole
-from pipecomp.utils.json_tree import json_line
+from pipecomp.utils.files import atomic_write_text
+from pipecomp.utils.serialization import json_line
 
 FORMAT = 1
 RUN = "run.json"  # what was run: model, stages, settings, links
@@ -174,7 +174,7 @@ class Recorder:
         if self._metrics is None or self.folder is None:
             return
         with self._giving_up():
-            write_whole(self.folder / name, json_line(value))
+            atomic_write_text(self.folder / name, json_line(value))
 
     def _earlier(self) -> dict[str, Any]:
         """What was written of an earlier part of the run, empty without one."""

@@ -11,7 +11,7 @@ from pipecomp.report.advice import Change, changes
 from pipecomp.report.read import Run, number
 from pipecomp.report.simulated import Simulated, simulate
 from pipecomp.report.text import duration, percent, size, times
-from pipecomp.utils.units import bits_per_second
+from pipecomp.utils.units import format_rate
 
 
 @dataclass(kw_only=True)
@@ -139,7 +139,7 @@ def _list(words: Sequence[str]) -> str:
 def network(simulated: Simulated) -> str:
     """Where the simulation's links come from."""
     slowest = simulated.network.slowest
-    rate = "without limits" if slowest == float("inf") else f"of {bits_per_second(slowest)} of content"
+    rate = "without limits" if slowest == float("inf") else f"of {format_rate(slowest)} of content"
     if simulated.known:
         return f"Links as the network lab throttled them, the slowest {rate}"
     if slowest == float("inf"):

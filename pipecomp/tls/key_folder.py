@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from pipecomp.errors import ConfigError, KeysError
 from pipecomp.tls import certificates as made
 from pipecomp.tls.certificates import Identity, identify, now, read_revoked
-from pipecomp.utils.files import UNFINISHED, replacing
+from pipecomp.utils.files import UNFINISHED, atomic_write
 
 AUTHORITY, AUTHORITY_KEY = "authority.pem", "authority.key"
 MACHINE, MACHINE_KEY = "machine.pem", "machine.key"
@@ -55,7 +55,7 @@ class KeyFolder:
     def write(self, name: str, data: bytes) -> None:
         """Write a file that only its owner can read, all of it or nothing, whoever else writes it at the same time."""
         handle, part = tempfile.mkstemp(prefix=f"{name}.", suffix=UNFINISHED, dir=self.path)  # 0600
-        with replacing(self.path / name, part=Path(part)), open(handle, "wb") as file:
+        with atomic_write(self.path / name, part=Path(part)), open(handle, "wb") as file:
             file.write(data)
 
     @contextlib.contextmanager

@@ -38,7 +38,7 @@ from pipecomp.distributed.start import all_ranks
 from pipecomp.errors import ConfigError, WireError, require
 from pipecomp.stages.partition.planning import SplitPlan
 from pipecomp.trainer import message_stores
-from pipecomp.utils.files import replacing, write_whole
+from pipecomp.utils.files import atomic_write, atomic_write_text
 
 STATE_FILE = "trainer_state.json"
 PIPELINE_FILE = "pipeline.json"
@@ -182,8 +182,8 @@ def complete(folder: str, state: TrainerState, plan: SplitPlan, replicas: int, d
     due: see `Found`.
     """
     pipeline = layout(plan, replicas) | ({_DUE: list(due)} if due else {})
-    write_whole(Path(folder) / PIPELINE_FILE, json.dumps(pipeline) + "\n")
-    with replacing(Path(folder) / STATE_FILE) as part:  # half of it would pass for a complete checkpoint
+    atomic_write_text(Path(folder) / PIPELINE_FILE, json.dumps(pipeline) + "\n")
+    with atomic_write(Path(folder) / STATE_FILE) as part:  # half of it would pass for a complete checkpoint
         state.save_to_json(str(part))
     _make_youngest(Path(folder))
 
@@ -205,7 +205,7 @@ def save_engine(engine: Any, folder: str, scheduler: Any, attempts: Attempts) ->
 
 
 def _write_rank(state: Any, file: Path) -> None:
-    with replacing(file) as part:  # on the disk before the checkpoint is complete
+    with atomic_write(file) as part:  # on the disk before the checkpoint is complete
         write_state(state, part)
 
 

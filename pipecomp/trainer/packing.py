@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from pipecomp.errors import DataError, WireError
-from pipecomp.utils.json_tree import describe, rebuild
+from pipecomp.utils.serialization import decode_tree, encode_tree
 
 _LENGTH = struct.Struct("<Q")
 _KINDS = "biufc"  # of numpy dtypes: numbers only
@@ -41,7 +41,7 @@ def pack(value: Any) -> bytes:
         allowed = "only arrays of numbers, numbers, texts, and lists of them"
         raise DataError(f"cannot send {shown} to another rank: {allowed}")
 
-    header = json.dumps(describe(value, put_aside)).encode()
+    header = json.dumps(encode_tree(value, put_aside)).encode()
     return b"".join([_LENGTH.pack(len(header)), header, *(array.tobytes() for array in arrays)])
 
 
@@ -68,7 +68,7 @@ def unpack(data: bytes) -> Any:
     try:
         (length,) = _LENGTH.unpack_from(data)
         end += length
-        value = rebuild(json.loads(data[_LENGTH.size : end]), fetch)
+        value = decode_tree(json.loads(data[_LENGTH.size : end]), fetch)
     except (struct.error, ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
         raise WireError(f"{len(data)} bytes are no packed arrays: {error}") from error
     if end != len(data):

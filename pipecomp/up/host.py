@@ -21,7 +21,7 @@ from pipecomp.tls.certificates import identify, ranks_text
 from pipecomp.tls.enrollment import Invitation, authority_print, join, parse_address, plain_fingerprint
 from pipecomp.tls.key_folder import AUTHORITY_KEY, MACHINE, KeyFolder, listed, new
 from pipecomp.tls.listener import Address
-from pipecomp.utils.processes import exit_status, handled, python_module
+from pipecomp.utils.processes import exit_status, handle_signals, python_module_command
 
 _END_S = 30.0  # for the other ranks to end once one has
 _POLL_S = 0.2
@@ -148,7 +148,7 @@ def start_ranks(run: Run, keys: str, listen: str | None, checks: Checks, *, say:
             f"the keys in {keys} are for rank {ranks_text(mine)}, which does not fit to {run.machines} machines of "
             f"{run.procs} rank(s): give the same --machines and --procs everywhere, or make new keys"
         )
-    words = python_module("pipecomp.up.rank", json.dumps(asdict(checks)), *run.command)
+    words = python_module_command("pipecomp.up.rank", json.dumps(asdict(checks)), *run.command)
     common = {
         KEYS: keys,
         ADDRESS: str(run.address),
@@ -191,7 +191,7 @@ def _forwarding(processes: Sequence[subprocess.Popen]) -> Iterator[None]:
             if process.poll() is None:
                 process.send_signal(number)
 
-    with handled(pass_on, signal.SIGTERM, signal.SIGINT):
+    with handle_signals(pass_on, signal.SIGTERM, signal.SIGINT):
         try:
             yield
         finally:

@@ -1,1 +1,1 @@
-"""Helpers without knowledge of training: files, serialization, units, tables, processes, sockets, cgroups."""
+"""Helpers without knowledge of training: files, serialization, units, tables, processes, sockets, control groups."""

@@ -1,17 +1,26 @@
-"""Control groups that this process is in (Linux): there Docker, Kubernetes, Slurm and systemd set limits."""
+"""Limits of the Linux control groups of this process, and the memory that they leave free.
+
+Docker, Kubernetes, Slurm and systemd set limits in control groups.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
+import torch
+
 _TOP, _OF_PROCESS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+# Files with a group's memory limit and usage, and the line of `memory.stat` with the cache that is reclaimed first.
+_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_VERSION_2 = ("memory.max", "memory.current", "inactive_file")
 
 
 def control_groups(controller: str) -> Iterator[tuple[Path, bool]]:
-    """Give the folders of the process's groups that a controller may limit, each followed by those that it is in.
+    """Yield the folders of the process's groups with a controller, each followed by its parents.
 
-    Not all of them need be there: a container may see its own group as the top, and not where that is.
+    Not all of them need to exist: a container may see its own group as the root, without knowing its full path.
 
     Args:
         controller: "memory" or "cpu".
@@ -26,3 +35,27 @@ def control_groups(controller: str) -> Iterator[tuple[Path, bool]]:
         top = _TOP / controller if controllers else _TOP
         group = top / path.lstrip("/")
         yield from ((folder, not controllers) for folder in (group, *group.parents) if folder.is_relative_to(top))
+
+
+def free_bytes(device: torch.device, ranks: int = 1) -> int:
+    """Return a rank's share of the free memory.
+
+    Args:
+        device: a GPU, or the CPU for the memory of the host within the limits of its control groups.
+        ranks: ranks that share the GPU, or the host.
+    """
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0]) // ranks
+    return max(0, min([psutil.virtual_memory().available, *free_within_limits()])) // ranks
+
+
+def free_within_limits() -> Iterator[int]:
+    """Yield the free bytes within each memory limit on this process's control groups."""
+    for folder, version_2 in control_groups("memory"):
+        limit, use, cache = _VERSION_2 if version_2 else _VERSION_1
+        try:
+            most, used = (int((folder / name).read_text()) for name in (limit, use))
+            stat = dict(entry.split() for entry in (folder / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):  # the container lacks this group, or there is no limit: "max"
+            continue
+        yield most - used + int(stat.get(cache, 0))

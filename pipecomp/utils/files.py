@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and how to know them again."""
+"""Atomic file writes and checksums."""
 
 from __future__ import annotations
 
@@ -8,18 +8,23 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-UNFINISHED = ".part"  # ends the name of a file that is being written
+UNFINISHED = ".part"  # suffix of a file that is being written
 _CHUNK = 16 << 20
 
 
 @contextlib.contextmanager
-def replacing(path: str | os.PathLike[str], *, synced: bool = True, part: Path | None = None) -> Iterator[Path]:
-    """Yield a path to write to; what is there in the end takes the place of `path`, all at once.
+def atomic_write(path: str | os.PathLike[str], *, synced: bool = True, part: Path | None = None) -> Iterator[Path]:
+    """Yield a temporary path; the file written there replaces `path` when the body ends.
 
-    part: that path, beside `path`, where several may write at the same time; None for one that is always the same.
-    synced: on the disk before it does, so that a power failure leaves the old file or the new one. If the body raises,
-    `path` stays as it was, and nothing is left beside it. What is no file, as a pipe or /dev/stdout, is written to, and
-    a link stays one.
+    If the body raises, `path` is unchanged and the temporary file is removed. Pipes and character devices, such as
+    /dev/stdout, are written directly; a symbolic link is followed and stays a link.
+
+    Args:
+        path: the file to replace.
+        synced: flush the file to disk before it replaces `path`, so that a power failure leaves the old or the new
+            file.
+        part: the temporary path, in the same folder, if several processes may write at the same time; None derives it
+            from `path`.
     """
     path = Path(path)
     if path.is_fifo() or path.is_char_device():
@@ -40,14 +45,14 @@ def replacing(path: str | os.PathLike[str], *, synced: bool = True, part: Path |
         raise
 
 
-def write_whole(path: str | os.PathLike[str], text: str) -> None:
-    """Write a text file (UTF-8) that appears with all of its text, or not at all."""
-    with replacing(path) as part:
+def atomic_write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a UTF-8 text file with `atomic_write`."""
+    with atomic_write(path) as part:
         part.write_text(text, encoding="utf-8")
 
 
 def file_crc(path: str | os.PathLike[str]) -> int:
-    """CRC-32 of a file's bytes."""
+    """Return the CRC-32 of a file."""
     crc = 0
     with open(path, "rb") as file:
         while chunk := file.read(_CHUNK):

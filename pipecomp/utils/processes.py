@@ -1,4 +1,4 @@
-"""Processes: how this program starts itself again, how one has ended, and signals that are caught for a while."""
+"""Commands, exit statuses and signal handlers of processes."""
 
 from __future__ import annotations
 
@@ -9,30 +9,32 @@ from collections.abc import Iterator
 from pathlib import Path
 
 
-def found_in_working_directory() -> bool:
-    """Say whether this package is the one that Python finds in the working directory."""
-    with contextlib.suppress(OSError):  # a folder that was deleted
-        return Path(__file__).resolve().parents[1] == Path.cwd().resolve()
+def imported_from_working_directory() -> bool:
+    """Return whether this package was imported from the working directory."""
+    with contextlib.suppress(OSError):  # a deleted folder
+        return Path(__file__).resolve().parents[2] == Path.cwd().resolve()
     return False
 
 
-def python_module(module: str, *arguments: str) -> list[str]:
-    """Give the command that runs a module of this package with this Python.
+def python_module_command(module: str, *arguments: str) -> list[str]:
+    """Return the command that runs a module of this package with this Python interpreter.
 
-    It does not look in the working directory, which may hold another state of this package, as a checkout does whose
-    kernels are not compiled, or a file named like a module: unless this package itself was found there.
+    Note:
+        `-P` keeps Python from searching the working directory, which may hold another copy of this package, such as a
+        checkout without compiled kernels, or a file named like a module. It is left out if this package itself was
+        imported from there.
     """
-    return [sys.executable, *([] if found_in_working_directory() else ["-P"]), "-m", module, *arguments]
+    return [sys.executable, *([] if imported_from_working_directory() else ["-P"]), "-m", module, *arguments]
 
 
 def exit_status(code: int) -> int:
-    """Give the status of a process as shells do: 128 + n for one that signal n has ended, which `Popen` says as -n."""
+    """Convert a return code of `Popen` to a shell's exit status: -n, for a process killed by signal n, to 128 + n."""
     return 128 - code if code < 0 else code
 
 
 @contextlib.contextmanager
-def handled(handler: signal._HANDLER, *numbers: int) -> Iterator[None]:
-    """Handle these signals so until it is left; only on the main thread."""
+def handle_signals(handler: signal._HANDLER, *numbers: int) -> Iterator[None]:
+    """Install a handler for these signals during the body; main thread only."""
     before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield

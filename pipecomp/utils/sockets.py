@@ -1,8 +1,9 @@
-"""What has been handed to the system and has not left this machine's line yet, by socket (Linux).
+"""Unsent bytes of TCP sockets, from the kernel's own counters (Linux).
 
-gloo counts a packet as sent when the system has taken it, which for a slow link can be seconds before the last byte is
-on its way. The kernel knows better: bytes that the other side has not acknowledged wait here or in a queue behind here,
-except for those that the path holds anyway, a round trip's worth at the rate at which they are delivered.
+Note: [Unsent bytes]
+    gloo reports a packet as sent once the kernel has accepted it, which on a slow link can be seconds before its last
+    byte leaves. The kernel counts the bytes that the peer has not acknowledged. Those beyond the bandwidth-delay
+    product of the path, delivery rate times minimum round trip, wait in a queue on this machine or on its line.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ _TCP_INFO_BYTES = 168
 _MIN_RTT, _DELIVERY_RATE = struct.Struct("148x I"), struct.Struct("160x Q")  # µs, bytes/s; Linux 4.9
 _POLL_S = 0.0005
 _Made = TypeVar("_Made")
-_SLACK = 1 << 14  # bytes: acknowledgements of the last ones may be 40 ms late
+_SLACK = 1 << 14  # bytes whose acknowledgements may be delayed, by up to 40 ms
 
 
 def tcp_sockets() -> frozenset[int]:
-    """List this process's connected TCP sockets; none where the system has no /proc."""
+    """Return the file descriptors of this process's connected TCP sockets; none on a system without /proc."""
     try:
         names = os.listdir("/proc/self/fd")
     except OSError:
@@ -34,35 +35,35 @@ def tcp_sockets() -> frozenset[int]:
     return frozenset(fd for fd in map(int, names) if _tcp_info(fd) is not None)
 
 
-def with_sockets(make: Callable[[], _Made]) -> tuple[_Made, frozenset[int]]:
-    """Return what `make` makes, and the sockets that it has connected for it."""
+def record_sockets(make: Callable[[], _Made]) -> tuple[_Made, frozenset[int]]:
+    """Call `make`; return its result and the TCP sockets that it connected."""
     before = tcp_sockets()
     made = make()
     return made, tcp_sockets() - before
 
 
-def leaving(sockets: Collection[int]) -> bool:
-    """Tell whether bytes wait to leave through one of the sockets; one that is closed has none."""
+def has_unsent_bytes(sockets: Collection[int]) -> bool:
+    """Return whether any of the sockets has unsent bytes; a closed one has none."""
     return any(_queued(fd) > _SLACK for fd in sockets)
 
 
-def wait_until_left(sockets: Collection[int], most_s: float) -> None:
-    """Return when nothing waits to leave through the sockets any more, or after `most_s`."""
+def wait_until_sent(sockets: Collection[int], most_s: float) -> None:
+    """Wait until the sockets have no unsent bytes, at most `most_s` seconds."""
     until = time.monotonic() + most_s
-    while leaving(sockets) and time.monotonic() < until:
+    while has_unsent_bytes(sockets) and time.monotonic() < until:
         time.sleep(_POLL_S)
 
 
-def cut(sockets: Collection[int]) -> None:
-    """End the connections of sockets, so that whoever waits for what comes through them waits no more."""
+def shut_down_sockets(sockets: Collection[int]) -> None:
+    """Shut connections down, which wakes threads that wait for data from them."""
     for fd in sockets:
         if _tcp_info(fd) is not None:
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:  # it may have ended meanwhile
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:  # may be closed already
                 sock.shutdown(socket.SHUT_RDWR)
 
 
 def _queued(fd: int) -> float:
-    """Bytes of a TCP socket that are not acknowledged, beyond what its path holds."""
+    """Unacknowledged bytes of a TCP socket beyond the bandwidth-delay product of its path."""
     info = _tcp_info(fd)
     if info is None:
         return 0
@@ -76,9 +77,9 @@ def _queued(fd: int) -> float:
 
 
 def _tcp_info(fd: int) -> bytes | None:
-    """The kernel's account of a connected TCP socket; None for anything else."""
+    """TCP_INFO of a connected TCP socket; None for any other descriptor."""
     try:
-        # SOCK_NONBLOCK keeps Python from applying socket.setdefaulttimeout(), which would end its owner's waits.
+        # SOCK_NONBLOCK keeps Python from applying socket.setdefaulttimeout(), which would limit its owner's waits.
         sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK, fileno=fd)
     except OSError:
         return None

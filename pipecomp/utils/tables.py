@@ -1,4 +1,4 @@
-"""Tables, and words for numbers, as the commands print them for people."""
+"""Tables on the terminal, and output streams that survive closed pipes, full disks and narrow encodings."""
 
 from __future__ import annotations
 
@@ -15,28 +15,23 @@ COMPACT: dict[str, Any] = {"box": None, "padding": (0, 2, 0, 0)}
 
 
 def replace_unprintable() -> None:
-    """Let this process print "?" for what its locale has no bytes for, as arrows and dashes, rather than end there."""
+    """Print "?" for characters that the locale cannot encode, such as arrows, in place of raising an error."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
 
 
-def counted(number: int, thing: str) -> str:
-    """Say how many: 1 stage, 4 stages."""
-    return f"{number:,} {thing}" + ("" if number == 1 else "s")
+class _LossyFile(io.FileIO):
+    """A file descriptor that drops output after its reader has gone, and while its disk is full."""
 
-
-class _Lasting(io.FileIO):
-    """A descriptor that leads nowhere from when nobody reads it any more, and for as long as its disk is full."""
-
-    before: io.TextIOWrapper  # kept: one that owns the descriptor, as os.fdopen makes it, would close it
+    before: io.TextIOWrapper  # keeps the stream alive: one that owns the descriptor, as os.fdopen's, would close it
 
     def write(self, data: Any) -> Any:
         try:
             return super().write(data)
         except BrokenPipeError:
             with open(os.devnull, "wb") as nowhere:
-                os.dup2(nowhere.fileno(), self.fileno())  # for all that writes there, in any language
+                os.dup2(nowhere.fileno(), self.fileno())  # also for native code that writes there
         except OSError:
             pass
         return len(data)
@@ -45,14 +40,14 @@ class _Lasting(io.FileIO):
 def _descriptor(stream: io.TextIOWrapper) -> int | None:
     try:
         return stream.fileno()
-    except io.UnsupportedOperation:  # of a stream in memory
+    except io.UnsupportedOperation:  # a stream in memory
         return None
 
 
 def outlast_readers() -> None:
-    """Let this process go on where its output cannot be written any more: a training costs money.
+    """Keep this process running when its output can no longer be written.
 
-    So where nobody reads it, as behind `| head`, where its disk is full, and where it was closed, as by `>&-`.
+    Output is dropped after its reader has gone (`| head`), while its disk is full, and if it is closed (`>&-`).
     """
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)
@@ -60,7 +55,7 @@ def outlast_readers() -> None:
             setattr(sys, name, io.TextIOWrapper(io.FileIO(os.devnull, "w")))
         if isinstance(stream, io.TextIOWrapper) and _descriptor(stream) == descriptor:
             stream.flush()
-            raw = _Lasting(descriptor, "w", closefd=False)
+            raw = _LossyFile(descriptor, "w", closefd=False)
             raw.before = stream
             file: Any = raw if stream.write_through else io.BufferedWriter(raw)  # as Python makes it with -u
             form: Any = {"encoding": stream.encoding, "errors": stream.errors, "line_buffering": stream.line_buffering}
@@ -74,13 +69,13 @@ def table(
     left: Container[str] = (),
     **style: Any,
 ) -> Table:
-    """Make a table, its columns to the right. In a narrow terminal cells are broken into lines: no digit is left out.
+    """Build a table with right-aligned columns. Cells wrap in a narrow terminal, so that no digit is lost.
 
     Args:
-        headings: Of the columns.
-        rows: Their cells.
-        left: Headings of the columns that go to the left.
-        style: Options of `rich.table.Table`, "title" among them.
+        headings: headings of the columns.
+        rows: cells of each row.
+        left: headings of the left-aligned columns.
+        style: options of `rich.table.Table`, such as "title".
     """
     found = Table(**style)
     for heading in headings:

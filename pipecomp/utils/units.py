@@ -1,6 +1,6 @@
-"""Rates and times as text, read strictly and written for people, and what TCP adds to content on Ethernet.
+"""Parsing and formatting of rates, times and counts; overhead of TCP on Ethernet.
 
-Rates are bits per second; nominal ones count headers too, as network equipment does.
+Rates are in bits per second. Nominal rates include headers, as those of network equipment do.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ MIN_RATE, MAX_RATE = 10**4, 10**10
 MAX_DELAY_S = 10.0
 _RATES = "a number and bit, kbit, mbit or gbit (per second, powers of 1000), 10kbit to 10gbit, as in 100mbit"
 
-FRAME = 14 + 1500  # bytes of a full frame as Linux counts it: Ethernet's header without the checksum, and the MTU
+FRAME = 14 + 1500  # bytes of a full frame as counted by Linux: Ethernet header without checksum, and the MTU
 FRAME_HEADERS = 14 + 20 + 32  # Ethernet, IPv4, TCP with timestamps
-SEGMENT = FRAME - FRAME_HEADERS  # content bytes of a full frame
+SEGMENT = FRAME - FRAME_HEADERS  # payload bytes of a full frame
 
 
 def parse_rate(key: str, text: str) -> int:
-    """Read bits per second, as in "100mbit". ConfigError names `key`."""
+    """Parse a rate such as "100mbit" to bits per second. Raises ConfigError for `key`."""
     rate = _quantity(text, RATE_UNITS)
     if rate is None or math.isinf(rate) or not MIN_RATE <= round(rate) <= MAX_RATE:
         raise ConfigError(key, text, _RATES)
@@ -31,7 +31,7 @@ def parse_rate(key: str, text: str) -> int:
 
 
 def parse_time(key: str, text: str, most_s: float) -> float:
-    """Read seconds, as in "20ms". ConfigError names `key`."""
+    """Parse a time such as "20ms" to seconds. Raises ConfigError for `key`."""
     seconds = _quantity(text, TIME_UNITS)
     if seconds is None or seconds > most_s:
         raise ConfigError(key, text, f"a number and us, ms or s, up to {most_s:g}s, as in 20ms")
@@ -43,16 +43,16 @@ def _quantity(text: object, units: Mapping[str, float]) -> float | None:
     return None if found is None or found[2] not in units else float(found[1]) * units[found[2]]
 
 
-def rate_text(rate: int | None) -> str:
-    """Write a stated rate for people; None is unlimited."""
+def format_nominal_rate(rate: int | None) -> str:
+    """Format a nominal rate; None is unlimited."""
     if rate is None:
         return "unlimited"
     unit = next(u for u in ("gbit", "mbit", "kbit", "bit") if rate >= RATE_UNITS[u])
     return f"{rate / RATE_UNITS[unit]:g} {unit[0].upper() if unit != 'kbit' else 'k'}bit/s"
 
 
-def bits_per_second(rate: float) -> str:
-    """Write a measured rate for people, with three digits; `math.inf` is unlimited."""
+def format_rate(rate: float) -> str:
+    """Format a measured rate with three digits; `math.inf` is unlimited."""
     if math.isinf(rate):
         return "unlimited"
     for unit, size in (("Gbit/s", 1e9), ("Mbit/s", 1e6)):
@@ -61,8 +61,8 @@ def bits_per_second(rate: float) -> str:
     return f"{_digits(rate / 1e3)} kbit/s"
 
 
-def milliseconds(seconds: float) -> str:
-    """Write a time for people: in milliseconds, from one second on in seconds."""
+def format_time(seconds: float) -> str:
+    """Format a time in milliseconds, or in seconds from one second on."""
     return f"{_digits(seconds)} s" if seconds >= 1 else f"{_digits(1e3 * seconds)} ms"
 
 
@@ -70,6 +70,11 @@ def _digits(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
+def format_count(number: int, thing: str) -> str:
+    """Format a count with its noun: 1 stage, 4 stages."""
+    return f"{number:,} {thing}" + ("" if number == 1 else "s")
+
+
 def wire_bytes(size: int) -> int:
-    """Count the bytes on the wire for `size` bytes of a TCP connection, acknowledgements left out."""
+    """Return the bytes on the wire for `size` bytes of a TCP connection, without acknowledgements."""
     return size + FRAME_HEADERS * -(-size // SEGMENT)

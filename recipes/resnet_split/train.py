@@ -31,7 +31,7 @@ from pipecomp.recipes.resnet import client_cuts, resnet
 from pipecomp.recipes.resume import DATA, make_folder, what_is_trained
 from pipecomp.recipes.text import check_one_source
 from pipecomp.stages import modules
-from pipecomp.utils.serialization import exchanged
+from pipecomp.utils.serialization import serializable
 
 STAGES, SERVER = 3, 1  # client, server, client
 DECAY_ROUNDS = 20  # the paper's
@@ -57,7 +57,7 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
-@exchanged
+@serializable
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """What the server knows of the clients' data: numbers, and a hash of all training images, to know them again.

@@ -34,7 +34,7 @@ from pipecomp.errors import LinkError, LinkTimeoutError, PeerLostError, WireErro
 from pipecomp.stages.link.delivery import Delivery
 from pipecomp.stages.link.transport import Outgoing, Pacer
 from pipecomp.tls.frames import ROOM_BYTES
-from pipecomp.utils.sockets import cut, leaving, with_sockets
+from pipecomp.utils.sockets import has_unsent_bytes, record_sockets, shut_down_sockets
 
 FRAME_BYTES = 1 << 19
 _RING = 16  # receives posted ahead
@@ -100,7 +100,7 @@ class GlooTransport(Delivery):
 
     def sending(self) -> bool:
         """Tell whether a packet waits; see Transport."""
-        return self._failure is None and (self._outbox.unfinished_tasks > 0 or leaving(self._sockets))
+        return self._failure is None and (self._outbox.unfinished_tasks > 0 or has_unsent_bytes(self._sockets))
 
     def abort(self, lost_rank: int, reason: str) -> None:
         """Tell the peer that a rank is gone; see Transport."""
@@ -124,7 +124,7 @@ class GlooTransport(Delivery):
         self._drain()
         self._receiver.join(_CLOSE_SECONDS)
         if self._receiver.is_alive():  # a thread that is inside torch when the interpreter ends aborts the process
-            cut(self._sockets)
+            shut_down_sockets(self._sockets)
             self._receiver.join(_CUT_S)
 
     def _drain(self) -> None:
@@ -307,7 +307,7 @@ def neighbour_groups(pipelines: list[list[int]], timeout_s: float) -> dict[tuple
     mine, timeout = {}, timedelta(seconds=timeout_s)
     for ranks in pipelines:
         for pair in itertools.pairwise(ranks):
-            made = with_sockets(partial(dist.new_group, list(pair), backend="gloo", timeout=timeout))
+            made = record_sockets(partial(dist.new_group, list(pair), backend="gloo", timeout=timeout))
             if dist.get_rank() in pair:
                 mine[pair] = Neighbours(*made)
     return mine

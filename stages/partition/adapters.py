@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pipecomp.errors import SplitError
 from pipecomp.stages.partition.checkpoints import find_file
-from pipecomp.utils.files import replacing
+from pipecomp.utils.files import atomic_write
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -292,7 +292,7 @@ def write(folder: Path, adapter: Adapter, tensors: Mapping[str, Tensor]) -> Path
 
     config = copy.deepcopy(adapter.config)
     config.inference_mode = True  # as peft saves it: who reads it is not about to train
-    with replacing(folder / WEIGHTS_FILE) as part:
+    with atomic_write(folder / WEIGHTS_FILE) as part:
         save_file(dict(tensors), str(part), metadata={"format": "pt"})
         config.save_pretrained(str(folder))
     return folder / WEIGHTS_FILE

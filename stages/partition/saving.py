@@ -28,7 +28,7 @@ from pipecomp.stages.partition.adapters import Adapter
 from pipecomp.stages.partition.loading import Source, skeleton
 from pipecomp.stages.partition.planning import aliases
 from pipecomp.stages.partition.splitting import Stage
-from pipecomp.utils.files import UNFINISHED, write_whole
+from pipecomp.utils.files import UNFINISHED, atomic_write_text
 
 INDEX = "model.safetensors.index.json"
 _WEIGHTS = re.compile(
@@ -123,7 +123,7 @@ def write_index(stage: Stage, folder: str | Path, *, generation_config: Any = No
         except ValueError:  # transformers takes a setting for a mistake; that costs nobody what was trained
             generation_config.to_json_file(folder / "generation_config.json")
     index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
-    write_whole(folder / INDEX, json.dumps(index, indent=2) + "\n")
+    atomic_write_text(folder / INDEX, json.dumps(index, indent=2) + "\n")
     return folder / INDEX
 
 

@@ -13,7 +13,7 @@ from pipecomp.engine.trace import Event, chrome_events
 from pipecomp.plan.packet_sizes import activation_bytes, gradient_bytes
 from pipecomp.plan.simulation import Network, StageCosts, Step, play, uniform
 from pipecomp.report.record import Recorder
-from pipecomp.utils.json_tree import finite
+from pipecomp.utils.serialization import replace_nonfinite
 
 HIDDEN, TOKENS, SAMPLES, MICRO_BATCHES, STEPS = 256, 64, 4, 8, 20
 COSTS = StageCosts(forward_s=0.010, backward_s=0.020, encode_s=0.001, decode_s=0.001)
@@ -84,7 +84,7 @@ def make_run(
     described = {
         "model": "GPT2LMHeadModel", "stages": stages, "replicas": 1, "cuts": list(range(stages + 1)),
         "micro_batch": SAMPLES, "micro_batches": MICRO_BATCHES, "dtype": "float32", "hidden": HIDDEN,
-        "settings": finite(asdict(config)), "network": finite(asdict(network)) if told else None,
+        "settings": replace_nonfinite(asdict(config)), "network": replace_nonfinite(asdict(network)) if told else None,
     }  # fmt: skip
     recorder.start(STEPS, kind="recipe", unit="tokens", **{**described, **facts})
     for number in range(1, STEPS + 1):

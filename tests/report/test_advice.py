@@ -20,7 +20,7 @@ from pipecomp.report.simulated import Simulated, simulate
 from pipecomp.report.tables import tables
 from pipecomp.report.text import duration
 from pipecomp.report.words import planned, planned_seconds, summary, told
-from pipecomp.utils.json_tree import finite
+from pipecomp.utils.serialization import replace_nonfinite
 from tests.report.runs import (
     AQSGD,
     COSTS,
@@ -82,7 +82,7 @@ def test_every_line_of_a_lab_is_known(tmp_path):
     make_run(tmp_path, network=Network(**lines, shared=False), told=True)
     run, found = simulated(tmp_path)
     assert found.network == Network(**lines, shared=False)
-    run.facts["network"] = finite(asdict(slow(3)))
+    run.facts["network"] = replace_nonfinite(asdict(slow(3)))
     assert not simulate(run).known
 
 

@@ -32,7 +32,7 @@ from pipecomp.report.record import METRICS, PAGE, PLAN, RANKS, RUN, TRACE, Recor
 from pipecomp.report.tables import tables
 from pipecomp.report.words import comparison, summary, told
 from pipecomp.stats import GroupStats, counted_since
-from pipecomp.utils.files import write_whole
+from pipecomp.utils.files import atomic_write_text
 from tests.report.runs import AQSGD, COSTS, MICRO_BATCHES, STEPS, counters, made_step, make_run, slow
 
 
@@ -410,12 +410,12 @@ def test_a_disk_that_is_full_at_the_end_of_a_run_does_not_end_it_with_an_error(t
     def write(path, text):
         if path.name == full:
             raise OSError(errno.ENOSPC, "No space left on device")
-        write_whole(path, text)
+        atomic_write_text(path, text)
 
     recorder = Recorder(tmp_path)
     recorder.start(1)
     recorder.step(1, loss=1.0)
-    monkeypatch.setattr("pipecomp.report.record.write_whole", write)
+    monkeypatch.setattr("pipecomp.report.record.atomic_write_text", write)
     with caplog.at_level(logging.WARNING):
         recorder.end([], [{"name": "step"}])
     assert caplog.text.count("cannot be written (No space left on device)") == 1

@@ -4,13 +4,13 @@ import psutil
 import pytest
 import torch
 
-from pipecomp.utils import cgroups, free_memory
-from pipecomp.utils.free_memory import free_bytes, left_by_limits
+from pipecomp.utils import cgroups
+from pipecomp.utils.cgroups import free_bytes, free_within_limits
 
 
 def write_group(folder, limit, used, cache, *, old=False):
     folder.mkdir(parents=True, exist_ok=True)
-    names = free_memory._VERSION_1 if old else free_memory._VERSION_2
+    names = cgroups._VERSION_1 if old else cgroups._VERSION_2
     for name, value in zip(names, (limit, used), strict=False):
         (folder / name).write_text(f"{value}\n")
     (folder / "memory.stat").write_text(f"anon 5\n{names[2]} {cache}\n")
@@ -24,7 +24,7 @@ def left(tmp_path, monkeypatch):
 
     def found(lines):
         (tmp_path / "of_process").write_text(lines)
-        return list(left_by_limits())
+        return list(free_within_limits())
 
     return found
 
@@ -44,7 +44,7 @@ def test_a_container_sees_its_own_group_at_the_top(left, tmp_path):
 
 
 def test_no_limits(left):
-    assert list(left_by_limits()) == []  # nothing says in which groups the process is
+    assert list(free_within_limits()) == []  # nothing says in which groups the process is
     assert left("0::/\n5:devices:/\n") == []
 
 
@@ -54,7 +54,7 @@ def test_a_rank_has_its_part_of_the_least(limits, free, monkeypatch):
         available = 4000
 
     monkeypatch.setattr(psutil, "virtual_memory", Memory)
-    monkeypatch.setattr(free_memory, "left_by_limits", lambda: limits)
+    monkeypatch.setattr(cgroups, "free_within_limits", lambda: limits)
     assert free_bytes(torch.device("cpu")) == free
     assert free_bytes(torch.device("cpu"), ranks=3) == free // 3
 
