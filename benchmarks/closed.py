@@ -62,12 +62,12 @@ BY_CASE = {case.name: case for case in CASES}
 
 def run(name: str, compute_s: float, pairs: int) -> Row:
     """One case: seconds of each side's turns. compute_s: of a micro-batch on a stage, which r counts in."""
-    from pipecomp.netlab import Lab, wireguard
+    from pipecomp.netlab import Lab, kernel
 
     case = BY_CASE[name]
     rate = f"{rate_for(MODEL, 5.8, compute_s)}bit" if case.rate == SLOW else case.rate
     sides = [GLOO, TLS] if case.what != "both ways" else [TLS]
-    through = case.what != "both ways" and wireguard.missing() is None
+    through = case.what != "both ways" and kernel.missing_wireguard() is None
     with Lab(nodes=STAGES, bandwidth=rate, wireguard=through) as lab, tempfile.TemporaryDirectory() as folder:
         new(f"{folder}/keys", ranks=f"0-{STAGES - 1}")
         every = [*sides, *([WIREGUARD] if through else [])]
@@ -87,7 +87,7 @@ def one_rank(
     import torch
     import torch.distributed as dist
 
-    from pipecomp.netlab.throttle import VARIABLE
+    from pipecomp.netlab.software import VARIABLE
 
     torch.set_num_threads(1)
     node, index = divmod(rank, len(sides))

@@ -81,7 +81,7 @@ TORCHS = ("powersgd", "fp16")
 
 def train(task_name: str, name: str, n: int, seed: int, data: Path, cache: Path) -> dict[str, Any]:
     """One run; plain values. Loads what it needs, so that it can be a process of its own."""
-    from pipecomp.distributed.local_ranks import run_ranks
+    from pipecomp.distributed.local_launcher import run_ranks
 
     began = time.process_time()
     if METHODS[name]["method"] in TORCHS:

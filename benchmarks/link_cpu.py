@@ -28,7 +28,7 @@ import torch
 from pipecomp.buffers import open_environment
 from pipecomp.codecs.wire import Header
 from pipecomp.config import Config
-from pipecomp.distributed.local_ranks import run_ranks
+from pipecomp.distributed.local_launcher import run_ranks
 from pipecomp.stages.link.boundary import Layout
 from pipecomp.stages.link.endpoint import Position
 from pipecomp.stages.link.gloo import GlooTransport, neighbour_groups

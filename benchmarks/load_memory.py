@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks import page
 from benchmarks.page import Row, prose
 from benchmarks.runner import Runs, arguments, digest
-from pipecomp.distributed.local_ranks import run_ranks
+from pipecomp.distributed.local_launcher import run_ranks
 
 TARGET = 1.25
 GB = 1e9

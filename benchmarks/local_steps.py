@@ -128,7 +128,7 @@ TASKS = {"GPT-2": language, "QNLI": classifier}
 
 def train(task: str, name: str, local_steps: int, replicas: int, seed: int, folders: dict[str, str]) -> Row:
     """One run."""
-    from pipecomp.distributed.local_ranks import run_ranks
+    from pipecomp.distributed.local_launcher import run_ranks
 
     stages = 2 if name in (PIPELINE, EVERYTHING) else 1
     with tempfile.TemporaryDirectory() as store:
@@ -272,7 +272,7 @@ def _table(rows: list[Row]) -> list[str]:
 
 def main(argv: Sequence[str]) -> None:
     """See the top of the file."""
-    from pipecomp.distributed.local_ranks import preload_large_packages
+    from pipecomp.distributed.local_launcher import preload_large_packages
 
     given = arguments(
         argv,

@@ -163,7 +163,7 @@ def one_rank(rank: int, world: int, note: Any, name: str, pairs: int, limited: b
     import torch
     import torch.distributed as dist
 
-    from pipecomp.netlab.throttle import VARIABLE
+    from pipecomp.netlab.software import VARIABLE
 
     torch.set_num_threads(1)
     delaying = os.environ.pop(VARIABLE, None)

@@ -114,7 +114,7 @@ def command(work: Path, *words: str) -> float:
 
 def launched(work: Path, processes: int, recipe: str, config: str, *arguments: str) -> float:
     """The recipe under DeepSpeed's launcher; seconds."""
-    from pipecomp.distributed.network_interfaces import free_port
+    from pipecomp.distributed.placement import free_port
 
     launcher = [str(Path(sys.executable).with_name("deepspeed")), "--num_accelerators", str(processes)]
     script = str(ROOT / "recipes" / recipe / "train.py")

@@ -83,7 +83,7 @@ def one_rank(rank: int, world: int, note: Any, values: int, rounds: int) -> dict
 
 def measure(where: str, values: int, rounds: int) -> Row:
     """All methods at one place: HERE, or over a link of that bandwidth."""
-    from pipecomp.distributed.local_ranks import run_ranks
+    from pipecomp.distributed.local_launcher import run_ranks
     from pipecomp.netlab.lab import Lab
 
     if where == HERE:

@@ -24,7 +24,7 @@ from benchmarks import page
 from benchmarks.page import Row, prose
 from benchmarks.runner import ROOT, Runs, arguments, digest
 from pipecomp.bench.configurations import Model
-from pipecomp.distributed.local_ranks import run_ranks
+from pipecomp.distributed.local_launcher import run_ranks
 from pipecomp.errors import ConfigError
 
 MODEL = Model()

@@ -238,7 +238,7 @@ def main() -> int:
     if given.versions:
         return run_with(given.versions.split(), [*(["--again"] if given.again else []), "--only", given.only])
     os.environ |= ENVIRONMENT
-    from pipecomp.distributed.local_ranks import preload_large_packages
+    from pipecomp.distributed.local_launcher import preload_large_packages
 
     preload_large_packages()
     return 0 if run(given.again, given.only) else 1

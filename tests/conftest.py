@@ -37,7 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("pipecomp")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in a shell's background: programs would inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    from pipecomp.distributed.local_ranks import may_use_gpu, preload_large_packages
+    from pipecomp.distributed.local_launcher import may_use_gpu, preload_large_packages
 
     if not may_use_gpu():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from pipecomp.distributed.local_ranks import run_ranks
+from pipecomp.distributed.local_launcher import run_ranks
 
 ROOT = Path(__file__).parents[1]
 HANGS_S = 600

@@ -13,7 +13,7 @@ import pytest
 import tests.page_blocks as page_blocks
 import tests.pages as pages
 from pipecomp.config import Config
-from pipecomp.distributed.local_ranks import run_ranks
+from pipecomp.distributed.local_launcher import run_ranks
 from tests.pages import PAGES, ROOT, Block
 from tests.test_pages import PAGES as FOR_CONTRIBUTORS  # they name modules too, which test_pages.py looks for
 

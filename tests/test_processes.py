@@ -41,7 +41,7 @@ def test_a_working_directory_that_is_gone(tmp_path: Path, monkeypatch: pytest.Mo
 
 SERVED = """
 import multiprocessing
-from pipecomp.distributed.local_ranks import run_ranks
+from pipecomp.distributed.local_launcher import run_ranks
 
 def where(rank, world, note):
     import pipecomp

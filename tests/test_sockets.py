@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pipecomp.distributed.local_ranks import run_ranks
+from pipecomp.distributed.local_launcher import run_ranks
 from pipecomp.utils.sockets import has_unsent_bytes, tcp_sockets
 from tests.limits import HANG_S, until
 

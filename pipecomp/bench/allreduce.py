@@ -30,7 +30,7 @@ from pipecomp.allreduce.predict import plan_of
 from pipecomp.allreduce.registry import METHODS
 from pipecomp.bench.gradients import Bucket, Shapes, gradient, shapes_of, values_in
 from pipecomp.distributed.collectives import broadcast
-from pipecomp.distributed.local_ranks import run_ranks
+from pipecomp.distributed.local_launcher import run_ranks
 from pipecomp.errors import require
 from pipecomp.stats import ring_bytes
 from pipecomp.utils.tables import COMPACT, table

@@ -20,7 +20,7 @@ from pipecomp.bench.configurations import STOCK_BF16, Line, Model, aqsgd, rate_f
 from pipecomp.bench.gpu_timeline import device_activity
 from pipecomp.bench.pipeline import Row, start_engine, through_float32, untied_gpt2
 from pipecomp.bench.synchronizing import MAIN, sync_debug_mode, synchronizing_calls
-from pipecomp.netlab import probe
+from pipecomp.netlab import namespaces
 from pipecomp.netlab.lab import Lab
 from pipecomp.plan.search import aqsgd_sections, keeping_error
 
@@ -77,7 +77,7 @@ def measure_steps(
 
 def links_are() -> str:
     """Tell what slows links down here: "kernel" or "software throttle"."""
-    return "kernel" if probe.missing() is None else SOFTWARE
+    return "kernel" if namespaces.missing() is None else SOFTWARE
 
 
 def shared_lab(rate: int | None) -> Lab:

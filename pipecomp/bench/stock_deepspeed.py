@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipecomp.distributed.rendezvous import join_processes
-from pipecomp.netlab.throttle import throttle_to
+from pipecomp.netlab.software import throttle_to
 from pipecomp.stages import default_loss, split
 
 

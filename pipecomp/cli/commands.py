@@ -285,7 +285,7 @@ def plan_run(
 
     On the machines that will train: torchrun ... -m pipecomp.cli plan --model FOLDER --measure
     """
-    from pipecomp.netlab.throttle import throttle_to
+    from pipecomp.netlab.software import throttle_to
     from pipecomp.plan.command import run_plan
     from pipecomp.plan.options import PlanOptions
 
@@ -366,29 +366,29 @@ def up(
     open port. To continue a run, give the same two commands again: machines that
     have joined need no new invitation.
     """
+    from pipecomp.distributed import up_launcher
     from pipecomp.tls.listener import EVERYWHERE, Address
-    from pipecomp.up import host
 
     check_minutes(minutes)
     given = (at, fingerprint, code)
     require(None not in given or given == (None, None, None), "at", at, "together with --fingerprint and --code")
     if at is None:
-        bind = host.parse_address("listen", listen or str(Address(EVERYWHERE, PORT)))
-        shown = host.own_address(bind.port) if bind.everywhere else bind
-        reached = shown if address is None else host.parse_address("address", address)
+        bind = up_launcher.parse_address("listen", listen or str(Address(EVERYWHERE, PORT)))
+        shown = up_launcher.own_address(bind.port) if bind.everywhere else bind
+        reached = shown if address is None else up_launcher.parse_address("address", address)
     else:
-        reached = host.parse_address("at" if address is None else "address", address or at)
-    run = host.Run(address=reached, machines=machines, procs=procs, command=tuple(command))
-    checks = host.Checks(doctor=doctor, plan=plan, anyway=anyway)
+        reached = up_launcher.parse_address("at" if address is None else "address", address or at)
+    run = up_launcher.Run(address=reached, machines=machines, procs=procs, command=tuple(command))
+    checks = up_launcher.Checks(doctor=doctor, plan=plan, anyway=anyway)
     if at is not None and fingerprint is not None and code is not None:
-        host.join_run(run, keys, at, fingerprint, code, say=_line)
+        up_launcher.join_run(run, keys, at, fingerprint, code, say=_line)
     else:
         options = ["--machines", str(machines), "--procs", str(procs)]
         options += [f"--no-{name}" for name, wanted in (("doctor", doctor), ("plan", plan)) if not wanted]
         options += ["--anyway"] if anyway else []
-        host.invite_all(run, keys, bind, options, minutes=minutes, say=_line)
+        up_launcher.invite_all(run, keys, bind, options, minutes=minutes, say=_line)
         listen = str(bind)
-    status = host.start_ranks(run, keys, listen, checks, say=say)
+    status = up_launcher.start_ranks(run, keys, listen, checks, say=say)
     if status:
         raise typer.Exit(status)
 

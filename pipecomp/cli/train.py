@@ -217,7 +217,7 @@ def arguments(given: dict[str, Any], data: list[Path], out: Path | None, report_
 def start(words: list[str], stages: int | None, hosts: list[str] | None, *, dry_run: bool) -> None:
     """Start the ranks or say how they are started, or be one that a launcher has started. Exits with their status."""
     from pipecomp.distributed.launch_env import read_launch
-    from pipecomp.distributed.remote_ranks import ranks_of, run_ranks_of, working_directory
+    from pipecomp.distributed.ssh_launcher import ranks_of, run_ranks_of, working_directory
     from pipecomp.utils.processes import python_module_command
 
     if "RANK" in os.environ:

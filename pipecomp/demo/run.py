@@ -23,11 +23,10 @@ from pipecomp.demo.plot import plot
 from pipecomp.demo.results import compare, summary
 from pipecomp.demo.settings import MICRO_BATCH, NAMES, TIMED, WARM_UP, Settings, ds_config
 from pipecomp.demo.task import Sequences, Task, documentation_task, gpt2
-from pipecomp.distributed.local_ranks import preload_large_packages, run_ranks, start_server
+from pipecomp.distributed.local_launcher import preload_large_packages, run_ranks, start_server
 from pipecomp.errors import writable
 from pipecomp.netlab.shape import read_shape
-from pipecomp.netlab.software import SoftwareNetwork
-from pipecomp.netlab.throttle import VARIABLE
+from pipecomp.netlab.software import VARIABLE, SoftwareNetwork
 from pipecomp.report.record import Recorder
 from pipecomp.utils.serialization import replace_nonfinite
 from pipecomp.utils.units import format_nominal_rate, parse_rate

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import ipaddress
 import os
 import re
 import secrets
+import socket
+import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,17 +22,31 @@ from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
+from pipecomp.config import read_json_object
 from pipecomp.distributed.collectives import exchange_objects_as_json
 from pipecomp.distributed.consistency import COMING_S, AllRanks, check_byte_order, versions
+from pipecomp.distributed.failure import bounded
 from pipecomp.distributed.heartbeat import process_heartbeat
-from pipecomp.distributed.launch_env import read_launch
-from pipecomp.distributed.network_interfaces import GLOO_VARIABLE, free_port, gloo_address, is_loopback, machine
-from pipecomp.distributed.parent_watch import watch_launcher
-from pipecomp.distributed.placement import own_gpu, some_share
-from pipecomp.distributed.port_probe import check_meeting_point, said_if_long
-from pipecomp.distributed.tls_join import join_mesh, meeting, wanted_keys
-from pipecomp.errors import LinkError, LinkTimeoutError, require
-from pipecomp.tls.process_group import BACKEND, current_mesh
+from pipecomp.distributed.launch_env import read_launch, watch_launcher
+from pipecomp.distributed.placement import (
+    GLOO_VARIABLE,
+    free_port,
+    gloo_address,
+    interface_towards,
+    is_loopback,
+    machine,
+    own_gpu,
+    ranks_on_cores,
+    some_share,
+    usable_cores,
+)
+from pipecomp.distributed.preemption import say_here
+from pipecomp.errors import ConfigError, LinkError, LinkTimeoutError, require
+from pipecomp.tls.handshake import Trust
+from pipecomp.tls.key_folder import KeyFolder
+from pipecomp.tls.listener import Address
+from pipecomp.tls.mesh import Meeting, Mesh, meet
+from pipecomp.tls.process_group import BACKEND, current_mesh, use_mesh
 
 _NAME = "pipecomp/name"
 _TAKEN = "EADDRINUSE"  # in torch's words
@@ -272,3 +291,196 @@ def first_line(error: Exception) -> str:
     """What an error of torch's says, in a line, without gloo's source files."""
     text = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return re.sub(r"\[/\S+:\d+\] ", "", text)[:300]
+
+
+_PROBE_S, _ANSWER_S = 5.0, 10.0
+_END_S = 20.0  # torch looks at the clock only between its attempts
+_PATIENCE_S = 30.0
+
+
+@contextlib.contextmanager
+def said_if_long(text: str) -> Iterator[None]:
+    """Say what this rank waits for, on standard error, where that takes long."""
+    timer = threading.Timer(_PATIENCE_S, say_here, [text])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@contextlib.contextmanager
+def torch_says_nothing() -> Iterator[None]:
+    """Keep what C++ writes to standard error, a stack of 20 lines for each attempt, from before the error itself."""
+    before = os.dup(2)
+    try:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        yield
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
+
+
+def check_meeting_point(host: str, port: int, rank: int) -> None:
+    """Ask what listens there whether it is torch's key-value store. LinkError if not; nothing if nothing listens yet.
+
+    Args:
+        host: MASTER_ADDR.
+        port: MASTER_PORT.
+        rank: This one, for the error.
+    """
+    try:
+        socket.create_connection((host, port), _PROBE_S).close()
+    except OSError:
+        return  # rank 0 may come later, and torch waits for it
+    limit = timedelta(seconds=_ANSWER_S)
+
+    def ask() -> None:
+        store = dist.TCPStore(host, port, is_master=False, timeout=limit, wait_for_workers=False)
+        store.check(["pipecomp/there"])
+
+    try:
+        with torch_says_nothing():
+            bounded(ask, _END_S)
+    except (RuntimeError, ValueError) as error:
+        with contextlib.suppress(OSError):  # rank 0 may have ended meanwhile: then torch waits for the next one
+            socket.create_connection((host, port), _PROBE_S).close()
+            raise LinkError(
+                f"rank {rank}: what listens at {host} port {port} is not rank 0 of this run: it does not answer as "
+                "torch's key-value store does. Something else uses that port, or MASTER_ADDR is another machine's: "
+                "give all ranks the same MASTER_ADDR, and a MASTER_PORT that is free on rank 0's machine"
+            ) from error
+
+
+KEYS, ADDRESS, LISTEN = "PIPECOMP_KEYS", "PIPECOMP_ADDRESS", "PIPECOMP_LISTEN"
+_NOWHERE = "none"
+_SWITCH_S = 5e-4
+_HOST_PORT = "HOST:PORT, as in 192.0.2.1:29400 or [2001:db8::1]:29400"
+
+
+def wanted_keys(config: Any = None) -> str | None:
+    """The folder of keys that this process should join with; None for gloo.
+
+    config: DeepSpeed's, a dict or a JSON file, whose "transport" asks for a backend; else the environment decides.
+    """
+    named = os.environ.get(KEYS) or None
+    if config is None:
+        return named
+    try:
+        whole = config if isinstance(config, Mapping) else read_json_object("config", config)
+    except ConfigError:
+        return named  # the other ranks have to be told, which they are when all have joined
+    section = whole.get("pipecomp")
+    transport = section.get("transport") if isinstance(section, Mapping) else None
+    if not isinstance(transport, Mapping):
+        return named
+    backend, folder = transport.get("backend", "auto"), transport.get("keys")
+    if backend != "tls":
+        return None if backend == "gloo" else named
+    found = folder if isinstance(folder, str) and folder else named
+    if found is None:
+        raise ConfigError("transport.keys", folder, f"a folder of keys with backend 'tls', here or in {KEYS}")
+    return found
+
+
+def meeting(rank: int, world: int) -> Meeting:
+    """Where the ranks meet: PIPECOMP_ADDRESS, or MASTER_ADDR and MASTER_PORT. Raises ConfigError."""
+    text = os.environ.get(ADDRESS)
+    if not text:
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            raise ConfigError(ADDRESS, text, f"{_HOST_PORT}, of rank 0's machine: MASTER_PORT is torchrun's own")
+        host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+        if not host or not port.isdecimal():
+            raise ConfigError(ADDRESS, text, f"{_HOST_PORT}, of rank 0's machine, or MASTER_ADDR and MASTER_PORT")
+        text = str(Address(host, int(port)))
+    listen = os.environ.get(LISTEN) or None
+    return Meeting(
+        rank,
+        world,
+        _address(ADDRESS, text),
+        listen=None if listen in (None, _NOWHERE) else _address(LISTEN, str(listen)),
+        quiet=listen == _NOWHERE,
+    )
+
+
+def join_mesh(keys: str, rank: int, world: int, *, wait_s: float) -> Mesh:
+    """Connect to all other ranks, and let torch's process groups go over these connections.
+
+    Threads of the interpreter take turns more often from now on: each record of TLS, 16 KiB, needs a turn, and beside a
+    busy main thread the usual 5 ms let 256 KiB take 11 ms where these take 4.5.
+    """
+    sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
+    made = meet(meeting(rank, world), Trust(KeyFolder(keys)), wait_s=wait_s)
+    use_mesh(made)
+    return made
+
+
+def check_network(trusted: bool) -> None:
+    """ConfigError if gloo, which anybody can read and join, uses an address that the whole internet may reach."""
+    if trusted:
+        return
+    places = [gloo_address()]
+    try:
+        found = socket.getaddrinfo(os.environ.get("MASTER_ADDR", "127.0.0.1"), None, type=socket.SOCK_STREAM)
+        places += [str(where[4][0]) for where in found]
+    except OSError:
+        pass  # the ranks have met: whatever it was, it is no address of now
+    public = [place for place in places if ipaddress.ip_address(place.split("%")[0]).is_global]
+    if public:
+        raise ConfigError(
+            "transport.backend",
+            "gloo",
+            f"'tls' at {public[0]}, an address that the whole internet may reach: over gloo anybody there can read "
+            'along and join. With "transport": {"trusted_network": true} gloo is used anyway',
+        )
+
+
+def _address(key: str, text: str) -> Address:
+    try:
+        return Address.parse(text)
+    except ValueError:
+        raise ConfigError(key, text, _HOST_PORT) from None
+
+
+def start_processes(seed: int | None = None, config: Any = None) -> None:
+    """Join the other processes of this run; call it before anything else, on every process.
+
+    Processes that compute on a machine's CPU share its cores, or what their container may use of them, evenly, unless
+    OMP_NUM_THREADS is set or each has cores of its own, as Slurm and mpirun give them. Processes that meet at a
+    loopback address let gloo use the loopback interface, unless GLOO_SOCKET_IFNAME is set.
+
+    Args:
+        seed: Of torch's generator, which is seeded differently on every rank. None means 0.
+        config: DeepSpeed's, a dict or a JSON file, for what its "pipecomp" section says of TLS; without it
+            PIPECOMP_KEYS decides.
+
+    Raises:
+        LinkError: On every rank, if the ranks have different versions or cannot reach each other.
+        KeysError: This machine's keys do not allow it to join.
+    """
+    if os.environ.get("MASTER_ADDR", "").startswith("127."):
+        # Without it gloo takes the address that the host name resolves to, which need not be reachable.
+        own = interface_towards("127.0.0.1")
+        if own is not None:
+            os.environ.setdefault(GLOO_VARIABLE, own)
+    join_processes(config)
+    sharing = ranks_on_cores(all_ranks())
+    if computes_on_cpu() and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, usable_cores() // sharing))
+    torch.manual_seed((seed or 0) * 65536 + dist.get_rank())
+
+
+def all_ranks() -> AllRanks:
+    """Begin a round of questions to all ranks of a run that has started; every rank must call this.
+
+    Returns:
+        The round. If a rank ends before it has answered, those that wait for it raise an error.
+    """
+    return AllRanks(missed=process_heartbeat().missed)
+
+
+def computes_on_cpu() -> bool:
+    """Say whether stages compute on the CPU: there is no NVIDIA GPU, or DeepSpeed was told to leave it alone."""
+    return os.environ.get("DS_ACCELERATOR") == "cpu" or not torch.cuda.is_available()

@@ -11,15 +11,15 @@ import torch
 
 from pipecomp.distributed.consistency import versions
 from pipecomp.distributed.launch_env import Launch, read_launch
-from pipecomp.distributed.local_ranks import RankFailedError, run_ranks
+from pipecomp.distributed.local_launcher import RankFailedError, run_ranks
 from pipecomp.doctor.finding import PROBLEM, WARNING, Finding, has_problem
 from pipecomp.doctor.machine import GPU_SHARING, MOUNT_SHM, compute_findings, limit_findings, network_findings
 from pipecomp.doctor.packages import package_findings
 from pipecomp.doctor.ranks import Meeting, MeetingError, check_met, check_rank_0
 from pipecomp.doctor.storage import storage_findings
 from pipecomp.errors import ConfigError
-from pipecomp.netlab.throttle import VARIABLE as SOFTWARE_LAB
-from pipecomp.netlab.throttle import ThrottleSettings
+from pipecomp.netlab.software import VARIABLE as SOFTWARE_LAB
+from pipecomp.netlab.software import ThrottleSettings
 
 _MACHINE_LIMIT_S = 300.0
 _LOCAL_RANKS, _LOCAL_LIMIT_S = 2, 120.0

@@ -16,18 +16,17 @@ from typing import NamedTuple
 import torch
 
 from pipecomp.distributed.launch_env import Launch
-from pipecomp.distributed.network_interfaces import GLOO_VARIABLE as VARIABLE
-from pipecomp.distributed.network_interfaces import (
+from pipecomp.distributed.placement import GLOO_VARIABLE as VARIABLE
+from pipecomp.distributed.placement import (
     Choice,
     Interface,
     default_choice,
     interface_towards,
     is_loopback,
     list_interfaces,
+    usable_cores,
 )
-from pipecomp.distributed.placement import usable_cores
-from pipecomp.distributed.start import computes_on_cpu
-from pipecomp.distributed.tls_join import ADDRESS, wanted_keys
+from pipecomp.distributed.rendezvous import ADDRESS, computes_on_cpu, wanted_keys
 from pipecomp.doctor.finding import OK, PROBLEM, WARNING, Finding, judge, mib
 from pipecomp.kernels import dispatch
 from pipecomp.kernels.build import find_compiler

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipecomp.distributed.network_interfaces import list_interfaces
+from pipecomp.distributed.placement import list_interfaces
 from pipecomp.doctor.finding import OK, WARNING, Finding, judge
 from pipecomp.utils.serialization import serializable
 from pipecomp.utils.units import format_rate, format_time

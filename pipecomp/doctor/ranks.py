@@ -19,13 +19,11 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from pipecomp.distributed import tls_join
+from pipecomp.distributed import rendezvous
 from pipecomp.distributed.consistency import differences
 from pipecomp.distributed.launch_env import Launch
-from pipecomp.distributed.network_interfaces import address_towards, gloo_address, loopback, machine
-from pipecomp.distributed.placement import own_gpu
-from pipecomp.distributed.rendezvous import find_store, first_line
-from pipecomp.distributed.tls_join import join_mesh, wanted_keys
+from pipecomp.distributed.placement import address_towards, gloo_address, loopback, machine, own_gpu
+from pipecomp.distributed.rendezvous import find_store, first_line, join_mesh, wanted_keys
 from pipecomp.doctor.finding import OK, PROBLEM, WARNING, Finding, has_problem, judge
 from pipecomp.doctor.machine import check_shared_gpus
 from pipecomp.doctor.measure import GlooPeer, Measured, PacketPath, check_path, follow, follow_path, lead, lead_path
@@ -297,7 +295,7 @@ class Meeting:
         """This machine's address on the way to the others: gloo's, or the one that leads to rank 0."""
         if self._mesh is None:
             return gloo_address()
-        return address_towards(tls_join.meeting(self.rank, self.world).address.host) or "127.0.0.1"
+        return address_towards(rendezvous.meeting(self.rank, self.world).address.host) or "127.0.0.1"
 
     def collect(self, own: Sequence[Finding], wait_s: float) -> list[Finding]:
         """Hand in what each rank found on its machine; all of it on rank 0, nothing on the others.

@@ -15,8 +15,7 @@ from pipecomp.config import Config, read_json_object
 from pipecomp.config.activations import FEWEST, bits_text
 from pipecomp.config.checks import require_objects
 from pipecomp.distributed.consistency import AllRanks, settings_of
-from pipecomp.distributed.rendezvous import check_processes
-from pipecomp.distributed.tls_join import KEYS, check_network
+from pipecomp.distributed.rendezvous import KEYS, check_network, check_processes
 from pipecomp.engine.gradient_exchange import check_gradients
 from pipecomp.errors import ConfigError, SplitError, require
 from pipecomp.stages import plan

@@ -15,7 +15,7 @@ from pipecomp.distributed.consistency import AllRanks
 from pipecomp.engine.engine import PipelineEngine
 from pipecomp.engine.matching import pipelines
 from pipecomp.kernels.staging import Staging
-from pipecomp.netlab.throttle import throttle_to
+from pipecomp.netlab.software import throttle_to
 from pipecomp.stages.link.boundary import Crossing
 from pipecomp.stages.link.bounds import Bounds
 from pipecomp.stages.link.codebook import BLOCK

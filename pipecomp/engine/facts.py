@@ -8,7 +8,7 @@ from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
 
-from pipecomp.netlab.throttle import VARIABLE, ThrottleSettings
+from pipecomp.netlab.software import VARIABLE, ThrottleSettings
 from pipecomp.plan.simulation import TCP_SHARE, Line, Network
 from pipecomp.stages.partition.splitting import Stage
 from pipecomp.utils.serialization import replace_nonfinite

@@ -5,7 +5,7 @@ The kernel does it (a network namespace for each node, tbf) where there is root 
 """
 
 from pipecomp.netlab.lab import Finished, Lab
+from pipecomp.netlab.namespaces import missing
 from pipecomp.netlab.network import NetlabError, NodeBytes
-from pipecomp.netlab.probe import missing
 
 __all__ = ["Finished", "Lab", "NetlabError", "NodeBytes", "missing"]

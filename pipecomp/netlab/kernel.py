@@ -13,19 +13,20 @@ Nodes at several `sites` have a bridge for each, joined to a bridge in the middl
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from pipecomp.netlab import filters, wireguard
-from pipecomp.netlab.namespaces import CONFIGURATION, Run, command, delete_namespaces, processes_in
+from pipecomp.netlab.namespaces import CONFIGURATION, Run, command, delete_namespaces, has_netem, processes_in
 from pipecomp.netlab.network import NetlabError, NodeBytes
-from pipecomp.netlab.probe import has_netem
 from pipecomp.netlab.processes import end
 from pipecomp.netlab.shape import Shape, burst_bytes, queue_bytes
-from pipecomp.netlab.throttle import SharedState, ThrottleSettings
+from pipecomp.netlab.software import SharedState, ThrottleSettings
 
 _PREFIX_BITS = 16  # of 198.18.0.0/15, which RFC 2544 sets aside for tests of networks; its other half is behind routers
 _PRIVATE_BITS = 24
@@ -46,9 +47,9 @@ class KernelNetwork:
         self._hub = f"{name}-hub"
         self._nodes = [f"{name}-n{node}" for node in range(shape.nodes)]
         self._routers = {node: f"{name}-r{node}" for node in range(1, shape.nodes) if shape.nat}
-        self._wireguard: wireguard.WireGuard | None = None
+        self._wireguard: WireGuard | None = None
         self._delayer: subprocess.Popen | None = None
-        self.interface = wireguard.INTERFACE if shape.wireguard else "eth0"
+        self.interface = INTERFACE if shape.wireguard else "eth0"
         self.delay_by: str | None = None
         self._state = folder / "state"
         if shape.delay_s:
@@ -61,7 +62,7 @@ class KernelNetwork:
                 self._delayer = _start_delayer(self._hub, shape)
             if shape.wireguard:
                 outside = [self._outside(node) for node in range(shape.nodes)]
-                self._wireguard = wireguard.WireGuard(self._nodes, outside, folder, run, star=shape.nat)
+                self._wireguard = WireGuard(self._nodes, outside, folder, run, star=shape.nat)
         except BaseException:
             self.close()
             raise
@@ -98,7 +99,7 @@ class KernelNetwork:
             if router is not None:
                 run(f"ip -n {name} route add default via {_lan(node)}")
             if shape.loss:
-                filters.lose_packets(name, "eth0", shape.loss, run)
+                lose_packets(name, "eth0", shape.loss, run)
             self._name_nodes(name)
 
     def _build_bridges(self) -> None:
@@ -135,7 +136,7 @@ class KernelNetwork:
             self._without_ipv6(router, side)
             run(f"ip -n {router} addr add {own}/{bits} dev {side}")
             run(f"ip -n {router} link set {side} up")
-        filters.masquerade(router, "wan", run)
+        masquerade(router, "wan", run)
 
     def _name_nodes(self, namespace: str) -> None:
         # `ip netns exec` shows this as /etc/hosts. Without names, torch warns of every connection, which it looks up as
@@ -154,7 +155,7 @@ class KernelNetwork:
 
     def address(self, node: int) -> str:
         """See Network."""
-        return wireguard.address(node) if self._shape.wireguard else self._outside(node)
+        return wireguard_address(node) if self._shape.wireguard else self._outside(node)
 
     def _outside(self, node: int) -> str:
         return f"198.19.{node}.2" if node in self._routers else _on_bridge(node)
@@ -273,3 +274,139 @@ def queue_commands(
     elif not commands:
         commands.append(f"{add} root pfifo limit 100000")  # for its counter
     return commands
+
+
+_TABLE = "pipecomp"
+_FILTER_PROGRAMS = {"nft": "nftables", "sysctl": "procps"}  # program -> Debian's package
+_DRAWN = 10**6  # a packet is lost if a number below this is below the share
+
+
+def missing_filters() -> str | None:
+    """Say what this machine lacks for it, None if nothing."""
+    lacking = [package for program, package in _FILTER_PROGRAMS.items() if shutil.which(program) is None]
+    return f"no packet filter here: install {' and '.join(lacking)}" if lacking else None
+
+
+def lose_packets(namespace: str, interface: str, share: float, run: Run) -> None:
+    """Lose this share of the packets that come in at an interface, each for itself.
+
+    Each packet then has to be one on the wire: the kernel hands over up to 64 KiB as one otherwise.
+    """
+    run(f"ip -n {namespace} link set {interface} gso_max_segs 1")
+    nft = f"ip netns exec {namespace} nft add"
+    run(f"{nft} table inet {_TABLE}")
+    run(f"{nft} chain inet {_TABLE} loss {{ type filter hook prerouting priority -300 ; }}")
+    random = f"numgen random mod {_DRAWN} < {round(share * _DRAWN)}"
+    run(f"{nft} rule inet {_TABLE} loss iifname {interface} {random} counter drop")
+
+
+def masquerade(router: str, outside: str, run: Run) -> None:
+    """Let a namespace pass on what comes from within under its own address, and take no connection from outside."""
+    pass_on(router, run)
+    nft = f"ip netns exec {router} nft add"
+    run(f"{nft} table ip {_TABLE}")
+    run(f"{nft} chain ip {_TABLE} out {{ type nat hook postrouting priority 100 ; }}")
+    run(f"{nft} rule ip {_TABLE} out oifname {outside} masquerade")
+    for hook in ("input", "forward"):
+        run(f"{nft} chain ip {_TABLE} {hook} {{ type filter hook {hook} priority 0 ; }}")
+        run(f"{nft} rule ip {_TABLE} {hook} iifname {outside} ct state new drop")
+
+
+def pass_on(namespace: str, run: Run) -> None:
+    """Let a namespace forward packets."""
+    run(f"ip netns exec {namespace} sysctl -q -w net.ipv4.ip_forward=1")
+
+
+INTERFACE = "wg0"
+MTU = 1420
+PREFIX_BITS = 24
+_PORT = 51820
+_KEEPALIVE_S = 25
+_SOCKETS = Path("/var/run/wireguard")
+_START_S = 20.0
+_WIREGUARD_PROGRAMS = {"wireguard-go": "wireguard-go", "wg": "wireguard-tools"}  # program -> Debian's package
+
+
+def missing_wireguard() -> str | None:
+    """Say what this machine lacks for it, None if nothing."""
+    if lacking := [package for program, package in _WIREGUARD_PROGRAMS.items() if shutil.which(program) is None]:
+        return f"no WireGuard here: install {' and '.join(lacking)}"
+    return None if os.access("/dev/net/tun", os.R_OK | os.W_OK) else "no /dev/net/tun here, which WireGuard needs"
+
+
+def wireguard_address(node: int) -> str:
+    """A node's address inside WireGuard."""
+    return f"198.19.255.{node + 1}"
+
+
+class WireGuard:
+    """The interfaces of all nodes. `processes` serve them, and end with `close`.
+
+    namespaces: of the nodes. outside: their addresses without WireGuard. star: whether all go through node 0.
+    """
+
+    def __init__(
+        self, namespaces: Sequence[str], outside: Sequence[str], folder: Path, run: Run, *, star: bool
+    ) -> None:
+        self._processes: list[subprocess.Popen] = []
+        # wireguard-go's sockets are the machine's, whatever the namespace.
+        self._names = [f"wg{os.getpid()}n{node}" for node in range(len(namespaces))]
+        keys = [_wg("genkey") for _ in namespaces]
+        public = [_wg("pubkey", key) for key in keys]
+        try:
+            for node, namespace in enumerate(namespaces):
+                self._serve(namespace, node)
+                private = folder / f"wg-{node}"
+                private.touch(mode=0o600)
+                private.write_text(keys[node])
+                peers = [0] if star and node else [other for other in range(len(namespaces)) if other != node]
+                text = f"ip netns exec {namespace} wg set {self._names[node]} listen-port {_PORT} private-key {private}"
+                for peer in peers:
+                    text += f" peer {public[peer]} allowed-ips "
+                    text += (
+                        f"{wireguard_address(0)}/{PREFIX_BITS}" if star and node else f"{wireguard_address(peer)}/32"
+                    )
+                    if not star or node:
+                        text += f" endpoint {outside[peer]}:{_PORT} persistent-keepalive {_KEEPALIVE_S}"
+                run(text)
+                run(f"ip -n {namespace} link set {self._names[node]} name {INTERFACE} mtu {MTU}")
+                run(f"ip -n {namespace} addr add {wireguard_address(node)}/{PREFIX_BITS} dev {INTERFACE}")
+                run(f"ip -n {namespace} link set {INTERFACE} up")
+            if star:
+                pass_on(namespaces[0], run)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def processes(self) -> set[int]:
+        """Their ids."""
+        return {process.pid for process in self._processes}
+
+    def _serve(self, namespace: str, node: int) -> None:
+        socket = _SOCKETS / f"{self._names[node]}.sock"
+        process = subprocess.Popen(
+            ["ip", "netns", "exec", namespace, "wireguard-go", "-f", self._names[node]],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "LOG_LEVEL": "silent"},
+            start_new_session=True,
+        )
+        self._processes.append(process)
+        deadline = time.monotonic() + _START_S
+        while not socket.exists():
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise NetlabError(f"wireguard-go made no interface on node {node} (exit status {process.returncode})")
+            time.sleep(0.02)
+
+    def close(self) -> None:
+        """End the processes; the interfaces end with them."""
+        for process in self._processes:
+            end(process)
+        for name in self._names:
+            (_SOCKETS / f"{name}.sock").unlink(missing_ok=True)
+
+
+def _wg(what: str, text: str = "") -> str:
+    return subprocess.run(["wg", what], input=text, capture_output=True, text=True, check=True).stdout.strip()

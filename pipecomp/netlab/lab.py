@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import math
 import os
+import pickle
 import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Unpack, overload
 
+from pipecomp.distributed.local_launcher import RankFailedError
 from pipecomp.errors import require
-from pipecomp.netlab import filters, kernel, probe, wireguard
-from pipecomp.netlab.jobs import Functions, Starter
-from pipecomp.netlab.leftovers import remove_leftovers
-from pipecomp.netlab.names import folder_of, marked, new_name
+from pipecomp.netlab import kernel, namespaces
+from pipecomp.netlab.namespaces import MARK, folder_of, marked, new_name, remove_leftovers
 from pipecomp.netlab.network import NetlabError, Network, NodeBytes
 from pipecomp.netlab.processes import Job, OnLine, Processes, kill
 from pipecomp.netlab.shape import Options, Shape, read_shape
-from pipecomp.netlab.software import SoftwareNetwork
+from pipecomp.netlab.software import VARIABLE, SoftwareNetwork
 from pipecomp.utils.units import parse_rate
 
 LAUNCHERS = ("none", "deepspeed")
@@ -43,8 +46,8 @@ class Finished:
 
 def missing_for(shape: Shape) -> str | None:
     """Say what this machine lacks for a shape beside what every lab of the kernel's needs, None if nothing."""
-    problem = filters.missing() if shape.loss or shape.nat else None
-    return problem or (wireguard.missing() if shape.wireguard else None)
+    problem = kernel.missing_filters() if shape.loss or shape.nat else None
+    return problem or (kernel.missing_wireguard() if shape.wireguard else None)
 
 
 class Lab:
@@ -89,8 +92,8 @@ class Lab:
     def __enter__(self) -> Lab:
         self.name = new_name()
         remove_leftovers()
-        if not self._software and (problem := probe.missing()):
-            raise NetlabError(f"{problem}; {probe.WITHOUT}")
+        if not self._software and (problem := namespaces.missing()):
+            raise NetlabError(f"{problem}; {namespaces.WITHOUT}")
         if problem := missing_for(self.shape):
             raise NetlabError(problem)
         folder = folder_of(self.name)
@@ -167,7 +170,7 @@ class Lab:
     def run(self, work: Callable[..., Any], *args: Any, **options: Any) -> dict[int, Any]: ...
 
     def run(self, work: Sequence[str] | Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Run a command `procs_per_node` times on every node, or a function as `cluster.local_ranks.run_ranks` does.
+        """Run a command `procs_per_node` times on every node, or a function as `local_launcher.run_ranks` does.
 
         Each process finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK, MASTER_ADDR, MASTER_PORT and
         GLOO_SOCKET_IFNAME in its environment. Cuts count from the start of the run; processes that outlive it are
@@ -304,3 +307,126 @@ class Lab:
 
 def _print(label: str, stream: str, line: str) -> None:
     print(f"{label} | {line}", file=sys.stderr if stream == "stderr" else sys.stdout, flush=True)
+
+
+_CHILD = Path(__file__).with_name("child.py")
+Words = tuple[Sequence[str], tuple[int, ...]]  # a command, and descriptors that it inherits
+
+
+class Starter:
+    """Makes the jobs of one run. environment: what every process gets besides. name: the lab's."""
+
+    def __init__(
+        self, network: Network, name: str, nodes: int, procs_per_node: int, environment: Mapping[str, str]
+    ) -> None:
+        self._network, self._nodes, self._procs = network, nodes, procs_per_node
+        self._base = {
+            **environment,
+            MARK: name,
+            "MASTER_ADDR": network.address(0),
+            "MASTER_PORT": str(network.port()),
+            "WORLD_SIZE": str(nodes * procs_per_node),
+            "LOCAL_WORLD_SIZE": str(procs_per_node),
+            "GLOO_SOCKET_IFNAME": network.interface,
+        }
+
+    def ranks(self, words: Callable[[int], Words]) -> list[Job]:
+        """Make one job for each rank: `words(rank)` is what it runs."""
+        jobs = []
+        for rank in range(self._nodes * self._procs):
+            node, local = divmod(rank, self._procs)
+            command, keep_fds = words(rank)
+            label = f"node{node}.{local}" if self._procs > 1 else f"node{node}"
+            environment = self._environment(node) | {"RANK": str(rank), "LOCAL_RANK": str(local)}
+            wrapped = self._network.wrap(node, command)
+            jobs.append(Job(label=label, node=node, command=wrapped, environment=environment, keep_fds=keep_fds))
+        return jobs
+
+    def deepspeed(self, script: Sequence[str], hostfile: Path) -> list[Job]:
+        """Start DeepSpeed's launcher on each node, which starts `script` for the ranks there. Writes `hostfile`."""
+        hostfile.write_text("".join(f"node{node} slots={self._procs}\n" for node in range(self._nodes)))
+        jobs = []
+        for node in range(self._nodes):
+            command = [
+                sys.executable,
+                "-m",
+                "deepspeed.launcher.runner",
+                "--hostfile",
+                str(hostfile),
+                "--no_ssh",
+                "--node_rank",
+                str(node),
+                "--master_addr",
+                self._base["MASTER_ADDR"],
+                "--master_port",
+                self._base["MASTER_PORT"],
+                *script,
+            ]
+            wrapped = self._network.wrap(node, command)
+            jobs.append(Job(label=f"node{node}", node=node, command=wrapped, environment=self._environment(node)))
+        return jobs
+
+    def _environment(self, node: int) -> dict[str, str]:
+        settings = self._network.settings(node, self._procs)
+        own = {"NODE_RANK": str(node)} | ({} if settings is None else {VARIABLE: settings})
+        # An outer lab's links are not this one's.
+        return {k: v for k, v in self._base.items() if k != VARIABLE} | own
+
+
+class Functions:
+    """One function on every rank of a run; `results` has what it returned, by rank."""
+
+    def __init__(
+        self, function: Callable[..., Any], args: Sequence[Any], world: int, on_note: Callable[[int, Any], None] | None
+    ) -> None:
+        self._work = pickle.dumps((function, tuple(args)))
+        self._on_note = on_note
+        self.results: dict[int, Any] = {}
+        pairs = [Pipe() for _ in range(world)]
+        self._ours: list[Connection] = [ours for ours, _ in pairs]
+        self._theirs: list[Connection] = [theirs for _, theirs in pairs]
+
+    def __enter__(self) -> Functions:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for line in (*self._ours, *self._theirs):
+            line.close()
+
+    def words(self, rank: int) -> tuple[list[str], tuple[int, ...]]:
+        """Give the command of a rank's process and the descriptor that it inherits."""
+        descriptor = self._theirs[rank].fileno()
+        return [sys.executable, str(_CHILD), str(descriptor)], (descriptor,)
+
+    def started(self) -> None:
+        """Hand the work to the processes; this process's copies of their ends must be closed for their end to show."""
+        for line in self._theirs:
+            line.close()
+        for line in self._ours:
+            try:
+                line.send(sys.path)
+                line.send_bytes(self._work)
+            except BrokenPipeError:  # it died at once; `listen` says so
+                continue
+
+    def listen(self, statuses: Sequence[int | None]) -> None:
+        """Take what has arrived. RankFailedError if a rank raised, or ended without a result.
+
+        statuses: exit statuses, None for processes that run, looked up before this call.
+        """
+        for rank, line in enumerate(self._ours):
+            while not line.closed and line.poll():
+                try:
+                    kind, value = line.recv()
+                except (EOFError, ConnectionResetError):
+                    line.close()
+                    break
+                if kind == "failed":
+                    raise RankFailedError(f"rank {rank} failed:\n{value}")
+                if kind == "done":
+                    self.results[rank] = value
+                elif self._on_note is not None:
+                    self._on_note(rank, value)
+        for rank, status in enumerate(statuses):
+            if status is not None and (status or rank not in self.results):
+                raise RankFailedError(f"rank {rank} ended with exit status {status}")

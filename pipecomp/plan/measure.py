@@ -24,8 +24,7 @@ from pipecomp.buffers import MemoryStore
 from pipecomp.config import Config
 from pipecomp.distributed.collectives import gathered
 from pipecomp.distributed.launch_env import read_launch
-from pipecomp.distributed.rendezvous import join_processes
-from pipecomp.distributed.start import computes_on_cpu
+from pipecomp.distributed.rendezvous import computes_on_cpu, join_processes
 from pipecomp.doctor.measure import Measured, follow, lead
 from pipecomp.doctor.storage import measure_speed, nearest
 from pipecomp.errors import LinkError, require, writable

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pipecomp.distributed import start
+from pipecomp.distributed import rendezvous
 from pipecomp.errors import require
 from pipecomp.recipes import classify, run
 from pipecomp.recipes.classify import Samples, Task
@@ -32,8 +32,8 @@ def fine_tune(args: argparse.Namespace, task: Task) -> None:
         PipecompError: On every rank, if one of them has an error.
     """
     classify.check_arguments(args)
-    start.start_processes(args.seed, args.deepspeed_config)
-    ranks = start.all_ranks()
+    rendezvous.start_processes(args.seed, args.deepspeed_config)
+    ranks = rendezvous.all_ranks()
     with ranks.collective_errors():
         rows, held_out_rows = classify.read(args, task)
     with ranks.collective_errors():

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from pipecomp.distributed import start
+from pipecomp.distributed import rendezvous
 from pipecomp.errors import DataError, require
 from pipecomp.recipes import run, text
 from pipecomp.recipes.resume import DATA, data_facts, what_is_trained
@@ -41,8 +41,8 @@ def fine_tune(
         PipecompError: On every rank, if one of them has an error.
     """
     text.check_arguments(args)
-    start.start_processes(args.seed, args.deepspeed_config)
-    ranks = start.all_ranks()
+    rendezvous.start_processes(args.seed, args.deepspeed_config)
+    ranks = rendezvous.all_ranks()
     with ranks.collective_errors():
         training_texts, held_out_texts = read(args)
     with ranks.collective_errors():

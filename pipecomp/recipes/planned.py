@@ -22,13 +22,12 @@ import torch.distributed as dist
 from rich.console import Console
 
 from pipecomp.checkpoint import manifest
-from pipecomp.distributed import start
+from pipecomp.distributed import rendezvous
 from pipecomp.distributed.collectives import broadcast
-from pipecomp.distributed.network_interfaces import GLOO_VARIABLE, interface_towards, is_loopback, loopback
-from pipecomp.distributed.rendezvous import check_processes
-from pipecomp.distributed.tls_join import KEYS
+from pipecomp.distributed.placement import GLOO_VARIABLE, interface_towards, is_loopback, loopback
+from pipecomp.distributed.rendezvous import KEYS, check_processes
 from pipecomp.errors import ConfigError, DataError, require, writable
-from pipecomp.netlab.throttle import throttle_to
+from pipecomp.netlab.software import throttle_to
 from pipecomp.plan.command import run_plan
 from pipecomp.plan.options import PlanOptions
 from pipecomp.plan.report import precision
@@ -61,12 +60,12 @@ def main(args: argparse.Namespace) -> None:
     """One rank of the run."""
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    if not start.computes_on_cpu():
+    if not rendezvous.computes_on_cpu():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     documents = holds_documents(args)
     choose_interface()
-    start.start_processes(args.seed)
-    with start.all_ranks().collective_errors():
+    rendezvous.start_processes(args.seed)
+    with rendezvous.all_ranks().collective_errors():
         if args.model != "tiny":
             text.model_config(args.model)  # before the tokenizer, which is looked for in the same place
     try:
@@ -135,7 +134,7 @@ def configure(args: argparse.Namespace, config: Any, size: int, samples: int) ->
     """
     folder, world = Path(args.run), dist.get_world_size()
     stages = args.stages or world
-    ranks = start.all_ranks()
+    ranks = rendezvous.all_ranks()
     with ranks.collective_errors():
         check_processes("--stages", stages)
         check_unused(args, folder)

@@ -29,9 +29,8 @@ from torch.distributed import distributed_c10d
 
 from pipecomp.config import MOST_SEED
 from pipecomp.data import default_collate, eval_batches
-from pipecomp.distributed import preemption, start
-from pipecomp.distributed.port_probe import torch_says_nothing
-from pipecomp.distributed.rendezvous import check_processes
+from pipecomp.distributed import preemption, rendezvous
+from pipecomp.distributed.rendezvous import check_processes, torch_says_nothing
 from pipecomp.errors import PipecompError
 from pipecomp.recipes import resume
 from pipecomp.recipes.fit import Fit
@@ -239,7 +238,7 @@ def train(args: argparse.Namespace, work: Workload) -> None:
 
 def _prepared(args: argparse.Namespace, work: Workload) -> Fit:
     """Prepare the run, agreed on by all ranks, before the engine is made."""
-    ranks = start.all_ranks()
+    ranks = rendezvous.all_ranks()
     with ranks.collective_errors():
         world = dist.get_world_size()
         stages = args.stages or world

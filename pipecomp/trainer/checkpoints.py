@@ -34,7 +34,7 @@ from pipecomp.checkpoint.rng_state import random_state, set_random_state
 from pipecomp.checkpoint.writing import Attempts, in_words, write_state
 from pipecomp.config import read_json_object
 from pipecomp.distributed.collectives import broadcast, gathered, while_others_wait
-from pipecomp.distributed.start import all_ranks
+from pipecomp.distributed.rendezvous import all_ranks
 from pipecomp.errors import ConfigError, WireError, require
 from pipecomp.stages.partition.planning import SplitPlan
 from pipecomp.trainer import message_stores

@@ -17,9 +17,7 @@ from pipecomp.allreduce.group import host_backend
 from pipecomp.config import Config
 from pipecomp.distributed.consistency import versions
 from pipecomp.distributed.placement import own_gpu, some_share
-from pipecomp.distributed.rendezvous import check_processes
-from pipecomp.distributed.start import all_ranks, start_processes
-from pipecomp.distributed.tls_join import wanted_keys
+from pipecomp.distributed.rendezvous import all_ranks, check_processes, start_processes, wanted_keys
 from pipecomp.errors import ConfigError, require
 from pipecomp.stages.partition.loading import resolve, skeleton
 from pipecomp.stages.partition.planning import SplitPlan, plan_model

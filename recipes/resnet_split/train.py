@@ -21,7 +21,7 @@ from torch import Tensor
 from pipecomp.config import Config
 from pipecomp.config.checks import batch_sizes
 from pipecomp.data import TrainLoader, eval_batches
-from pipecomp.distributed import start
+from pipecomp.distributed import rendezvous
 from pipecomp.distributed.collectives import broadcast, gathered
 from pipecomp.distributed.consistency import settings_of
 from pipecomp.errors import DataError, require
@@ -88,8 +88,8 @@ class ClientData:
 def main(args: argparse.Namespace) -> None:
     """One rank of the run."""
     check_arguments(args)
-    start.start_processes(args.seed, args.deepspeed_config)
-    ranks = start.all_ranks()
+    rendezvous.start_processes(args.seed, args.deepspeed_config)
+    ranks = rendezvous.all_ranks()
     config: dict[str, Any] = {}
     with ranks.collective_errors():
         config, seed = read_settings(args)

@@ -16,7 +16,7 @@ from pipecomp.allreduce.methods.powersgd_layers import squared_errors
 from pipecomp.allreduce.predict import plan_of
 from pipecomp.allreduce.saving import load, save
 from pipecomp.config import Config
-from pipecomp.distributed.local_ranks import run_ranks
+from pipecomp.distributed.local_launcher import run_ranks
 from pipecomp.errors import ConfigError
 from pipecomp.gradient_config import Gradients
 from tests.limits import HANG_S

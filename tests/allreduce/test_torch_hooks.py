@@ -12,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from pipecomp.allreduce.call import Counters
 from pipecomp.allreduce.methods.powersgd import PowerSgdHook
 from pipecomp.allreduce.methods.torch_hooks import HalfHook, LoneBucket
-from pipecomp.distributed.local_ranks import run_ranks
+from pipecomp.distributed.local_launcher import run_ranks
 from tests.limits import HANG_S
 
 pytestmark = pytest.mark.ranks

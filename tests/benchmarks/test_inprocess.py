@@ -10,7 +10,7 @@ import torch
 from benchmarks.inprocess import InProcessPipeline
 from pipecomp.data import eval_batches
 from pipecomp.demo.task import Sequences, gpt2
-from pipecomp.distributed.local_ranks import run_ranks
+from pipecomp.distributed.local_launcher import run_ranks
 from pipecomp.errors import ConfigError
 from tests.limits import HANG_S
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from pipecomp.distributed.local_ranks import run_ranks
-from pipecomp.netlab import Lab, filters, missing
-from pipecomp.netlab.jobs import Starter
+from pipecomp.distributed.local_launcher import run_ranks
+from pipecomp.netlab import Lab, kernel, missing
+from pipecomp.netlab.lab import Starter
 from tests.limits import HANG_S
 
 CLONE_NEWNET = 0x40000000
-WHY_NOT = missing() or filters.missing()
+WHY_NOT = missing() or kernel.missing_filters()
 WITH_FILTERS = [  # of modules whose tests need a lab with routers or lost packets
     pytest.mark.soak,
     pytest.mark.ranks,

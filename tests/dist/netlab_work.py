@@ -48,7 +48,7 @@ def transfer(
     import torch.distributed as dist
 
     from pipecomp.errors import LinkTimeoutError
-    from pipecomp.netlab.throttle import throttle_to
+    from pipecomp.netlab.software import throttle_to
     from pipecomp.stages.link.gloo import GlooTransport, neighbour_groups
 
     dist.init_process_group("gloo")

@@ -339,7 +339,7 @@ def gone_before_the_engine(rank: int, world: int, note: Any, asked: bool, timeou
     """Rank 1 joins and dies; the others wait for it where engines are made, or asked before, as recipes do."""
     from torch.distributed import distributed_c10d
 
-    from pipecomp.distributed import heartbeat, start
+    from pipecomp.distributed import heartbeat, rendezvous
     from pipecomp.distributed.rendezvous import join_processes
 
     heartbeat.DEFAULT_TIMEOUT_S = timeout_s
@@ -350,7 +350,7 @@ def gone_before_the_engine(rank: int, world: int, note: Any, asked: bool, timeou
         joined.wait([f"joined {other}" for other in range(world)])
         os.kill(os.getpid(), signal.SIGKILL)
     if asked:
-        return error_of(lambda: start.all_ranks().all_gather_object(rank))
+        return error_of(lambda: rendezvous.all_ranks().all_gather_object(rank))
     return error_of(lambda: make("nowhere", store={"backend": "memory"}))
 
 

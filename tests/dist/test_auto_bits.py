@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pipecomp.config.activations import ConstantError
-from pipecomp.distributed.local_ranks import run_ranks
+from pipecomp.distributed.local_launcher import run_ranks
 from pipecomp.errors import ConfigError
 from pipecomp.plan.search import keeping_error
 from tests.dist.small import LENGTH, ds_config, gpt2, samples

@@ -6,7 +6,7 @@ import pytest
 
 from pipecomp.bench import gpu_steps
 from pipecomp.bench.configurations import Model
-from pipecomp.netlab import probe
+from pipecomp.netlab import namespaces
 from tests.dist.lab_ranks import run_in_lab
 from tests.limits import HANG_S
 
@@ -20,7 +20,7 @@ def run(lab, function, *args):
 
 @pytest.fixture(autouse=True)
 def software(monkeypatch):
-    monkeypatch.setattr(probe, "missing", lambda: "no root here")
+    monkeypatch.setattr(namespaces, "missing", lambda: "no root here")
 
 
 @pytest.mark.soak

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipecomp.distributed.local_ranks import run_ranks
+from pipecomp.distributed.local_launcher import run_ranks
 from pipecomp.errors import ConfigError
 from tests.dist.test_callback import digest, small_trainer
 from tests.limits import HANG_S

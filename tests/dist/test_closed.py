@@ -8,7 +8,7 @@ import os
 import pytest
 import torch.distributed as dist
 
-from pipecomp.distributed.local_ranks import run_ranks
+from pipecomp.distributed.local_launcher import run_ranks
 from pipecomp.tls.process_group import current_mesh
 from tests.dist.small import ds_config, gpt2, samples
 from tests.limits import HANG_S

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from pipecomp.codecs.wire import MAGIC
-from pipecomp.distributed.local_ranks import run_ranks
-from pipecomp.netlab import Lab, wireguard
+from pipecomp.distributed.local_launcher import run_ranks
+from pipecomp.netlab import Lab, kernel
 from pipecomp.netlab.namespaces import command
 from pipecomp.tls.routes import DIRECT, RELAYED
 from tests.dist.closed_work import TEXT, says_things, trains_closed
@@ -117,7 +117,7 @@ def test_lost_packets(keys, expected):
     assert found[1]["losses"] == expected[2]
 
 
-@pytest.mark.skipif((problem := wireguard.missing()) is not None, reason=f"no WireGuard here: {problem}")
+@pytest.mark.skipif((problem := kernel.missing_wireguard()) is not None, reason=f"no WireGuard here: {problem}")
 @pytest.mark.parametrize("closed", [False, True], ids=["gloo", "tls"])
 def test_wireguard(keys, expected, closed):
     with Lab(nodes=2, wireguard=True) as lab:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipecomp.distributed.local_ranks import run_ranks
+from pipecomp.distributed.local_launcher import run_ranks
 from tests.allreduce.test_error_feedback import left_by_parameter
 from tests.limits import HANG_S
 

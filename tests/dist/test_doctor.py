@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from pipecomp.distributed.local_ranks import run_ranks
-from pipecomp.distributed.network_interfaces import free_port
+from pipecomp.distributed.local_launcher import run_ranks
+from pipecomp.distributed.placement import free_port
 from pipecomp.doctor import Finding
 from tests.dist.lab_ranks import run_in_lab
 from tests.limits import HANG_S

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pipecomp.buffers.base import GRADIENT
-from pipecomp.distributed.local_ranks import run_ranks
+from pipecomp.distributed.local_launcher import run_ranks
 from tests.dist.small import ds_config, gpt2, samples
 from tests.limits import HANG_S
 

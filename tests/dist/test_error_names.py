@@ -15,7 +15,7 @@ import pytest
 
 import tests.dist.reliability_work as work
 from pipecomp.distributed import heartbeat
-from pipecomp.distributed.local_ranks import run_ranks
+from pipecomp.distributed.local_launcher import run_ranks
 from tests.limits import HANG_S, TOLD_S
 from tests.tls.meshes import keys_for
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import tests.dist.trainer_work as work
-from pipecomp.distributed.local_ranks import run_ranks
+from pipecomp.distributed.local_launcher import run_ranks
 from pipecomp.errors import ConfigError, PipecompError
 from pipecomp.stages.link.bounds import EVALUATED
 from tests.dist.small import ds_config, gpt2, samples

@@ -19,8 +19,8 @@ import tests.dist.reliability_work as work
 from pipecomp.buffers import LmdbEnvironment
 from pipecomp.checkpoint import manifest
 from pipecomp.distributed.failure import of_a_collective
-from pipecomp.distributed.local_ranks import run_ranks
-from pipecomp.distributed.network_interfaces import free_port
+from pipecomp.distributed.local_launcher import run_ranks
+from pipecomp.distributed.placement import free_port
 from tests.dist import small
 from tests.dist.leftovers import Sessions
 from tests.limits import HANG_S, TOLD_S

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pipecomp.buffers.base import GRADIENT
-from pipecomp.distributed.local_ranks import run_ranks
+from pipecomp.distributed.local_launcher import run_ranks
 from tests.dist.small import ds_config, gpt2, samples
 from tests.limits import HANG_S
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipecomp.distributed.local_ranks import run_ranks
+from pipecomp.distributed.local_launcher import run_ranks
 from tests.dist.small import ds_config, gpt2, samples
 from tests.limits import HANG_S
 

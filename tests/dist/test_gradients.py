@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipecomp.distributed.local_ranks import run_ranks
+from pipecomp.distributed.local_launcher import run_ranks
 from pipecomp.errors import ConfigError
 from tests.dist.small import VOCABULARY, ds_config, gpt2, samples
 from tests.limits import HANG_S

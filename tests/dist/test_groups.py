@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from pipecomp.allreduce.group import Group
-from pipecomp.distributed.local_ranks import run_ranks
+from pipecomp.distributed.local_launcher import run_ranks
 from pipecomp.distributed.rendezvous import join_processes
 from tests.limits import HANG_S
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipecomp.distributed.local_ranks import run_ranks
+from pipecomp.distributed.local_launcher import run_ranks
 from tests.limits import HANG_S
 
 pytestmark = pytest.mark.ranks

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipecomp.distributed.local_ranks import run_ranks
+from pipecomp.distributed.local_launcher import run_ranks
 from pipecomp.stages import modules
 from tests.dist.small import ds_config
 from tests.limits import HANG_S

@@ -13,12 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from pipecomp.distributed.local_ranks import RankFailedError
+from pipecomp.distributed.local_launcher import RankFailedError
 from pipecomp.errors import LinkTimeoutError, PeerLostError
-from pipecomp.netlab import Lab, NetlabError, filters, missing, wireguard
-from pipecomp.netlab.names import folder_of
-from pipecomp.netlab.namespaces import command, namespace_names, processes_in
-from pipecomp.netlab.probe import has_netem
+from pipecomp.netlab import Lab, NetlabError, kernel, missing
+from pipecomp.netlab.namespaces import command, folder_of, has_netem, namespace_names, processes_in
 from tests.dist.lab_ranks import run_in_lab
 from tests.dist.netlab_work import place, plain_tcp, reached, round_trips, trains, transfer
 from tests.dist.small import ds_config
@@ -91,10 +89,10 @@ def test_what_sites_say_to_each_other_passes_their_lines():
 
 
 needs_filters = pytest.mark.skipif(
-    (problem := WHY_NOT or filters.missing()) is not None, reason=f"no filters here: {problem}"
+    (problem := WHY_NOT or kernel.missing_filters()) is not None, reason=f"no filters here: {problem}"
 )
 needs_wireguard = pytest.mark.skipif(
-    (problem := WHY_NOT or wireguard.missing()) is not None, reason=f"no WireGuard here: {problem}"
+    (problem := WHY_NOT or kernel.missing_wireguard()) is not None, reason=f"no WireGuard here: {problem}"
 )
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipecomp.allreduce.loopback import LoopbackGroup, run_threads
-from pipecomp.distributed.local_ranks import run_ranks
+from pipecomp.distributed.local_launcher import run_ranks
 from pipecomp.optim import QuantizedAdam
 from tests.limits import HANG_S
 

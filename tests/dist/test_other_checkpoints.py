@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 import tests.dist.trainer_work as work
-from pipecomp.distributed.local_ranks import run_ranks
+from pipecomp.distributed.local_launcher import run_ranks
 from tests.dist.reliability_work import AQSGD, error_of, losses, make, redirect
 from tests.dist.small import gpt2, samples
 from tests.limits import HANG_S

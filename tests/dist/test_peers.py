@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from pipecomp.distributed.local_ranks import run_ranks
+from pipecomp.distributed.local_launcher import run_ranks
 from tests.dist.small import ds_config, gpt2, samples
 from tests.limits import HANG_S, TOLD_S
 

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from pipecomp.allreduce.group import Group
 from pipecomp.distributed import rendezvous
-from pipecomp.distributed.local_ranks import run_ranks
-from pipecomp.distributed.start import start_processes
+from pipecomp.distributed.local_launcher import run_ranks
+from pipecomp.distributed.rendezvous import start_processes
 from pipecomp.errors import ConfigError, LinkError
 from pipecomp.plan.command import run_plan
 from pipecomp.plan.options import PlanOptions

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipecomp.distributed.local_ranks import run_ranks
+from pipecomp.distributed.local_launcher import run_ranks
 from pipecomp.engine.agreed import take_checkpointing
 from pipecomp.errors import ConfigError
 from pipecomp.stages import split

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipecomp.distributed.local_ranks import run_ranks
+from pipecomp.distributed.local_launcher import run_ranks
 from tests.dist.small import ds_config, gpt2, samples
 from tests.limits import HANG_S
 

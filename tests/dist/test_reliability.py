@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 import tests.dist.reliability_work as work
 from pipecomp.cli import app
-from pipecomp.distributed.local_ranks import run_ranks
+from pipecomp.distributed.local_launcher import run_ranks
 from tests.limits import HANG_S
 
 pytestmark = pytest.mark.ranks

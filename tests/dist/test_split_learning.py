@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.inprocess import InProcessPipeline
 from pipecomp.data import TrainLoader, eval_batches
-from pipecomp.distributed.local_ranks import run_ranks
+from pipecomp.distributed.local_launcher import run_ranks
 from pipecomp.errors import ConfigError, SplitError
 from pipecomp.recipes.images import ClientTurns, Images, Views
 from pipecomp.recipes.resnet import client_cuts, resnet

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipecomp.distributed.local_ranks import run_ranks
+from pipecomp.distributed.local_launcher import run_ranks
 from tests.dist.small import ds_config, gpt2, samples
 from tests.golden.work import digest, messages
 from tests.lazy_staging import LazyStaging

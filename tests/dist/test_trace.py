@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from pipecomp.distributed.local_ranks import run_ranks
+from pipecomp.distributed.local_launcher import run_ranks
 from pipecomp.errors import OutputError
 from tests.dist.small import ds_config, gpt2, samples
 from tests.limits import HANG_S

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import tests.dist.trainer_work as work
-from pipecomp.distributed.local_ranks import run_ranks
+from pipecomp.distributed.local_launcher import run_ranks
 from pipecomp.errors import ConfigError, PipecompError
 from pipecomp.report.measures import link_use, rank_times
 from pipecomp.report.read import read_runs

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import tests.dist.trainer_work as work
-from pipecomp.distributed.local_ranks import run_ranks
+from pipecomp.distributed.local_launcher import run_ranks
 from tests.dist.reliability_work import error_of, redirect
 from tests.dist.small import gpt2, samples
 from tests.limits import HANG_S

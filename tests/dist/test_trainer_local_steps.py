@@ -11,7 +11,7 @@ import pytest
 from transformers import TrainerCallback
 
 import tests.dist.trainer_work as work
-from pipecomp.distributed.local_ranks import run_ranks
+from pipecomp.distributed.local_launcher import run_ranks
 from tests.dist.small import gpt2, samples
 from tests.limits import HANG_S
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 import tests.dist.trainer_work as work
-from pipecomp.distributed.local_ranks import run_ranks
+from pipecomp.distributed.local_launcher import run_ranks
 from pipecomp.distributed.preemption import REQUEUE_STATUS, Interrupted
 from pipecomp.report.record import METRICS
 from tests.dist.small import gpt2, samples

@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 import tests.dist.trainer_work as work
-from pipecomp.distributed.local_ranks import run_ranks
+from pipecomp.distributed.local_launcher import run_ranks
 from pipecomp.errors import PipecompError
 from pipecomp.report.measures import link_use
 from pipecomp.report.read import read_runs

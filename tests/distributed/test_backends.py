@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from pipecomp.distributed import rendezvous
-from pipecomp.distributed.local_ranks import run_ranks
+from pipecomp.distributed.local_launcher import run_ranks
 from pipecomp.errors import LinkError
 from tests.limits import HANG_S
 

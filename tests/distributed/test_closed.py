@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipecomp.distributed import tls_join
-from pipecomp.distributed.local_ranks import run_ranks
+from pipecomp.distributed import rendezvous
+from pipecomp.distributed.local_launcher import run_ranks
 from pipecomp.errors import ConfigError
 from tests.limits import HANG_S
 from tests.tls.meshes import keys_for
@@ -36,43 +36,43 @@ def section(**transport: object) -> dict:
     ],
 )
 def test_which_keys(monkeypatch, config, environment, keys):
-    monkeypatch.delenv(tls_join.KEYS, raising=False)
+    monkeypatch.delenv(rendezvous.KEYS, raising=False)
     if environment:
-        monkeypatch.setenv(tls_join.KEYS, environment)
-    assert tls_join.wanted_keys(config) == keys
+        monkeypatch.setenv(rendezvous.KEYS, environment)
+    assert rendezvous.wanted_keys(config) == keys
 
 
 def test_tls_without_keys_is_named(monkeypatch):
-    monkeypatch.delenv(tls_join.KEYS, raising=False)
+    monkeypatch.delenv(rendezvous.KEYS, raising=False)
     with pytest.raises(ConfigError, match=r"transport\.keys: got None, allowed: a folder of keys .* in PIPECOMP_KEYS"):
-        tls_join.wanted_keys(section(backend="tls"))
+        rendezvous.wanted_keys(section(backend="tls"))
 
 
 def test_where_the_ranks_meet(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "2001:db8::1")
     monkeypatch.setenv("MASTER_PORT", "29400")
-    for name in (tls_join.ADDRESS, tls_join.LISTEN, "TORCHELASTIC_USE_AGENT_STORE"):
+    for name in (rendezvous.ADDRESS, rendezvous.LISTEN, "TORCHELASTIC_USE_AGENT_STORE"):
         monkeypatch.delenv(name, raising=False)
-    found = tls_join.meeting(1, 4)
+    found = rendezvous.meeting(1, 4)
     assert (str(found.address), found.listen, found.quiet) == ("[2001:db8::1]:29400", None, False)
-    monkeypatch.setenv(tls_join.LISTEN, "none")
-    assert tls_join.meeting(1, 4).quiet
-    monkeypatch.setenv(tls_join.LISTEN, "10.0.0.7:5")
-    assert str(tls_join.meeting(1, 4).listen) == "10.0.0.7:5"
+    monkeypatch.setenv(rendezvous.LISTEN, "none")
+    assert rendezvous.meeting(1, 4).quiet
+    monkeypatch.setenv(rendezvous.LISTEN, "10.0.0.7:5")
+    assert str(rendezvous.meeting(1, 4).listen) == "10.0.0.7:5"
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     with pytest.raises(ConfigError, match=r"PIPECOMP_ADDRESS: .* MASTER_PORT is torchrun's own"):
-        tls_join.meeting(1, 4)
-    monkeypatch.setenv(tls_join.ADDRESS, "first:29401")
-    assert str(tls_join.meeting(1, 4).address) == "first:29401"
-    monkeypatch.setenv(tls_join.ADDRESS, "first")
+        rendezvous.meeting(1, 4)
+    monkeypatch.setenv(rendezvous.ADDRESS, "first:29401")
+    assert str(rendezvous.meeting(1, 4).address) == "first:29401"
+    monkeypatch.setenv(rendezvous.ADDRESS, "first")
     with pytest.raises(ConfigError, match="HOST:PORT"):
-        tls_join.meeting(1, 4)
-    monkeypatch.delenv(tls_join.ADDRESS)
+        rendezvous.meeting(1, 4)
+    monkeypatch.delenv(rendezvous.ADDRESS)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
     for port in ("", "first"):
         monkeypatch.setenv("MASTER_PORT", port)
         with pytest.raises(ConfigError, match=r"PIPECOMP_ADDRESS: got None.* or MASTER_ADDR and MASTER_PORT"):
-            tls_join.meeting(1, 4)
+            rendezvous.meeting(1, 4)
 
 
 @pytest.mark.parametrize(
@@ -82,27 +82,26 @@ def test_where_the_ranks_meet(monkeypatch):
 )  # fmt: skip
 def test_gloo_at_a_public_address(monkeypatch, address, public):
     monkeypatch.setenv("MASTER_ADDR", address)
-    monkeypatch.setattr(tls_join, "gloo_address", lambda: "127.0.0.1")
-    tls_join.check_network(True)
+    monkeypatch.setattr(rendezvous, "gloo_address", lambda: "127.0.0.1")
+    rendezvous.check_network(True)
     if public:
         with pytest.raises(ConfigError, match=r"'tls' at .*the whole internet may reach.*trusted_network"):
-            tls_join.check_network(False)
+            rendezvous.check_network(False)
     else:
-        tls_join.check_network(False)
+        rendezvous.check_network(False)
 
 
 def test_gloos_own_address_counts_too(monkeypatch):
     """The ranks may meet at another one."""
     monkeypatch.setenv("MASTER_ADDR", "10.1.2.3")
-    monkeypatch.setattr(tls_join, "gloo_address", lambda: "8.8.8.8")
+    monkeypatch.setattr(rendezvous, "gloo_address", lambda: "8.8.8.8")
     with pytest.raises(ConfigError, match=r"'tls' at 8\.8\.8\.8, an address that the whole internet may reach"):
-        tls_join.check_network(False)
+        rendezvous.check_network(False)
 
 
 def work(rank, world, note, keys):
-    os.environ[tls_join.KEYS] = f"{keys}/rank-{rank}"
-    from pipecomp.distributed.rendezvous import collective_backend
-    from pipecomp.distributed.start import all_ranks, start_processes
+    os.environ[rendezvous.KEYS] = f"{keys}/rank-{rank}"
+    from pipecomp.distributed.rendezvous import all_ranks, collective_backend, start_processes
     from pipecomp.tls.process_group import current_mesh
 
     start_processes(3)

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipecomp.distributed import parent_watch
+from pipecomp.distributed import launch_env
 from pipecomp.distributed.preemption import LAUNCHER_GONE, REQUEUE_STATUS, Interrupted, Interruption
 from pipecomp.errors import ConfigError
 from tests.limits import HANG_S
@@ -155,7 +155,7 @@ def test_a_recipe_goes_on_when_nobody_reads_its_output(tmp_path: Path, unbuffere
 @pytest.mark.parametrize(
     "program",
     [
-        *("-m pipecomp.recipes.planned", "-m pipecomp.up.rank"),
+        *("-m pipecomp.recipes.planned", "-m pipecomp.up"),
         *sorted(str(script.relative_to(ROOT)) for script in (ROOT / "recipes").glob("*/train.py")),
     ],
 )
@@ -171,14 +171,14 @@ def test_ctrl_c_while_a_rank_imports_leaves_no_traceback(tmp_path: Path, program
 
 
 def test_ctrl_c_before_the_training_of_up_leaves_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pipecomp.up import rank
+    from pipecomp import up
 
     def interrupted(**given: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(rank, "start_processes", interrupted)
+    monkeypatch.setattr(up, "start_processes", interrupted)
     with pytest.raises(SystemExit) as ended:
-        rank.main(["{}", "train.py"])
+        up.main(["{}", "train.py"])
     assert ended.value.code == 130
 
 
@@ -201,7 +201,7 @@ def test_ctrl_c_before_the_training_of_up_leaves_no_traceback(monkeypatch: pytes
 )
 def test_what_a_command_line_runs(command: str, name: str) -> None:
     words = ["slurmstepd: [123.0]"] if command.startswith("slurm") else command.split()
-    assert parent_watch.program(words) == name
+    assert launch_env.program(words) == name
 
 
 class Process:
@@ -217,13 +217,13 @@ class Process:
 def test_all_up_to_the_last_launcher_are_watched() -> None:
     ancestors = [Process(c) for c in ("bash wrap.sh", "python -m deepspeed.launcher.launch", "python /x/deepspeed",
                                       "bash", "sshd", "systemd")]  # fmt: skip
-    assert parent_watch.launchers(ancestors) == ancestors[:3]  # type: ignore[arg-type, comparison-overlap]
-    assert parent_watch.launchers(ancestors[3:]) == []  # type: ignore[arg-type]
+    assert launch_env.launchers(ancestors) == ancestors[:3]  # type: ignore[arg-type, comparison-overlap]
+    assert launch_env.launchers(ancestors[3:]) == []  # type: ignore[arg-type]
 
 
 WATCHED = """
     import time
-    from pipecomp.distributed.parent_watch import watch_launcher
+    from pipecomp.distributed.launch_env import watch_launcher
     watch_launcher()
     watch_launcher()
     print("ready", flush=True)
@@ -261,4 +261,4 @@ def test_a_name_that_is_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     for text in ("x", "999999999"):
         monkeypatch.setenv("PIPECOMP_LAUNCHER", text)
         with pytest.raises(ConfigError, match="PIPECOMP_LAUNCHER: got "):
-            parent_watch._own()
+            launch_env._own()

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from pipecomp.distributed import local_ranks
-from pipecomp.distributed.local_ranks import RankFailedError, run_ranks
+from pipecomp.distributed import local_launcher
+from pipecomp.distributed.local_launcher import RankFailedError, run_ranks
 from pipecomp.errors import ConfigError
 from tests import conftest
 from tests.limits import HANG_S
@@ -102,7 +102,7 @@ def test_a_path_too_long_for_the_servers_socket_is_named(tmp_path):
     folder = tmp_path / ("t" * 100)
     folder.mkdir()
     done = subprocess.run(
-        [sys.executable, "-c", "from pipecomp.distributed import local_ranks as r\nr.run_ranks(1, len, timeout_s=1)"],
+        [sys.executable, "-c", "from pipecomp.distributed.local_launcher import *\nrun_ranks(1, len, timeout_s=1)"],
         env={**os.environ, "TMPDIR": str(folder)}, capture_output=True, text=True, timeout=HANG_S, check=False,
     )  # fmt: skip
     assert done.stderr.splitlines()[-1].startswith(f"pipecomp.errors.ConfigError: TMPDIR: got '{folder}', allowed: ")
@@ -122,7 +122,7 @@ def test_ranks_are_forked_from_what_has_imported_torch_where_none_uses_a_gpu(
 ):
     """As in all tests but those of GPUs: what they compare was computed by CPUs, and a GPU has place for one rank."""
     (tmp_path / "nvidiactl").touch()
-    monkeypatch.setattr(local_ranks, "_DRIVERS", (str(tmp_path / ("nvidiactl" if drivers else "none")),))
+    monkeypatch.setattr(local_launcher, "_DRIVERS", (str(tmp_path / ("nvidiactl" if drivers else "none")),))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setenv("DS_ACCELERATOR", "cuda")
     monkeypatch.delenv("DS_ACCELERATOR")

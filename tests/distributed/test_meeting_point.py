@@ -11,10 +11,10 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from pipecomp.distributed import port_probe, rendezvous
+from pipecomp.distributed import rendezvous
 from pipecomp.distributed.launch_env import Launch
-from pipecomp.distributed.network_interfaces import free_port
-from pipecomp.distributed.port_probe import check_meeting_point
+from pipecomp.distributed.placement import free_port
+from pipecomp.distributed.rendezvous import check_meeting_point
 from pipecomp.doctor.ranks import Meeting, MeetingError
 from pipecomp.errors import ConfigError, LinkError, LinkTimeoutError
 
@@ -52,8 +52,8 @@ def http(connection: socket.socket) -> None:
 def test_something_else_is_told(
     answer: Callable[[socket.socket], object], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(port_probe, "_ANSWER_S", 1.0)
-    monkeypatch.setattr(port_probe, "_END_S", 6.0)
+    monkeypatch.setattr(rendezvous, "_ANSWER_S", 1.0)
+    monkeypatch.setattr(rendezvous, "_END_S", 6.0)
     with served(answer) as port:
         with pytest.raises(LinkError, match=f"at 127.0.0.1 port {port} is not rank 0 of this run"):
             check_meeting_point("127.0.0.1", port, 1)
@@ -64,7 +64,7 @@ def test_something_else_is_told(
 
 
 def test_the_doctor_says_so_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(port_probe, "_ANSWER_S", 1.0)
+    monkeypatch.setattr(rendezvous, "_ANSWER_S", 1.0)
     monkeypatch.delenv("PIPECOMP_KEYS", raising=False)
     with served(lambda connection: connection.close()) as port:
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
@@ -114,10 +114,10 @@ def test_whom_a_rank_waits_for_is_said(monkeypatch: pytest.MonkeyPatch, capfd: p
     port = free_port()
     for name, value in {"RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
         monkeypatch.setenv(name, value)
-    with port_probe.said_if_long("waits, but not for long"):
+    with rendezvous.said_if_long("waits, but not for long"):
         pass
     assert capfd.readouterr().err == ""
-    monkeypatch.setattr(port_probe, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(rendezvous, "_PATIENCE_S", 0.0)
     monkeypatch.setattr(rendezvous, "COMING_S", 2.0)
     with pytest.raises(LinkTimeoutError, match="rank 1 did not find rank 0"):
         rendezvous._meet(1, 2)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from pipecomp.distributed import placement, rendezvous, start
+from pipecomp.distributed import placement, rendezvous
 from pipecomp.distributed.launch_env import Launch, read_launch
-from pipecomp.distributed.local_ranks import run_ranks
-from pipecomp.distributed.network_interfaces import machine
+from pipecomp.distributed.local_launcher import run_ranks
+from pipecomp.distributed.placement import machine
 from pipecomp.distributed.rendezvous import check_processes, join_processes, ranks_here
 from pipecomp.errors import ConfigError
 from pipecomp.utils import cgroups
@@ -68,15 +68,15 @@ def test_those_that_compute_on_the_cpu_share_its_cores(
     monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
     monkeypatch.setattr("torch.set_num_threads", set_to.append)
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
-    monkeypatch.setattr(start, "join_processes", lambda config: None)
-    monkeypatch.setattr(start, "all_ranks", lambda: Ranks([machine(), list(range(8))]))
+    monkeypatch.setattr(rendezvous, "join_processes", lambda config: None)
+    monkeypatch.setattr(rendezvous, "all_ranks", lambda: Ranks([machine(), list(range(8))]))
     monkeypatch.setattr(placement, "own_cores", lambda: list(range(8)))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     monkeypatch.setenv("DS_ACCELERATOR", accelerator or "")
     if accelerator is None:
         monkeypatch.delenv("DS_ACCELERATOR")
-    start.start_processes()
+    rendezvous.start_processes()
     assert set_to == threads
 
 

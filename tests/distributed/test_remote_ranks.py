@@ -13,15 +13,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipecomp.distributed import remote_ranks
-from pipecomp.distributed.remote_ranks import Rank, is_here, meeting_address, ranks_of, run_ranks_of, working_directory
+from pipecomp.distributed import ssh_launcher
+from pipecomp.distributed.ssh_launcher import Rank, is_here, meeting_address, ranks_of, run_ranks_of, working_directory
 from pipecomp.errors import ConfigError
 from tests.limits import HANG_S, until
 from tests.recipes.recipe_runs import ROOT
 
 
 def test_ranks_follow_the_order_of_the_hosts(monkeypatch):
-    monkeypatch.setattr(remote_ranks, "is_here", lambda host: host == "198.51.100.1")
+    monkeypatch.setattr(ssh_launcher, "is_here", lambda host: host == "198.51.100.1")
     found = ranks_of(["train"], 4, ["198.51.100.1", "me@198.51.100.2"])
     assert [rank.host for rank in found] == [None, None, "me@198.51.100.2", "me@198.51.100.2"]
     assert [rank.variables["RANK"] for rank in found] == ["0", "1", "2", "3"]
@@ -66,8 +66,8 @@ def test_hosts_that_cannot_be(world, hosts, message):
 
 def test_a_first_host_whose_name_is_127_0_1_1_here_meets_at_the_address_that_leads_to_the_second(monkeypatch):
     names = {"one": ["127.0.1.1"], "two": ["198.51.100.2"], "198.51.100.2": ["198.51.100.2"]}
-    monkeypatch.setattr(remote_ranks, "_addresses", names.__getitem__)
-    monkeypatch.setattr(remote_ranks, "address_towards", {"two": "198.51.100.1"}.get)
+    monkeypatch.setattr(ssh_launcher, "_addresses", names.__getitem__)
+    monkeypatch.setattr(ssh_launcher, "address_towards", {"two": "198.51.100.1"}.get)
     assert meeting_address(["me@one", "me@two"]) == "198.51.100.1"
     assert meeting_address(["one"]) == "127.0.1.1"
     assert is_here("me@one")
@@ -85,7 +85,7 @@ def test_a_host_may_be_one_of_ssh_s_configuration(monkeypatch, stand_in):
 
 def test_an_address_with_an_interface_of_this_machine_is_none_for_others(monkeypatch):
     found = [(0, 0, 0, "", (address, 0)) for address in ("fe80::1%eth0", "2001:db8::7")]
-    monkeypatch.setattr(remote_ranks.socket, "getaddrinfo", lambda *name, **how: found)
+    monkeypatch.setattr(ssh_launcher.socket, "getaddrinfo", lambda *name, **how: found)
     assert meeting_address(["host.local"]) == "2001:db8::7"
 
 
@@ -156,12 +156,12 @@ def test_the_first_status_that_is_not_0_counts():
 
 
 def test_a_rank_that_stays_when_another_has_failed_is_ended(monkeypatch):
-    monkeypatch.setattr(remote_ranks, "_GRACE_S", 0.5)
+    monkeypatch.setattr(ssh_launcher, "_GRACE_S", 0.5)
     assert run_ranks_of(python("raise SystemExit(2)", f"import time; time.sleep({HANG_S})")) == 2
 
 
 WAIT = f"""import os, pathlib, signal, sys, time
-from pipecomp.distributed.parent_watch import watch_launcher
+from pipecomp.distributed.launch_env import watch_launcher
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
 watch_launcher()
 pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))
@@ -205,8 +205,8 @@ def test_a_signal_that_comes_during_the_login_is_not_lost(tmp_path, monkeypatch,
     begun, may_go = tmp_path / "begun", tmp_path / "may go"
     stand_in(f"touch {begun}\nwhile [ ! -e '{may_go}' ]; do sleep 0.05; done\n{LINE}")
     monkeypatch.setenv("HF_HOME", "a\nb")
-    said, say = [], remote_ranks._say
-    monkeypatch.setattr(remote_ranks, "_say", lambda *given: (say(*given), said.append(given)))
+    said, say = [], ssh_launcher._say
+    monkeypatch.setattr(ssh_launcher, "_say", lambda *given: (say(*given), said.append(given)))
 
     def end() -> None:
         until(begun.exists)
@@ -236,8 +236,8 @@ def test_a_rank_on_another_machine_ends_with_the_launcher(tmp_path, stand_in):
 
 
 def test_whom_the_others_wait_for_is_told(monkeypatch, capfd, stand_in):
-    monkeypatch.setattr(remote_ranks, "_TELL_S", 0.1)
-    monkeypatch.setattr(remote_ranks, "_GRACE_S", 0.5)
+    monkeypatch.setattr(ssh_launcher, "_TELL_S", 0.1)
+    monkeypatch.setattr(ssh_launcher, "_GRACE_S", 0.5)
     stand_in("exit 255")
     lost = Rank(number=1, host="two", command=("true",))
     assert run_ranks_of([*python(f"import time; time.sleep({HANG_S})"), lost]) == 255

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from pipecomp.distributed import rendezvous
-from pipecomp.distributed.local_ranks import run_ranks
+from pipecomp.distributed.local_launcher import run_ranks
 from pipecomp.distributed.placement import Gpu, own_gpu, ranks_on_gpu
 from pipecomp.distributed.rendezvous import collective_backend
 from tests.limits import HANG_S

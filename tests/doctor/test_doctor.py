@@ -23,15 +23,15 @@ from typer.testing import CliRunner
 from pipecomp.cli import app
 from pipecomp.distributed import placement
 from pipecomp.distributed.launch_env import Launch, read_launch
-from pipecomp.distributed.network_interfaces import is_loopback
+from pipecomp.distributed.placement import is_loopback
 from pipecomp.doctor import examination, examine, machine, measure, packages, ranks, storage
 from pipecomp.doctor.finding import OK, PROBLEM, WARNING, Finding, has_problem, mib, print_report
 from pipecomp.doctor.measure import Measured
 from pipecomp.doctor.ranks import Identity, Meeting, MeetingError, check_met
 from pipecomp.errors import ConfigError
 from pipecomp.kernels.dispatch import Status
-from pipecomp.netlab.throttle import VARIABLE as SOFTWARE_LAB
-from pipecomp.netlab.throttle import ThrottleSettings
+from pipecomp.netlab.software import VARIABLE as SOFTWARE_LAB
+from pipecomp.netlab.software import ThrottleSettings
 from pipecomp.utils import cgroups
 from tests.limits import HANG_S
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pipecomp.distributed.launch_env import Launch
-from pipecomp.distributed.network_interfaces import Choice, Interface
+from pipecomp.distributed.placement import Choice, Interface
 from pipecomp.doctor import machine, measure
 from pipecomp.doctor.finding import OK, WARNING
 from pipecomp.doctor.measure import PacketPath, check_path, follow_path, lead_path, tcp_limit_bit_s

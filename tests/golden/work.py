@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # a script's own folder is there instead
-from pipecomp.distributed.local_ranks import preload_large_packages, run_ranks
+from pipecomp.distributed.local_launcher import preload_large_packages, run_ranks
 from tests.dist.small import ds_config, gpt2, samples
 from tests.limits import HANG_S
 

@@ -15,18 +15,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipecomp.distributed.local_ranks import RankFailedError
+from pipecomp.distributed.local_launcher import RankFailedError
 from pipecomp.errors import ConfigError, LinkError
 from pipecomp.netlab import Lab, NetlabError, missing
 from pipecomp.netlab import command as command_module
 from pipecomp.netlab import kernel as kernel_module
 from pipecomp.netlab import namespaces as namespaces_module
-from pipecomp.netlab import probe as probe_module
+from pipecomp.netlab import namespaces as probe_module
 from pipecomp.netlab.command import Stopped, describe, stopping
 from pipecomp.netlab.kernel import KernelNetwork
-from pipecomp.netlab.names import abandoned, folder_of, marked, new_name
+from pipecomp.netlab.namespaces import abandoned, folder_of, marked, new_name
 from pipecomp.netlab.shape import burst_bytes, queue_bytes, read_shape
-from pipecomp.netlab.throttle import VARIABLE, SharedState, Throttle, ThrottleSettings, throttle_to
+from pipecomp.netlab.software import VARIABLE, SharedState, Throttle, ThrottleSettings, throttle_to
 from pipecomp.utils.units import wire_bytes
 from tests.dist.netlab_work import fails_on_rank_1, place
 from tests.limits import HANG_S
@@ -311,7 +311,7 @@ def test_processes_share_a_link(tmp_path):
         state=str(state), node=0, procs_per_node=2, up=[80_000_000] * 2, down=[None] * 2, delay_s=0.0, jitter_s=0.0
     )
     script = (
-        "import time; from pipecomp.netlab.throttle import throttle_to\n"
+        "import time; from pipecomp.netlab.software import throttle_to\n"
         "link, began = throttle_to(2), time.monotonic()\n"
         "for _ in range(40): link.hold(60000, began)\n"
     )

@@ -19,7 +19,7 @@ from types import ModuleType
 
 import pytest
 
-from pipecomp.distributed.network_interfaces import free_port
+from pipecomp.distributed.placement import free_port
 from tests.limits import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]

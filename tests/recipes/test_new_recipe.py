@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pipecomp.distributed.local_ranks import free_port
+from pipecomp.distributed.local_launcher import free_port
 from tests.package_copy import named_files
 from tests.recipes.recipe_runs import LAUNCHER, ROOT, run
 

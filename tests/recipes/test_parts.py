@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 
 from pipecomp.config import Config
 from pipecomp.data import as_micro_batch, eval_batches
-from pipecomp.distributed import start
-from pipecomp.distributed.local_ranks import run_ranks
+from pipecomp.distributed import rendezvous
+from pipecomp.distributed.local_launcher import run_ranks
 from pipecomp.errors import ConfigError, DataError, PipecompError, StoreError
 from pipecomp.recipes import language, run, steps, text
 from pipecomp.recipes.report import Report
@@ -147,11 +147,11 @@ def _share_errors(rank: int, world: int, note: Any, folder: str) -> list[str]:
     import contextlib
     import io
 
-    start.start_processes(5)
+    rendezvous.start_processes(5)
     told = []
     for failing in ([], [1], [0, 1]):
         try:
-            with start.all_ranks().collective_errors():
+            with rendezvous.all_ranks().collective_errors():
                 if rank in failing:
                     raise DataError("no such file")
             told.append("fine")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pipecomp.checkpoint import manifest
-from pipecomp.distributed.start import AllRanks
+from pipecomp.distributed.rendezvous import AllRanks
 from pipecomp.errors import ConfigError, DataError, writable
 from pipecomp.plan.options import PlanOptions
 from pipecomp.recipes import planned

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipecomp.distributed import start
+from pipecomp.distributed import rendezvous
 from pipecomp.distributed.consistency import AllRanks
 from pipecomp.recipes import run
 from pipecomp.recipes.resume import DATA, what_is_trained
@@ -74,8 +74,8 @@ def trained(work: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[s
     monkeypatch.chdir(work)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     monkeypatch.setattr("pipecomp.recipes.text.broadcast", lambda made: made)
-    monkeypatch.setattr(start, "start_processes", lambda seed, config=None: None)
-    monkeypatch.setattr(start, "all_ranks", lambda: AllRanks(0, 1, torch.distributed.HashStore()))
+    monkeypatch.setattr(rendezvous, "start_processes", lambda seed, config=None: None)
+    monkeypatch.setattr(rendezvous, "all_ranks", lambda: AllRanks(0, 1, torch.distributed.HashStore()))
     monkeypatch.setattr(run, "train", lambda args, work: kept.update(trained=work.trained))
 
     def find(name: str, **changed: str) -> dict[str, Any]:

@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.runner import Kept, digest
-from pipecomp.distributed.local_ranks import run_ranks
+from pipecomp.distributed.local_launcher import run_ranks
 from pipecomp.netlab import Lab
-from pipecomp.netlab.filters import lose_packets
+from pipecomp.netlab.kernel import lose_packets
 from pipecomp.netlab.namespaces import command
 from tests.dist.closed_work import trains_closed
 from tests.dist.lab_ranks import run_in_lab

@@ -36,7 +36,7 @@ class FaultRun:
     """The supervisor of one run in `folder`."""
 
     def __init__(self, folder: Path, seed: int) -> None:
-        from pipecomp.netlab.throttle import SharedState
+        from pipecomp.netlab.software import SharedState
 
         self.folder, self._draw = folder, random.Random(seed)
         self.job: Job = make_job(
@@ -164,7 +164,7 @@ class FaultRun:
     # -- what there is
 
     def _new_start(self) -> Start:
-        from pipecomp.netlab.throttle import VARIABLE, ThrottleSettings
+        from pipecomp.netlab.software import VARIABLE, ThrottleSettings
 
         def environment(rank: int) -> dict[str, str]:
             settings = ThrottleSettings(

@@ -101,7 +101,7 @@ def _train(job: Job, note: Note) -> None:
     import torch
 
     from pipecomp.demo.task import Sequences, gpt2
-    from pipecomp.distributed import heartbeat, start
+    from pipecomp.distributed import heartbeat, rendezvous
     from pipecomp.recipes import run
 
     torch.set_num_threads(1)
@@ -139,7 +139,7 @@ def _train(job: Job, note: Note) -> None:
     )
 
     def main(args: argparse.Namespace) -> None:
-        start.start_processes(args.seed)
+        rendezvous.start_processes(args.seed)
         note("engine")
         model = gpt2(VOCABULARY, LENGTH, layers=job["stages"], width=WIDTH, heads=2, seed=job["seed"])
         run.train(args, run.Workload(model=model, training=Sequences(rows), trained={}))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipecomp.distributed.local_ranks import preload_large_packages
+from pipecomp.distributed.local_launcher import preload_large_packages
 from tests.soak.restart_work import PHASES, Job, one_rank
 
 _TICK_S = 0.005
@@ -23,7 +23,7 @@ class Start:
 
     def __init__(self, job: Job, world: int, number: int, environment: Callable[[int], Mapping[str, str]]) -> None:
         """environment: of a rank, what is set besides what launchers set."""
-        from pipecomp.distributed.network_interfaces import free_port
+        from pipecomp.distributed.placement import free_port
 
         preload_large_packages()
         context = multiprocessing.get_context("forkserver")

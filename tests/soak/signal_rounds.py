@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import psutil
 
-from pipecomp.distributed.network_interfaces import free_port
+from pipecomp.distributed.placement import free_port
 from pipecomp.recipes.resume import manifest
 from tests.small_text import write_text
 

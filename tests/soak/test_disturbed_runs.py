@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from pipecomp.netlab import filters, missing
+from pipecomp.netlab import kernel, missing
 from tests.soak import disturbed_runs
 
-WHY_NOT = missing() or filters.missing()
+WHY_NOT = missing() or kernel.missing_filters()
 pytestmark = [
     pytest.mark.ranks,
     pytest.mark.soak,

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from pipecomp.distributed.network_interfaces import free_port
+from pipecomp.distributed.placement import free_port
 from pipecomp.errors import PeerLostError
 from pipecomp.tls import certificates
 from pipecomp.tls.handshake import Trust

@@ -135,7 +135,7 @@ def as_pipeline(rank: int, world: int, note: Any, rows: Sequence[Row], faulty: C
 
 def compare(rows: Sequence[Row], *, faulty: Callable | None = None) -> Iterator[Found]:
     """Each row's result; rows that need as many processes share them."""
-    from pipecomp.distributed.local_ranks import RankFailedError, run_ranks
+    from pipecomp.distributed.local_launcher import RankFailedError, run_ranks
 
     for ranks in sorted({row.ranks for row in rows}):
         these = [row for row in rows if row.ranks == ranks]

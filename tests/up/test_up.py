@@ -23,21 +23,21 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from pipecomp.cli import app
+from pipecomp.distributed import up_launcher
 from pipecomp.distributed.consistency import AllRanks
-from pipecomp.distributed.network_interfaces import free_port
+from pipecomp.distributed.placement import free_port
 from pipecomp.errors import ConfigError, KeysError, LinkTimeoutError
 from pipecomp.tls.certificates import identify, new_key
 from pipecomp.tls.enrollment import authority_print
 from pipecomp.tls.key_folder import MACHINE, KeyFolder, issue, listed, new
 from pipecomp.tls.listener import EVERYWHERE, Address
-from pipecomp.up import host
-from pipecomp.up.files import digest, named
+from pipecomp.up import digest, named
 from tests.limits import HANG_S
 from tests.soak.signal_rounds import RECIPE, ROOT, make_work
 
 
-def run_of(*, machines: int = 2, procs: int = 1) -> host.Run:
-    return host.Run(address=Address("127.0.0.1", 1), machines=machines, procs=procs, command=(__file__,))
+def run_of(*, machines: int = 2, procs: int = 1) -> up_launcher.Run:
+    return up_launcher.Run(address=Address("127.0.0.1", 1), machines=machines, procs=procs, command=(__file__,))
 
 
 def test_what_a_run_is() -> None:
@@ -45,48 +45,50 @@ def test_what_a_run_is() -> None:
     assert run.world == 6
     assert [run.ranks(machine) for machine in range(3)] == ["0-1", "2-3", "4-5"]
     with pytest.raises(ConfigError, match=r"command: got 'train\.py', allowed: a script that is a file"):
-        host.Run(address=run.address, machines=2, procs=1, command=("train.py",))
+        up_launcher.Run(address=run.address, machines=2, procs=1, command=("train.py",))
     with pytest.raises(ConfigError, match="machines: got 0"):
         run_of(machines=0)
 
 
 def test_a_first_machine_with_ipv6_alone_is_found_there(monkeypatch: pytest.MonkeyPatch) -> None:
     ways = {"2001:db8::1": "2001:db8::7"}
-    monkeypatch.setattr(host, "address_towards", ways.get)
+    monkeypatch.setattr(up_launcher, "address_towards", ways.get)
     asked: list[tuple[str, Address]] = []
 
-    def invite(run: host.Run, keys: str, listen: Address, options: list[str], **_: object) -> None:
+    def invite(run: up_launcher.Run, keys: str, listen: Address, options: list[str], **_: object) -> None:
         asked.append((str(run.address), listen))
 
-    monkeypatch.setattr(host, "invite_all", invite)
-    monkeypatch.setattr(host, "start_ranks", lambda *_, **__: 0)
+    monkeypatch.setattr(up_launcher, "invite_all", invite)
+    monkeypatch.setattr(up_launcher, "start_ranks", lambda *_, **__: 0)
     for more in ([], ["--listen", "[::]:29400"]):
         assert CliRunner().invoke(app, ["up", *more, "--", __file__]).exit_code == 0
     assert [shown for shown, _ in asked] == ["[2001:db8::7]:29400"] * 2
     assert asked[0][1].everywhere
     assert asked[0][1].host == EVERYWHERE, "over IPv6, too"
-    monkeypatch.setattr(host, "address_towards", {**ways, "192.0.2.1": "198.51.100.7"}.get)
-    assert str(host.own_address(1)) == "198.51.100.7:1"
+    monkeypatch.setattr(up_launcher, "address_towards", {**ways, "192.0.2.1": "198.51.100.7"}.get)
+    assert str(up_launcher.own_address(1)) == "198.51.100.7:1"
 
 
 def test_keys_that_do_not_fit(tmp_path: Path) -> None:
     keys = str(tmp_path / "keys")
     new(keys, ranks="0-1")
     with pytest.raises(KeysError, match=r"are for rank 0-1, which does not fit to 2 machines of 1 rank\(s\)"):
-        host.start_ranks(run_of(), keys, None, host.Checks(), say=print)
+        up_launcher.start_ranks(run_of(), keys, None, up_launcher.Checks(), say=print)
     new(tmp_path / "third", ranks="2")
     with pytest.raises(KeysError, match="are for rank 2, which does not fit to 2 machines of 1"):
-        host.start_ranks(run_of(), str(tmp_path / "third"), None, host.Checks(), say=print)
+        up_launcher.start_ranks(run_of(), str(tmp_path / "third"), None, up_launcher.Checks(), say=print)
     (tmp_path / "keys" / "authority.key").unlink()
     with pytest.raises(KeysError, match="was made by joining another machine"):
-        host.invite_all(run_of(), keys, Address("127.0.0.1", free_port()), [], minutes=1, say=print)
+        up_launcher.invite_all(run_of(), keys, Address("127.0.0.1", free_port()), [], minutes=1, say=print)
 
 
 def test_a_machine_that_does_not_join(tmp_path: Path) -> None:
     said: list[str] = []
     listen = Address("127.0.0.1", free_port())
     with pytest.raises(LinkTimeoutError, match="machine-2 did not join"):
-        host.invite_all(run_of(), str(tmp_path / "keys"), listen, ["--procs", "1"], minutes=0.002, say=said.append)
+        up_launcher.invite_all(
+            run_of(), str(tmp_path / "keys"), listen, ["--procs", "1"], minutes=0.002, say=said.append
+        )
     words = shlex.split(said[-1])
     assert words[:3] == ["pipecomp", "up", "--at"]
     assert words[-4:] == ["--procs", "1", "--", __file__]
@@ -97,22 +99,22 @@ def test_a_machine_that_has_joined_before_is_not_invited_and_the_way_out_is_said
     keys, said = str(tmp_path / "keys"), []
     issue(new(keys), new_key().public_key(), "other", (1,))
     listen = Address("127.0.0.1", free_port())
-    host.invite_all(run_of(), keys, listen, [], minutes=0.002, say=said.append)
+    up_launcher.invite_all(run_of(), keys, listen, [], minutes=0.002, say=said.append)
     (line,) = said
     assert "other has joined before, for rank 1. If it has lost its keys: pipecomp keys revoke" in line
     words = shlex.split(line.partition("pipecomp ")[2])
     assert CliRunner().invoke(app, words).exit_code == 0
     with pytest.raises(LinkTimeoutError, match="machine-2 did not join"):
-        host.invite_all(run_of(), keys, listen, [], minutes=0.002, say=said.append)
+        up_launcher.invite_all(run_of(), keys, listen, [], minutes=0.002, say=said.append)
 
 
 def test_keys_of_another_run_are_not_taken_for_those_that_the_first_machine_gives(tmp_path: Path) -> None:
     keys, said = str(tmp_path / "keys"), []
     ours, others = authority_print(new(keys)), authority_print(new(tmp_path / "others"))
-    host.join_run(run_of(), keys, "127.0.0.1:1", ours, "", say=said.append)
+    up_launcher.join_run(run_of(), keys, "127.0.0.1:1", ours, "", say=said.append)
     assert said == [f"keys: this is first of run {identify(KeyFolder(keys).certificate(MACHINE)).run}, for rank 0"]
     with pytest.raises(KeysError, match=r"keys has keys already, of first of run .* or name another one with --keys"):
-        host.join_run(run_of(), keys, "127.0.0.1:1", others, "", say=said.append)
+        up_launcher.join_run(run_of(), keys, "127.0.0.1:1", others, "", say=said.append)
 
 
 @pytest.mark.parametrize("listen", ["127.0.0.1:7", "none", None])
@@ -122,9 +124,9 @@ def test_what_ranks_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, li
     new(keys, ranks="2-3")
     ended = SimpleNamespace(poll=lambda: 0, returncode=0)
     monkeypatch.setattr(subprocess, "Popen", lambda words, env, **_: told.append(env) or ended)
-    assert host.start_ranks(run_of(procs=2), keys, listen, host.Checks(), say=print) == 0
-    assert [of.get(host.LISTEN) for of in told] == [listen, listen if listen == "none" else None]
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", host.KEYS, host.ADDRESS)
+    assert up_launcher.start_ranks(run_of(procs=2), keys, listen, up_launcher.Checks(), say=print) == 0
+    assert [of.get(up_launcher.LISTEN) for of in told] == [listen, listen if listen == "none" else None]
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", up_launcher.KEYS, up_launcher.ADDRESS)
     places = (("2", "0"), ("3", "1"))
     assert [tuple(of[name] for name in names) for of in told] == [(*p, "4", "2", keys, "127.0.0.1:1") for p in places]
 
@@ -141,23 +143,27 @@ time.sleep(60)"""
 
 def test_the_worst_status_counts_and_who_stays_after_a_failure_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    assert host._wait([python(""), python("")], said.append) == 0
-    assert host._wait([python(""), python("raise SystemExit(3)"), python("raise SystemExit(2)")], said.append) == 3
-    assert host._wait([python("import os, signal; os.kill(os.getpid(), signal.SIGTERM)")], said.append) == 128 + 15
+    assert up_launcher._wait([python(""), python("")], said.append) == 0
+    assert (
+        up_launcher._wait([python(""), python("raise SystemExit(3)"), python("raise SystemExit(2)")], said.append) == 3
+    )
+    assert (
+        up_launcher._wait([python("import os, signal; os.kill(os.getpid(), signal.SIGTERM)")], said.append) == 128 + 15
+    )
     assert said == []
-    monkeypatch.setattr(host, "_END_S", 0.1)
-    assert host._wait([python("raise SystemExit(3)"), python(STAYS)], said.append) == 128 + 9
+    monkeypatch.setattr(up_launcher, "_END_S", 0.1)
+    assert up_launcher._wait([python("raise SystemExit(3)"), python(STAYS)], said.append) == 128 + 9
     assert set(said) == {"a rank has failed, and others did not end: they are ended"}
 
 
 def test_ranks_get_this_processs_signals_and_end_with_it() -> None:
     told, left = python(STAYS), python(STAYS)
-    with host._forwarding([told]):
+    with up_launcher._forwarding([told]):
         assert told.stdout is not None
         told.stdout.readline()
         os.kill(os.getpid(), signal.SIGTERM)
         assert told.wait(HANG_S) == 5
-    with pytest.raises(KeyError), host._forwarding([left]):
+    with pytest.raises(KeyError), up_launcher._forwarding([left]):
         raise KeyError  # whatever ends it
     assert left.wait(HANG_S) == -signal.SIGKILL
 
@@ -287,20 +293,20 @@ def test_other_data_on_one_machine_is_named_before_anything_is_trained(machines:
 def test_a_problem_that_the_doctor_finds_ends_the_start_but_with_anyway(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], anyway: bool
 ) -> None:
-    from pipecomp.up import rank
+    from pipecomp import up
 
     (script := tmp_path / "train.py").write_text("print('it trains')")
-    monkeypatch.setattr(rank, "start_processes", lambda **_: None)
-    monkeypatch.setattr(rank, "examine", lambda *_, **__: True)
-    monkeypatch.setattr(rank, "all_ranks", lambda: AllRanks(0, 1, torch.distributed.HashStore()))
+    monkeypatch.setattr(up, "start_processes", lambda **_: None)
+    monkeypatch.setattr(up, "examine", lambda *_, **__: True)
+    monkeypatch.setattr(up, "all_ranks", lambda: AllRanks(0, 1, torch.distributed.HashStore()))
     for name, value in (("get_rank", 0), ("get_world_size", 1), ("get_backend", "gloo")):
-        monkeypatch.setattr(rank.dist, name, lambda value=value: value)
+        monkeypatch.setattr(up.dist, name, lambda value=value: value)
     monkeypatch.setenv("RANK", "0")
     for name in ("argv", "path"):
         monkeypatch.setattr(sys, name, list(getattr(sys, name)))
-    checks = json.dumps(dataclasses.asdict(host.Checks(plan=False, anyway=anyway)))
+    checks = json.dumps(dataclasses.asdict(up_launcher.Checks(plan=False, anyway=anyway)))
     with contextlib.nullcontext() if anyway else pytest.raises(SystemExit, match="1"):
-        rank.main([checks, str(script)])
+        up.main([checks, str(script)])
     said, told = capsys.readouterr()
     assert "up: the doctor has found a problem" in said
     assert ("it trains" in said) is anyway
@@ -310,28 +316,28 @@ def test_a_problem_that_the_doctor_finds_ends_the_start_but_with_anyway(
 
 def test_the_plan_is_of_the_steps_that_the_script_will_make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A recipe's configuration says how many samples a step has, and leaves DeepSpeed to find the micro-batches."""
-    from pipecomp.up import rank
+    from pipecomp import up
 
     wanted: list[Any] = []
-    monkeypatch.setattr(rank, "run_plan", lambda console, options, pacer_to: wanted.append(options))
-    monkeypatch.setattr(rank, "all_ranks", lambda: AllRanks(0, 1, torch.distributed.HashStore()))
-    monkeypatch.setattr(rank.dist, "get_world_size", lambda: 4)
-    monkeypatch.setattr(rank.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(up, "run_plan", lambda console, options, pacer_to: wanted.append(options))
+    monkeypatch.setattr(up, "all_ranks", lambda: AllRanks(0, 1, torch.distributed.HashStore()))
+    monkeypatch.setattr(up.dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(up.dist, "get_rank", lambda: 0)
     path = ROOT / "recipes" / "llama_lora" / "ds_config.json"
     command = ["train.py", "--model", "model", "--stages", "2", "--deepspeed_config", str(path), "--block-size", "64"]
-    rank._plan(Console(), command)
+    up._plan(Console(), command)
     (own := tmp_path / "ds_config.json").write_text('{"gradient_accumulation_steps": 3, "pipecomp": {"tie": false}}')
-    rank._plan(Console(), ["train.py", "--model", "model", "--deepspeed_config", str(own), "--dropout", "0"])
+    up._plan(Console(), ["train.py", "--model", "model", "--deepspeed_config", str(own), "--dropout", "0"])
     own.write_text('{"train_batch_size": 32, "gradient_accumulation_steps": 4, "bf16": {"enabled": "auto"}}')
-    rank._plan(Console(), ["train.py", "--model", "model", "--deepspeed_config", str(own)])
+    up._plan(Console(), ["train.py", "--model", "model", "--deepspeed_config", str(own)])
     assert [(o.batch, o.micro_batch, o.stages, o.tokens, o.dtype, o.tie, o.dropout) for o in wanted] == [
         (32, 1, 2, 64, "bf16", True, None),
         (3, 1, None, None, "fp32", False, 0.0),
         (32, 8, None, None, "fp32", True, None),
     ]
     own.write_text('{"train_batch_size": 33, "train_micro_batch_size_per_gpu": 2}')
-    rank._plan(Console(file=(said := io.StringIO())), ["train.py", "--model", "model", f"--deepspeed_config={own}"])
+    up._plan(Console(file=(said := io.StringIO())), ["train.py", "--model", "model", f"--deepspeed_config={own}"])
     assert "up: no plan: train_batch_size: got 33" in said.getvalue()
     other = ["train.py", "--model", "model", f"--deepspeed_config={path}", "--dropout", "none"]
-    rank._plan(Console(file=(said := io.StringIO())), other)
+    up._plan(Console(file=(said := io.StringIO())), other)
     assert "up: no plan: " in said.getvalue(), "a script's own option may mean something else"

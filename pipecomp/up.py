@@ -1,10 +1,11 @@
 """One rank of `pipecomp up`, in a process of its own: it joins, is examined, and becomes the training script.
 
-python -m pipecomp.up.rank CHECKS SCRIPT ARGUMENTS…
+python -m pipecomp.up CHECKS SCRIPT ARGUMENTS…
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import runpy
@@ -23,17 +24,17 @@ from rich.console import Console
 
 from pipecomp.config import read_json_object
 from pipecomp.config.checks import batch_sizes
-from pipecomp.distributed.start import all_ranks, start_processes
+from pipecomp.distributed.consistency import AllRanks
+from pipecomp.distributed.rendezvous import all_ranks, start_processes
+from pipecomp.distributed.up_launcher import Checks
 from pipecomp.doctor.examination import examine
 from pipecomp.doctor.finding import Finding, print_report
-from pipecomp.errors import PipecompError
-from pipecomp.netlab.throttle import throttle_to
+from pipecomp.errors import DataError, PipecompError
+from pipecomp.netlab.software import throttle_to
 from pipecomp.plan.command import run_plan
 from pipecomp.plan.options import PlanOptions
 from pipecomp.tls.process_group import current_mesh
 from pipecomp.tls.routes import RELAYED
-from pipecomp.up.files import compare_files
-from pipecomp.up.host import Checks
 from pipecomp.utils.tables import replace_unprintable
 
 _DOCTOR_S = 600.0
@@ -139,6 +140,74 @@ def _value(command: Sequence[str], flag: str) -> str | None:
         if word.startswith(f"{flag}="):
             return word.partition("=")[2]
     return None
+
+
+# Arguments of recipes that name what a run reads; several words may follow one.
+_READ = (
+    *("--deepspeed_config", "--deepspeed-config", "--model", "--tokenizer"),
+    *("--train-file", "--eval-file", "--start", "--adapter"),
+)
+_MOST_NAMED = 5
+_MISSING = "missing"
+_CHUNK = 16 << 20
+
+
+def compare_files(ranks: AllRanks, arguments: Sequence[str]) -> None:
+    """Compare by content what the arguments name and a rank has; every rank must call this.
+
+    Args:
+        ranks: The round that this belongs to.
+        arguments: Of a recipe. What is a file on no rank is none: a name on the hub, or "train:2048".
+
+    Raises:
+        DataError: On every rank, naming files and ranks, if one has another file or none.
+    """
+    names = named(arguments)
+    told: list[dict[str, str]] = ranks.all_gather_object({name: digest(Path(name)) for name in names})
+    wrong = []
+    for name in sorted(set().union(*told)):
+        found = [of.get(name, _MISSING) for of in told]
+        if len(set(found)) > 1:
+            lack = [str(rank) for rank, value in enumerate(found) if value == _MISSING]
+            where = f"is missing on rank {', '.join(lack)}" if lack else "is not the same on all ranks"
+            wrong.append(f"{name} {where}")
+    if wrong:
+        ranks.leave()
+        more = f" and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""
+        raise DataError(f"the machines have different files: {'; '.join(wrong[:_MOST_NAMED])}{more}")
+
+
+def named(arguments: Sequence[str]) -> list[str]:
+    """List the values of arguments that name what a run reads."""
+    found, reads = [], False
+    for word in arguments:
+        if word.startswith("--"):
+            flag, _, value = word.partition("=")
+            reads = flag in _READ
+            if reads and value:
+                found.append(value)
+        elif reads:
+            found.append(word)
+    return found
+
+
+def digest(path: Path) -> str:
+    """Hash a file, or all files of a folder with their names; "missing" where there is neither."""
+    if path.is_file():
+        return _hash_file(path)
+    if not path.is_dir():
+        return _MISSING
+    files = sorted(p for p in path.rglob("*") if p.is_file())
+    text = "".join(f"{file.relative_to(path)} {_hash_file(file)}\n" for file in files)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _hash_file(path: Path) -> str:
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        while part := file.read(_CHUNK):
+            found.update(part)
+    return found.hexdigest()
 
 
 if __name__ == "__main__":

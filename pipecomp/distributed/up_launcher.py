@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from types import FrameType
 
 from pipecomp.distributed.launch_env import LAUNCHER
-from pipecomp.distributed.network_interfaces import address_towards
-from pipecomp.distributed.tls_join import ADDRESS, KEYS, LISTEN
+from pipecomp.distributed.placement import address_towards
+from pipecomp.distributed.rendezvous import ADDRESS, KEYS, LISTEN
 from pipecomp.errors import KeysError, LinkTimeoutError, require
 from pipecomp.tls.certificates import identify, ranks_text
 from pipecomp.tls.enrollment import Invitation, authority_print, join, parse_address, plain_fingerprint
@@ -148,7 +148,7 @@ def start_ranks(run: Run, keys: str, listen: str | None, checks: Checks, *, say:
             f"the keys in {keys} are for rank {ranks_text(mine)}, which does not fit to {run.machines} machines of "
             f"{run.procs} rank(s): give the same --machines and --procs everywhere, or make new keys"
         )
-    words = python_module_command("pipecomp.up.rank", json.dumps(asdict(checks)), *run.command)
+    words = python_module_command("pipecomp.up", json.dumps(asdict(checks)), *run.command)
     common = {
         KEYS: keys,
         ADDRESS: str(run.address),

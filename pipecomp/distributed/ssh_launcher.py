@@ -20,7 +20,7 @@ from types import FrameType
 from typing import IO
 
 from pipecomp.distributed.launch_env import LAUNCHER, STDIN
-from pipecomp.distributed.network_interfaces import address_towards, free_port, is_loopback, list_interfaces
+from pipecomp.distributed.placement import address_towards, free_port, is_loopback, list_interfaces
 from pipecomp.errors import ConfigError, require
 from pipecomp.utils.processes import exit_status, handle_signals
 

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from multiprocessing import forkserver
 from typing import Any
 
-from pipecomp.distributed.network_interfaces import free_port, loopback
+from pipecomp.distributed.placement import free_port, loopback
 from pipecomp.errors import ConfigError, PipecompError
 from pipecomp.utils.processes import imported_from_working_directory
 
