@@ -19,7 +19,7 @@ from benchmarks.page import Row, spread, values
 from benchmarks.training import in_order as by_method
 from pipecomp.demo.results import epoch_means, steps_to
 from pipecomp.plan.prediction import best_in_flight
-from pipecomp.plan.simulation import StageCosts, Step, uniform
+from pipecomp.plan.simulation import StageCosts, StepSpec, uniform
 
 REFERENCE = "FP32"
 LINKS = (5.8, 18)  # r: float32 transfer over compute of a micro-batch
@@ -80,7 +80,7 @@ def compute_seconds(exact: Sequence[Row]) -> float:
 def step_seconds(K: int, M: int, compute_s: float, rate: float, forward: float, backward: float) -> float:
     """A step whose packets have so many bytes, on links of `rate` bit/s each way."""
     stage = StageCosts(forward_s=FORWARD * compute_s, backward_s=(1 - FORWARD) * compute_s)
-    step = Step(
+    step = StepSpec(
         stages=[stage] * K,
         micro_batches=M,
         forward_bytes=[forward] * (K - 1),

@@ -32,9 +32,18 @@ from benchmarks.throughput import summaries
 from pipecomp.bench.pipeline import mean_bits
 from pipecomp.config import Config
 from pipecomp.plan.packet_sizes import activation_bytes, gradient_bytes
-from pipecomp.plan.prediction import Job, Prediction, best_in_flight, predict
+from pipecomp.plan.prediction import StepPrediction, TrainingJob, best_in_flight, predict
 from pipecomp.plan.profile import balanced, count, without_weights
-from pipecomp.plan.simulation import TCP_SHARE, Network, StageCosts, Step, measured_costs, measured_end, play, uniform
+from pipecomp.plan.simulation import (
+    TCP_SHARE,
+    LinkNetwork,
+    StageCosts,
+    StepSpec,
+    measured_costs,
+    measured_end,
+    simulate_step,
+    uniform,
+)
 from pipecomp.schedule.in_flight import numbers
 from pipecomp.utils.files import atomic_write_text
 from pipecomp.utils.units import MAX_DELAY_S, parse_time
@@ -69,7 +78,7 @@ SITES, SITE_FLOPS, SITE_DELAY_S, LLAMA_BATCH, LLAMA_TOKENS = 4, 100e12, 0.02, 32
 # -- 1. what was measured
 
 
-def step_of(row: Row, counters: Sequence[Row]) -> Step:
+def step_of(row: Row, counters: Sequence[Row]) -> StepSpec:
     """A row's step: seconds from `counters` (of each rank, see `bench_pipeline.counted`), bytes and order from the row.
 
     Of replicas the slowest counts.
@@ -86,7 +95,7 @@ def step_of(row: Row, counters: Sequence[Row]) -> Step:
     def size(k: int, way: str) -> float:
         return max(rank["links"][f"{k}->{k + 1}"][way] for rank in row["ranks"] if rank["stage"] == k) / M
 
-    return Step(
+    return StepSpec(
         stages=stages,
         micro_batches=M,
         together_s=measured_end(stats),
@@ -96,7 +105,7 @@ def step_of(row: Row, counters: Sequence[Row]) -> Step:
     )
 
 
-def network_of(row: Row) -> Network:
+def network_of(row: Row) -> LinkNetwork:
     """The lab's links: nominal rates and delays, as they were set."""
     rate = math.inf if row["bits_per_s"] is None else row["bits_per_s"] * TCP_SHARE
     delay = row.get("delay")
@@ -113,10 +122,10 @@ def compare(rows: Sequence[Row]) -> list[Row]:
     for row in rows:
         if any(rank is None for rank in row["ranks"]):
             continue  # stock DeepSpeed
-        predicted: Row = {"own": play(step_of(row, row["ranks"]), network_of(row)).seconds, "free": None}
+        predicted: Row = {"own": simulate_step(step_of(row, row["ranks"]), network_of(row)).seconds, "free": None}
         without = free.get((row["line"], row["stages"]))
         if row["bits_per_s"] is not None and without is not None and row.get("replicas", 1) == 1:
-            predicted["free"] = play(step_of(row, without), network_of(row)).seconds
+            predicted["free"] = simulate_step(step_of(row, without), network_of(row)).seconds
         told = {key: row[key] for key in ("line", "bits_per_s", "seconds")}
         found.append({**told, "bits": mean_bits(row), **predicted})
     return found
@@ -159,7 +168,7 @@ def gpt2(mbit: int, activations: dict[str, Any], *, first_visit: bool = False) -
     forward = activation_bytes(config, 0, counts, GPT2_HIDDEN, torch.float32, first_visit=first_visit)
     backward = gradient_bytes(config, 0, counts, GPT2_HIDDEN, torch.float32)
     links = GPT2_STAGES - 1
-    step = Step(
+    step = StepSpec(
         stages=[StageCosts(forward_s=GPT2_FORWARD_S, backward_s=GPT2_BACKWARD_S)] * GPT2_STAGES,
         micro_batches=GPT2_BATCH,
         forward_bytes=[forward] * links,
@@ -170,14 +179,14 @@ def gpt2(mbit: int, activations: dict[str, Any], *, first_visit: bool = False) -
     return GPT2_BATCH / best_in_flight(step, uniform(GPT2_STAGES, mbit * 1e6 * TCP_SHARE))[1].seconds
 
 
-def llama() -> dict[tuple[str, int], Prediction]:
+def llama() -> dict[tuple[str, int], StepPrediction]:
     """Llama-8B over 4 sites, by method and Mbit/s."""
     from transformers import LlamaConfig
 
     config = LlamaConfig(**LLAMA)
     profile = count(config, LLAMA_TOKENS, torch.bfloat16).estimated(SITE_FLOPS).recomputing(torch.bfloat16)
     plan = balanced(without_weights(config, torch.bfloat16), profile, SITES)
-    job = Job(profile=profile, plan=plan, samples=1, micro_batches=LLAMA_BATCH, dtype=torch.bfloat16)
+    job = TrainingJob(profile=profile, plan=plan, samples=1, micro_batches=LLAMA_BATCH, dtype=torch.bfloat16)
     return {
         (name, mbit): predict(
             job, Config.from_dict({"activations": activations}), uniform(SITES, mbit * 1e6 * TCP_SHARE, SITE_DELAY_S)
@@ -207,7 +216,7 @@ def bits_taken() -> list[tuple[float, float]]:
 
 
 def following(
-    job: Job,
+    job: TrainingJob,
     mbit: int,
     activations: dict[str, Any],
     bits: tuple[float, float] | None,
@@ -224,7 +233,7 @@ def following(
     forward = activation_bytes(config, 0, *size, first_visit=first_visit, mean_bits=mean_f)
     backward = gradient_bytes(config, 0, *size, first_visit=first_visit, mean_bits=mean_b)
     links = job.plan.num_stages - 1
-    step = Step(
+    step = StepSpec(
         stages=[StageCosts(forward_s=f, backward_s=b) for f, b in job.stage_seconds()],
         micro_batches=job.micro_batches,
         forward_bytes=[forward] * links,

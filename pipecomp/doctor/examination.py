@@ -15,7 +15,7 @@ from pipecomp.distributed.local_launcher import RankFailedError, run_ranks
 from pipecomp.doctor.finding import PROBLEM, WARNING, Finding, has_problem
 from pipecomp.doctor.machine import GPU_SHARING, MOUNT_SHM, compute_findings, limit_findings, network_findings
 from pipecomp.doctor.packages import package_findings
-from pipecomp.doctor.ranks import Meeting, MeetingError, check_met, check_rank_0
+from pipecomp.doctor.ranks import RankSession, RendezvousError, check_met, check_rank_0
 from pipecomp.doctor.storage import storage_findings
 from pipecomp.errors import ConfigError
 from pipecomp.netlab.software import VARIABLE as SOFTWARE_LAB
@@ -82,8 +82,8 @@ def machine_findings(launch: Launch, store: Path) -> list[Finding]:
 
 def _examine_ranks(report: Callable[[list[Finding]], None], launch: Launch, store: Path, limit_s: float) -> bool:
     try:
-        meeting = Meeting(launch, versions(), limit_s=limit_s)
-    except MeetingError as error:
+        meeting = RankSession(launch, versions(), limit_s=limit_s)
+    except RendezvousError as error:
         findings = [check_met(launch, error, limit_s)]
         if launch.local_rank == 0:
             findings = machine_findings(launch, store) + findings
@@ -129,7 +129,7 @@ def _local_ranks() -> list[Finding]:
 
 
 def _measure_here(rank: int, world: int, note: Callable[[Any], None]) -> list[Finding]:
-    meeting = Meeting(read_launch(os.environ), versions(), limit_s=30.0)
+    meeting = RankSession(read_launch(os.environ), versions(), limit_s=30.0)
     findings = meeting.measure()
     meeting.finish(findings, _LOCAL_LIMIT_S)
     return findings

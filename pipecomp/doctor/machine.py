@@ -38,7 +38,7 @@ _COMPILERS = "apt install g++ (Debian, Ubuntu), dnf install gcc-c++ (Fedora) or 
 _FOR_TRITON = "a C compiler and Python's headers: apt install gcc python3-dev, or dnf install gcc python3-devel"
 
 
-class Gpu(NamedTuple):
+class GpuStatus(NamedTuple):
     """One GPU that torch sees; sizes in bytes. error: why it computes nothing, empty where it does."""
 
     number: int
@@ -133,7 +133,9 @@ def check_kernels(status: dispatch.Status, compiler: str | None) -> Finding:
     return Finding(check, WARNING, found, f"A compiler is here ({compiler}): run {_BUILD}")
 
 
-def check_gpus(gpus: Sequence[Gpu], built_for: str | None, local_ranks: int | None, driver: bool) -> list[Finding]:
+def check_gpus(
+    gpus: Sequence[GpuStatus], built_for: str | None, local_ranks: int | None, driver: bool
+) -> list[Finding]:
     """Check the GPUs that torch sees.
 
     built_for: the CUDA or ROCm version of this torch, None for its CPU build. local_ranks: of this machine that would
@@ -193,7 +195,7 @@ def check_shared_gpus(users: Iterable[tuple[int, str]]) -> list[Finding]:
     ]
 
 
-def list_gpus() -> list[Gpu]:
+def list_gpus() -> list[GpuStatus]:
     """List the GPUs that torch sees, and try each: one that is full, taken or too old is seen, too."""
     found = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
@@ -205,7 +207,7 @@ def list_gpus() -> list[Gpu]:
         except RuntimeError as failed:
             error = str(failed).strip().partition("\n")[0]
         capability = (properties.major, properties.minor)
-        found.append(Gpu(index, properties.name, properties.total_memory, free, capability, error))
+        found.append(GpuStatus(index, properties.name, properties.total_memory, free, capability, error))
     return found
 
 

@@ -35,7 +35,7 @@ _LONG_ENOUGH_S, _AIM_S, _GROWTH = 0.25, 0.5, 8
 
 
 @serializable
-class Measured(NamedTuple):
+class LinkMeasurement(NamedTuple):
     """Between two ranks, seen from the leading one.
 
     out_bit_s, back_bit_s: bits per second to the other rank and from it. round_trip_s: median of small packets.
@@ -83,13 +83,13 @@ class GlooPeer:
         return tensor
 
 
-def lead(peer: Peer) -> Measured:
+def lead(peer: Peer) -> LinkMeasurement:
     """Measure between this rank and another, which must call `follow`; takes some two seconds."""
     round_trip_s, ahead_s, error_s = _ping(peer)
     out = _rate(peer, _Command.TAKE, round_trip_s)
     back = _rate(peer, _Command.GIVE, round_trip_s)
     _command(peer, _Command.END)
-    return Measured(out, back, round_trip_s, ahead_s, error_s)
+    return LinkMeasurement(out, back, round_trip_s, ahead_s, error_s)
 
 
 def follow(peer: Peer) -> None:

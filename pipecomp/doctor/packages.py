@@ -34,7 +34,7 @@ _IMPORT_TIMEOUT_S = 240.0
 _IMPORTED_TOO = ("torchvision", "torchaudio", "peft", *TESTED)
 
 
-class Pair(NamedTuple):
+class PackageConflict(NamedTuple):
     """Two packages that do not work together in these versions, whatever their own requirements say."""
 
     first: str
@@ -46,10 +46,10 @@ class Pair(NamedTuple):
 
 
 KNOWN_BAD = (
-    Pair(
+    PackageConflict(
         "deepspeed", "<=0.18.6", "torch", ">=2.10", "importing DeepSpeed fails", "pip install 'deepspeed>=0.19.8,<0.20'"
     ),
-    Pair(
+    PackageConflict(
         "transformers",
         "<=5.10",
         "kernels",
@@ -57,7 +57,7 @@ KNOWN_BAD = (
         "importing parts of transformers fails",
         "pip uninstall kernels (pipecomp does not use it), or pip install -U transformers",
     ),
-    Pair("torch", "<2.3", "numpy", ">=2", "torch cannot exchange arrays with NumPy", "pip install -U torch"),
+    PackageConflict("torch", "<2.3", "numpy", ">=2", "torch cannot exchange arrays with NumPy", "pip install -U torch"),
 )
 
 

@@ -26,7 +26,16 @@ from pipecomp.distributed.placement import address_towards, gloo_address, loopba
 from pipecomp.distributed.rendezvous import find_store, first_line, join_mesh, wanted_keys
 from pipecomp.doctor.finding import OK, PROBLEM, WARNING, Finding, has_problem, judge
 from pipecomp.doctor.machine import check_shared_gpus
-from pipecomp.doctor.measure import GlooPeer, Measured, PacketPath, check_path, follow, follow_path, lead, lead_path
+from pipecomp.doctor.measure import (
+    GlooPeer,
+    LinkMeasurement,
+    PacketPath,
+    check_path,
+    follow,
+    follow_path,
+    lead,
+    lead_path,
+)
 from pipecomp.errors import LinkTimeoutError, PipecompError
 from pipecomp.tls.mesh import Mesh
 from pipecomp.tls.process_group import BACKEND, current_mesh
@@ -40,7 +49,7 @@ _SKEW_S = 1.0
 _SLOW_BIT_S, _SLOW_TRIP_S, _LOPSIDED = 1e6, 0.5, 5.0
 
 
-class Identity(NamedTuple):
+class RankIdentity(NamedTuple):
     """A rank, for the others. machine: the same for ranks that share their network. gpu: its unique name, if any."""
 
     rank: int
@@ -69,7 +78,9 @@ def pairs(machines: Sequence[str]) -> list[tuple[int, int]]:
     return sorted(inside + between)[:_MOST_PAIRS]
 
 
-def check_pair(first: Identity, second: Identity, measured: Measured | str | None, over: str = "gloo") -> Finding:
+def check_pair(
+    first: RankIdentity, second: RankIdentity, measured: LinkMeasurement | str | None, over: str = "gloo"
+) -> Finding:
     """Check the connection of two ranks. measured: None if there was no time for it, a sentence if it went wrong.
 
     over: what it goes over, "gloo" or "TLS".
@@ -110,7 +121,7 @@ def check_pair(first: Identity, second: Identity, measured: Measured | str | Non
     )
 
 
-def check_clocks(first: Identity, second: Identity, measured: Measured) -> Finding:
+def check_clocks(first: RankIdentity, second: RankIdentity, measured: LinkMeasurement) -> Finding:
     """Check whether the clocks of two machines agree."""
     ahead, error = measured.clock_ahead_s, measured.clock_error_s
     fast, slow = (second, first) if ahead > 0 else (first, second)
@@ -123,7 +134,7 @@ def check_clocks(first: Identity, second: Identity, measured: Measured) -> Findi
     return judge("clocks", found, (abs(ahead) > _SKEW_S + error, WARNING, meaning, advice))
 
 
-def check_same_versions(identities: Sequence[Identity]) -> Finding:
+def check_same_versions(identities: Sequence[RankIdentity]) -> Finding:
     """Check whether all ranks run the same versions; stages exchange bytes whose meaning a version may change."""
     if differ := differences([identity.versions for identity in identities]):
         found = f"{'. '.join(differ)}. Their checkpoints and packets may be incompatible"
@@ -131,7 +142,7 @@ def check_same_versions(identities: Sequence[Identity]) -> Finding:
     return Finding("same versions", OK, f"the same on all {len(identities)} ranks")
 
 
-def check_joined(errors: Mapping[int, str], identities: Sequence[Identity], over: str = "gloo") -> Finding:
+def check_joined(errors: Mapping[int, str], identities: Sequence[RankIdentity], over: str = "gloo") -> Finding:
     """Check whether the ranks could connect to each other. errors: of each rank that could not, in its words."""
     if not errors:
         return Finding(f"{over} connections", OK, f"all {len(identities)} ranks are connected")
@@ -141,7 +152,7 @@ def check_joined(errors: Mapping[int, str], identities: Sequence[Identity], over
     return Finding(f"{over} connections", PROBLEM, found, _firewall(identities[0], identities[1], over))
 
 
-def _firewall(first: Identity, second: Identity, over: str) -> str:
+def _firewall(first: RankIdentity, second: RankIdentity, over: str) -> str:
     if over == "TLS":
         return "Every rank must reach rank 0 by TCP at PIPECOMP_ADDRESS, or MASTER_ADDR and MASTER_PORT; no other port."
     if first.machine == second.machine:
@@ -161,11 +172,11 @@ _MEASURE_S = 120.0  # no measurement begins after that
 _SAID_NOTHING = "it did not answer"
 
 
-class MeetingError(RuntimeError):
+class RendezvousError(RuntimeError):
     """The ranks did not meet; the message is that of its cause, of torch's the first line."""
 
 
-class Meeting:
+class RankSession:
     """This rank's part in a meeting of all ranks; call the methods in their order, on every rank.
 
     Ranks that torch has joined already use what they have, and keep it.
@@ -181,12 +192,14 @@ class Meeting:
             self._store = dist.PrefixStore(_PREFIX, store)
             gpu = own_gpu(launch.local_rank)
             gpu_name = None if gpu is None else gpu.name
-            mine = Identity(self.rank, socket.gethostname(), machine(), gpu_name, versions)
+            mine = RankIdentity(self.rank, socket.gethostname(), machine(), gpu_name, versions)
             self._say("identity", mine)
-            self.identities = [Identity(*self._read(rank, f"identity/{rank}", limit_s)) for rank in range(self.world)]
+            self.identities = [
+                RankIdentity(*self._read(rank, f"identity/{rank}", limit_s)) for rank in range(self.world)
+            ]
         except (RuntimeError, ValueError) as error:
             text = str(error) if isinstance(error, PipecompError) else first_line(error)
-            raise MeetingError(text) from error
+            raise RendezvousError(text) from error
 
     def _meet(self, limit_s: float) -> tuple[Mesh | None, Any]:
         self._joined = dist.is_initialized()
@@ -262,11 +275,11 @@ class Meeting:
         """Rank 0: what a turn has found. result: [of `lead` or why it failed, of `lead_path`], an error, or None."""
         a, b = self.identities[pair[0]], self.identities[pair[1]]
         found, path = result if isinstance(result, list) else (result, None)
-        measured = Measured(*found) if isinstance(found, list) else found
+        measured = LinkMeasurement(*found) if isinstance(found, list) else found
         findings = [check_pair(a, b, measured, self._over)]
         if a.machine != b.machine and isinstance(result, list):
             findings += check_path((a.rank, b.rank), None if path is None else PacketPath(*path))
-            if isinstance(measured, Measured):
+            if isinstance(measured, LinkMeasurement):
                 findings.append(check_clocks(a, b, measured))
         return findings
 

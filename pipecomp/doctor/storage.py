@@ -48,7 +48,7 @@ _CHUNK, _CHUNKS, _SECONDS = 4 << 20, 8, 2.0
 _ANOTHER_PATH = "Set store.path to a folder on a local disk."
 
 
-class Speed(NamedTuple):
+class DiskSpeed(NamedTuple):
     """Bytes per second, each write followed by fsync, reads past the page cache where the system lets us."""
 
     write: float
@@ -96,7 +96,7 @@ def check_file_system(path: Path, kind: str | None) -> Finding:
     return Finding("file system", OK, kind or "unknown")
 
 
-def check_speed(speed: Speed) -> Finding:
+def check_speed(speed: DiskSpeed) -> Finding:
     """Check how fast the disk is, without the system's cache."""
     meaning = "training waits if activations keep coming faster than that"
     advice = "Use another disk, or store.bits 8 for a quarter of the bytes."
@@ -135,7 +135,7 @@ def file_system(folder: Path, mounts: Iterable[tuple[str, str]]) -> str | None:
     return found
 
 
-def measure_speed(folder: Path) -> Speed:
+def measure_speed(folder: Path) -> DiskSpeed:
     """Write up to 32 MiB in two seconds, and read them."""
     block = os.urandom(_CHUNK)  # some disks compress
     file, written = folder / "speed", 0
@@ -153,7 +153,7 @@ def measure_speed(folder: Path) -> Speed:
             got += len(data)
         read = got / (time.perf_counter() - began)
     file.unlink()
-    return Speed(write, read)
+    return DiskSpeed(write, read)
 
 
 def try_lmdb(folder: Path) -> str | None:

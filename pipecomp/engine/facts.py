@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from pipecomp.netlab.software import VARIABLE, ThrottleSettings
-from pipecomp.plan.simulation import TCP_SHARE, Line, Network
+from pipecomp.plan.simulation import TCP_SHARE, Channel, LinkNetwork
 from pipecomp.stages.partition.splitting import Stage
 from pipecomp.utils.serialization import replace_nonfinite
 
@@ -21,7 +21,7 @@ def run_facts(engine: Any) -> dict[str, Any]:
         engine: Of any rank, its links open.
 
     Returns:
-        "hidden": values of a token, None for plain modules. "network": of a network lab, as `plan.simulation.Network`,
+        "hidden": values of a token, None for plain modules. "network": of a network lab (`plan.simulation.LinkNetwork`)
         with null where there is no limit; None elsewhere. "settings": the section "pipecomp", with bits that were
         found when the run began. The other names say it.
     """
@@ -42,7 +42,7 @@ def run_facts(engine: Any) -> dict[str, Any]:
     }
 
 
-def imposed_network(grid: Any) -> Network | None:
+def imposed_network(grid: Any) -> LinkNetwork | None:
     """The links between the stages of the first replica as a network lab throttles them; None outside a lab."""
     text = os.environ.get(VARIABLE)
     if text is None:
@@ -50,15 +50,15 @@ def imposed_network(grid: Any) -> Network | None:
     lab = ThrottleSettings.read(text)
     ranks = [grid._topo.get_rank(pipe=stage, data=0) for stage in range(grid.pipe_parallel_size)]
 
-    def line(source: int, destination: int) -> Line:
+    def line(source: int, destination: int) -> Channel:
         source, destination = source // lab.procs_per_node, destination // lab.procs_per_node
         if source == destination:
-            return Line()
+            return Channel()
         least = min(math.inf if rate is None else rate for rate in (lab.up[source], lab.down[destination]))
-        return Line(bits_per_s=least * TCP_SHARE, latency_s=lab.delay_s)
+        return Channel(bits_per_s=least * TCP_SHARE, latency_s=lab.delay_s)
 
     neighbours = list(pairwise(ranks))
-    return Network(
+    return LinkNetwork(
         forward=tuple(line(a, b) for a, b in neighbours),
         backward=tuple(line(b, a) for a, b in neighbours),
         shared=lab.procs_per_node == 1,

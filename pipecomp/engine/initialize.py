@@ -42,7 +42,7 @@ from pipecomp.engine.starting import device_that_is_there, patient_groups
 from pipecomp.errors import ConfigError
 from pipecomp.kernels import dispatch, ops
 from pipecomp.kernels.staging_cuda import staging_for
-from pipecomp.plan.auto_bits import Batch, fewest_bits, sample_length, settle, wants_measuring, warn_of_dropout
+from pipecomp.plan.auto_bits import BatchShape, fewest_bits, sample_length, settle, wants_measuring, warn_of_dropout
 from pipecomp.stages.partition.splitting import Stage
 from pipecomp.tls.process_group import current_mesh
 
@@ -201,7 +201,7 @@ def _connect(
         engine.local.give_way(transports.values())
     if wants_measuring(settings):
         assert isinstance(engine.stage, Stage), "plain modules were refused"
-        batch = Batch(engine.micro_batch_size, tokens(engine.stage), engine.micro_batches)
+        batch = BatchShape(engine.micro_batch_size, tokens(engine.stage), engine.micro_batches)
         fewest = fewest_bits(engine.stage, settings)
         engine.pipecomp_config = settle(settings, engine.stage, batch, **transports, fewest=fewest, staging=staging)
     if engine.global_rank == 0:

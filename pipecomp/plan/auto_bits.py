@@ -20,14 +20,14 @@ from torch import nn
 from pipecomp.config import Config
 from pipecomp.config.activations import FEWEST, Activations, Bits, ConstantError, bits_of_link, each_link, per_link
 from pipecomp.distributed.collectives import broadcast, gathered
-from pipecomp.doctor.measure import Measured
+from pipecomp.doctor.measure import LinkMeasurement
 from pipecomp.kernels.staging import Staging
 from pipecomp.plan.measure import measure_links, network_of, time_link, time_stage
 from pipecomp.plan.packet_sizes import activation_bytes, gradient_bytes, with_bits
 from pipecomp.plan.prediction import best_in_flight
 from pipecomp.plan.profile import most_tokens
 from pipecomp.plan.search import PAYS, choose_bits, keeping_error
-from pipecomp.plan.simulation import TCP_SHARE, Line, Network, StageCosts, Step
+from pipecomp.plan.simulation import TCP_SHARE, Channel, LinkNetwork, StageCosts, StepSpec
 from pipecomp.stages.link.transport import Transport
 from pipecomp.stages.partition.splitting import Stage
 from pipecomp.utils.serialization import serializable
@@ -97,7 +97,7 @@ LOOKED_AT = 32  # samples
 
 
 @serializable
-class Seen(NamedTuple):
+class RankMeasurement(NamedTuple):
     """What one rank measured.
 
     link: to the next stage; None on the last one, and where rates are given. fewest: bits forward that this stage's
@@ -106,11 +106,11 @@ class Seen(NamedTuple):
 
     stage: int
     costs: StageCosts
-    link: Measured | None
+    link: LinkMeasurement | None
     fewest: int = FEWEST["forward_bits"]
 
 
-class Batch(NamedTuple):
+class BatchShape(NamedTuple):
     """A step of one replica: micro-batches of so many samples with so many tokens each."""
 
     samples: int
@@ -119,7 +119,7 @@ class Batch(NamedTuple):
 
 
 @serializable
-class Decision(NamedTuple):
+class BitsDecision(NamedTuple):
     """forward_bits, backward_bits; reason: a sentence with the predictions behind them."""
 
     forward_bits: Bits
@@ -135,12 +135,12 @@ def wants_measuring(config: Config) -> bool:
 def look(
     config: Config,
     stage: Stage,
-    batch: Batch,
+    batch: BatchShape,
     to_previous: Transport | None,
     to_next: Transport | None,
     fewest: int,
     staging: Staging | None,
-) -> Seen:
+) -> RankMeasurement:
     """Measure this rank's links, if "auto" asks for it, its stage, and what packets cost it; all ranks must call it."""
     unknown = "auto" in (config.activations.forward_bits, config.activations.backward_bits)
     link = measure_links(stage.index, to_previous, to_next) if unknown else None
@@ -150,13 +150,13 @@ def look(
     size = (batch.samples, batch.tokens, stage.hidden_size, weight.dtype, weight.device)
     encode_s, decode_s = time_link(with_bits(config, *most), *size, staging=staging)
     costs = StageCosts(forward_s=spent.forward_s, backward_s=spent.backward_s, encode_s=encode_s, decode_s=decode_s)
-    return Seen(stage.index, costs, link, fewest)
+    return RankMeasurement(stage.index, costs, link, fewest)
 
 
 def settle(
     config: Config,
     stage: Stage,
-    batch: Batch,
+    batch: BatchShape,
     to_previous: Transport | None = None,
     to_next: Transport | None = None,
     *,
@@ -185,7 +185,9 @@ def sample_length(data: Any, stage: Stage) -> int:
         return min(_TOKENS, most_tokens(stage.config) or _TOKENS)
 
 
-def decide(config: Config, seen: Sequence[Seen], batch: Batch, hidden: int, dtype: torch.dtype) -> Decision:
+def decide(
+    config: Config, seen: Sequence[RankMeasurement], batch: BatchShape, hidden: int, dtype: torch.dtype
+) -> BitsDecision:
     """Choose bits for what all ranks have seen; of replicas the slowest counts. Bits that are settled stay."""
     K = 1 + max(s.stage for s in seen)
     by_stage = [[s for s in seen if s.stage == k] for k in range(K)]
@@ -203,7 +205,7 @@ def decide(config: Config, seen: Sequence[Seen], batch: Batch, hidden: int, dtyp
 
     def predicted(made: Config) -> float:
         counts = [batch.tokens] * batch.samples
-        step = Step(
+        step = StepSpec(
             stages=stages,
             micro_batches=batch.micro_batches,
             forward_bytes=[activation_bytes(made, k, counts, hidden, dtype) for k in range(K - 1)],
@@ -217,22 +219,22 @@ def decide(config: Config, seen: Sequence[Seen], batch: Batch, hidden: int, dtyp
     )
     f, b = (_found(a, key, bits, K - 1, fewest) for key, bits in zip(FEWEST, most, strict=True))
     reason = _reason(a, (f, b), fits, predicted(with_bits(config, f, b)), predicted(Config()), network)
-    return Decision(f, b, reason)
+    return BitsDecision(f, b, reason)
 
 
-def _network(a: Activations, links: Sequence[Sequence[Measured]]) -> Network:
+def _network(a: Activations, links: Sequence[Sequence[LinkMeasurement]]) -> LinkNetwork:
     """The links as they were measured, at the rates that are given; what is neither does not limit."""
-    free = (Line(),) * len(links)
-    found = network_of(links) if all(links) else Network(forward=free, backward=free)
+    free = (Channel(),) * len(links)
+    found = network_of(links) if all(links) else LinkNetwork(forward=free, backward=free)
 
-    def lines(key: str, measured: Sequence[Line]) -> tuple[Line, ...]:
+    def lines(key: str, measured: Sequence[Channel]) -> tuple[Channel, ...]:
         rates = [getattr(bits_of_link(getattr(a, key), k), "mbit_per_s", None) for k in range(len(measured))]
         return tuple(
             line if rate is None else replace(line, bits_per_s=1e6 * rate * TCP_SHARE)
             for rate, line in zip(rates, measured, strict=True)
         )
 
-    return Network(forward=lines("forward_bits", found.forward), backward=lines("backward_bits", found.backward))
+    return LinkNetwork(forward=lines("forward_bits", found.forward), backward=lines("backward_bits", found.backward))
 
 
 def _found(a: Activations, key: str, most: Bits, links: int, fewest: int = FEWEST["forward_bits"]) -> Bits:
@@ -253,7 +255,7 @@ def _within(given: Any, most: Any) -> int | ConstantError:
 
 
 def _reason(
-    a: Activations, found: tuple[Bits, Bits], fits: bool, step_s: float, plain_s: float, network: Network
+    a: Activations, found: tuple[Bits, Bits], fits: bool, step_s: float, plain_s: float, network: LinkNetwork
 ) -> str:
     head = "bits 'auto'" if "auto" in (a.forward_bits, a.backward_bits) else "bits within the links' rates"
     both = ", ".join(_said(bits, way) for bits, way in zip(found, _WAYS, strict=True))

@@ -15,9 +15,17 @@ from pipecomp.config.activations import Activations
 from pipecomp.distributed.launch_env import Launch, read_launch
 from pipecomp.gradient_config import Gradients
 from pipecomp.plan.auto_bits import fewest_bits
-from pipecomp.plan.measure import Survey, survey_machine, survey_ranks
-from pipecomp.plan.options import PlanOptions, Rates, Wanted
-from pipecomp.plan.prediction import Job, Prediction, Speeds, as_row, memory_bytes, predict, tied_seconds
+from pipecomp.plan.measure import SurveyResult, survey_machine, survey_ranks
+from pipecomp.plan.options import PlanOptions, PlanRequest, Rates
+from pipecomp.plan.prediction import (
+    MachineSpeeds,
+    StepPrediction,
+    TrainingJob,
+    as_row,
+    memory_bytes,
+    predict,
+    tied_seconds,
+)
 from pipecomp.plan.profile import Profile, balanced, tied_values, without_weights
 from pipecomp.plan.report import (
     NAMES,
@@ -32,35 +40,35 @@ from pipecomp.plan.report import (
 )
 from pipecomp.plan.search import (
     TIED,
-    Choice,
+    PlanChoice,
     aqsgd_sections,
     choose,
     choose_average,
     choose_tied,
     choose_with_tied,
     dividing,
-    gentlest,
+    first_near_fastest,
     layouts,
     methods,
     shares,
 )
-from pipecomp.plan.simulation import Line, Network, chain
+from pipecomp.plan.simulation import Channel, LinkNetwork, chain
 from pipecomp.stages.link.transport import PacerTo, unpaced
 from pipecomp.stages.partition.planning import SplitPlan
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class PlanResult:
     """A plan. averages, tied: methods for gradients with their seconds. rows: each method at each network.
 
     untouched_s: what tied weights would take without TIED, None without it.
     """
 
-    choice: Choice
+    choice: PlanChoice
     averages: list[tuple[str, float]]
     tied: list[tuple[str, float]]
     untouched_s: float | None
-    rows: list[tuple[str, list[Prediction]]]
+    rows: list[tuple[str, list[StepPrediction]]]
 
 
 def run_plan(
@@ -105,17 +113,17 @@ def run_plan(
     return {**as_json(found, network, list(networks)), "speeds": _limited(seen.speeds)}
 
 
-def _survey(options: PlanOptions, launch: Launch, pacer_to: PacerTo) -> Survey | None:
+def _survey(options: PlanOptions, launch: Launch, pacer_to: PacerTo) -> SurveyResult | None:
     """Find what is known of the machines, measured or not; None on a launcher's ranks other than 0."""
     if not options.measure:
-        return Survey(profile=options.estimated(), speeds=options.noted_speeds())
+        return SurveyResult(profile=options.estimated(), speeds=options.noted_speeds())
     measured = (*options.size, options.micro_batch or 1, options.store)
     if not launch.started:
         return survey_machine(*measured, one_pass=options.one_pass)
     return survey_ranks(*measured, stages=options.stages, pacer_to=pacer_to, one_pass=options.one_pass)
 
 
-def sizes_of(wanted: Wanted, profile: Profile) -> Job:
+def sizes_of(wanted: PlanRequest, profile: Profile) -> TrainingJob:
     """Plan sizes for a number of stages, by default with one sample per micro-batch; the profile may lack seconds.
 
     Raises ConfigError.
@@ -124,7 +132,7 @@ def sizes_of(wanted: Wanted, profile: Profile) -> Job:
     [(samples, micro_batches)] = shares(wanted.batch, replicas, wanted.micro_batch or 1)
     model = without_weights(wanted.model, wanted.dtype)
     split = balanced(model, profile, K, tie=wanted.tie)
-    job = Job(
+    job = TrainingJob(
         profile=profile,
         plan=split,
         samples=samples,
@@ -137,16 +145,18 @@ def sizes_of(wanted: Wanted, profile: Profile) -> Job:
     return job
 
 
-def plan(wanted: Wanted, profile: Profile, rates: Sequence[Rates], speeds: Speeds, measured: Network | None) -> Found:
+def plan(
+    wanted: PlanRequest, profile: Profile, rates: Sequence[Rates], speeds: MachineSpeeds, measured: LinkNetwork | None
+) -> PlanResult:
     """Choose for the first network: `measured`, or links of the first of `rates` (as of `networks_of`)."""
     model = without_weights(wanted.model, wanted.dtype)
 
-    def network(split: SplitPlan, index: int) -> Network:
+    def network(split: SplitPlan, index: int) -> LinkNetwork:
         return measured if measured is not None and index == 0 else chain(split.num_stages, *rates[index])
 
     config = _config(wanted)
     fewest = fewest_bits(model, config, wanted.dropout)
-    choices: list[Choice] = []
+    choices: list[PlanChoice] = []
     averages: dict[int, list[tuple[str, float]]] = {}  # by stages
     too_large = math.inf
     possible = layouts(wanted.nodes, wanted.stages, len(profile.blocks))
@@ -161,7 +171,7 @@ def plan(wanted: Wanted, profile: Profile, rates: Sequence[Rates], speeds: Speed
             )
             made = replace(config, gradients=Gradients(method=averages[K][0][0]))
         for samples, micro_batches in shares(wanted.batch, replicas, wanted.micro_batch):
-            job = Job(
+            job = TrainingJob(
                 profile=profile,
                 plan=split,
                 samples=samples,
@@ -173,7 +183,7 @@ def plan(wanted: Wanted, profile: Profile, rates: Sequence[Rates], speeds: Speed
             )
             if K == 1:
                 alone = predict(job, replace(made, activations=Activations()), network(split, 0), speeds)
-                found = Choice(forward_bits=8, backward_bits=8, prediction=alone, plain=alone, fits=True)
+                found = PlanChoice(forward_bits=8, backward_bits=8, prediction=alone, plain=alone, fits=True)
             else:
                 choosing = choose_with_tied if replicas == 1 and wanted.gradients is None else choose
                 found = choosing(job, made, network(split, 0), speeds, fewest)
@@ -182,23 +192,25 @@ def plan(wanted: Wanted, profile: Profile, rates: Sequence[Rates], speeds: Speed
             if needs <= wanted.memory_bytes:
                 choices.append(found)
     wanted.check_memory(too_large)
-    choice = gentlest(choices, lambda c: c.taken.step_s)
+    choice = first_near_fastest(choices, lambda c: c.taken.step_s)
     stages = choice.prediction.job.plan.num_stages
     return _around(choice, averages.get(stages, []), network, speeds, len(rates))
 
 
-def _config(wanted: Wanted) -> Config:
+def _config(wanted: PlanRequest) -> Config:
     """Make what bits are chosen for."""
     found = aqsgd_sections("auto", "auto", one_pass=wanted.one_pass)
     return Config.from_dict({**found, "tie": wanted.tie, "gradients": wanted.of_gradients()})
 
 
-def _around(choice: Choice, averages: list[tuple[str, float]], network: Any, speeds: Speeds, networks: int) -> Found:
+def _around(
+    choice: PlanChoice, averages: list[tuple[str, float]], network: Any, speeds: MachineSpeeds, networks: int
+) -> PlanResult:
     """Add what else to tell of a choice."""
     job, config = choice.prediction.job, choice.prediction.config
     first = network(job.plan, 0)
 
-    def at_networks(made: Config) -> list[Prediction]:
+    def at_networks(made: Config) -> list[StepPrediction]:
         with_gradients = replace(made, gradients=config.gradients)
         return [predict(job, with_gradients, network(job.plan, i), speeds) for i in range(networks)]
 
@@ -213,10 +225,10 @@ def _around(choice: Choice, averages: list[tuple[str, float]], network: Any, spe
     untouched_s = None
     if config.gradients == TIED:
         untouched_s = tied_seconds(job, replace(config, gradients=Gradients()), first, speeds)
-    return Found(choice=choice, averages=averages, tied=tied, untouched_s=untouched_s, rows=rows)
+    return PlanResult(choice=choice, averages=averages, tied=tied, untouched_s=untouched_s, rows=rows)
 
 
-def show(found: Found, network: Network, names: Sequence[str], console: Console) -> None:
+def show(found: PlanResult, network: LinkNetwork, names: Sequence[str], console: Console) -> None:
     """Print a plan."""
     p = found.choice.prediction
     console.print(predicted_stages(found.choice.taken))
@@ -228,13 +240,13 @@ def show(found: Found, network: Network, names: Sequence[str], console: Console)
         console.print(sentence, highlight=False)
 
 
-def print_settings(found: Found, console: Console) -> None:
+def print_settings(found: PlanResult, console: Console) -> None:
     """Print what a plan means for a program and its configuration."""
     written = configuration(found.choice)
     console.print(configuration_text(written, found.choice.prediction), highlight=False)
 
 
-def as_json(found: Found, network: Network, names: Sequence[str]) -> dict[str, Any]:
+def as_json(found: PlanResult, network: LinkNetwork, names: Sequence[str]) -> dict[str, Any]:
     """Give all of it for programs; bits per second are null where there is no limit."""
     p = found.choice.prediction
     lines = [(_limited(out), _limited(back)) for out, back in zip(network.forward, network.backward, strict=True)]
@@ -261,6 +273,6 @@ def as_json(found: Found, network: Network, names: Sequence[str]) -> dict[str, A
     }
 
 
-def _limited(figures: Line | Speeds) -> dict[str, Any]:
+def _limited(figures: Channel | MachineSpeeds) -> dict[str, Any]:
     """For JSON: None where nothing limits."""
     return {k: None if v == math.inf else v for k, v in asdict(figures).items()}

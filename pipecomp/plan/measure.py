@@ -25,16 +25,16 @@ from pipecomp.config import Config
 from pipecomp.distributed.collectives import gathered
 from pipecomp.distributed.launch_env import read_launch
 from pipecomp.distributed.rendezvous import computes_on_cpu, join_processes
-from pipecomp.doctor.measure import Measured, follow, lead
+from pipecomp.doctor.measure import LinkMeasurement, follow, lead
 from pipecomp.doctor.storage import measure_speed, nearest
 from pipecomp.errors import LinkError, require, writable
 from pipecomp.kernels import ops
 from pipecomp.kernels.staging import Staging
 from pipecomp.kernels.staging_cuda import staging_for
-from pipecomp.plan.prediction import Speeds
-from pipecomp.plan.profile import Cost, Profile, assemble, check_tokens, cut_apart, example, without_weights
+from pipecomp.plan.prediction import MachineSpeeds
+from pipecomp.plan.profile import PartCost, Profile, assemble, check_tokens, cut_apart, example, without_weights
 from pipecomp.plan.search import aqsgd_sections, keeping_error
-from pipecomp.plan.simulation import Line, Network, between_replicas
+from pipecomp.plan.simulation import Channel, LinkNetwork, between_replicas
 from pipecomp.schedule.in_flight import KeptBytes
 from pipecomp.stages.link.boundary import Layout
 from pipecomp.stages.link.endpoint import Position
@@ -73,7 +73,7 @@ class TransportPeer:
         return torch.from_numpy(np.ascontiguousarray(data)).view(tensor.dtype)
 
 
-def measure_links(stage: int, to_previous: Transport | None, to_next: Transport | None) -> Measured | None:
+def measure_links(stage: int, to_previous: Transport | None, to_next: Transport | None) -> LinkMeasurement | None:
     """Measure this stage's links; all stages must call it together. Returns the link to the next stage.
 
     Every other link at a time, so that a stage measures one link at once: some two seconds for each half. LinkError
@@ -88,19 +88,19 @@ def measure_links(stage: int, to_previous: Transport | None, to_next: Transport 
     return found
 
 
-def network_of(links: Sequence[Sequence[Measured]]) -> Network:
+def network_of(links: Sequence[Sequence[LinkMeasurement]]) -> LinkNetwork:
     """Make the network of what was measured, by link, of one replica or several: the slowest counts.
 
     One way takes half of the way there and back: without clocks that agree nobody can tell more.
     """
 
-    def lines(way: str) -> tuple[Line, ...]:
+    def lines(way: str) -> tuple[Channel, ...]:
         return tuple(
-            Line(bits_per_s=min(getattr(m, way) for m in found), latency_s=max(m.round_trip_s for m in found) / 2)
+            Channel(bits_per_s=min(getattr(m, way) for m in found), latency_s=max(m.round_trip_s for m in found) / 2)
             for found in links
         )
 
-    return Network(forward=lines("out_bit_s"), backward=lines("back_bit_s"))
+    return LinkNetwork(forward=lines("out_bit_s"), backward=lines("back_bit_s"))
 
 
 _LEAST_RUNS, _MOST_RUNS = 2, 20
@@ -209,7 +209,7 @@ def time_model(model: Any, tokens: int, dtype: torch.dtype, device: torch.device
     source = resolve(model)
     config_only = Source(config=source.config, model_class=source.model_class)
     plan, chosen = cut_apart(without_weights(model, dtype))
-    found: dict[int, Cost] = {}
+    found: dict[int, PartCost] = {}
     calls: list[tuple[float, float]] = []
     several = max(_SEVERAL, samples)
     for index in chosen:
@@ -219,7 +219,7 @@ def time_model(model: Any, tokens: int, dtype: torch.dtype, device: torch.device
         one, more = (time_stage(stage, n, tokens) for n in (1, several))
         each_f = _of_each(one.forward_s, more.forward_s, several)
         each_b = _of_each(one.backward_s, more.backward_s, several)
-        found[index] = Cost(flops=0.0, kept_bytes=one.kept_bytes, forward_s=each_f, backward_s=each_b)
+        found[index] = PartCost(flops=0.0, kept_bytes=one.kept_bytes, forward_s=each_f, backward_s=each_b)
         calls.append((max(0.0, one.forward_s - each_f), max(0.0, one.backward_s - each_b)))
         hidden = stage.hidden_size
     call_s = (min(c[0] for c in calls), min(c[1] for c in calls))
@@ -278,7 +278,7 @@ _TIMEOUT_S = 120.0
 
 @serializable
 @dataclass(frozen=True, kw_only=True)
-class Survey:
+class SurveyResult:
     """profile, speeds: of the slowest machine. network: of what connects the stages, or the replicas of a single stage.
 
     network is None where nothing connects anything: without a launcher, and for one process.
@@ -286,8 +286,8 @@ class Survey:
     """
 
     profile: Profile
-    speeds: Speeds
-    network: Network | None = None
+    speeds: MachineSpeeds
+    network: LinkNetwork | None = None
     slowdowns: tuple[float, ...] = ()
 
 
@@ -302,7 +302,7 @@ def own_device() -> torch.device:
 
 def survey_machine(
     model: Any, tokens: int, dtype: torch.dtype, samples: int, store: Path, *, one_pass: bool = False
-) -> Survey:
+) -> SurveyResult:
     """Measure this machine alone.
 
     store: where the message store would be; nothing is left there. one_pass: see `aqsgd_sections`.
@@ -322,7 +322,7 @@ def survey_machine(
         disk = measure_speed(Path(folder))
     values = samples * tokens * profile.hidden
     # Every cached activation is read once and written once: both together at this rate, each counted by its bytes.
-    speeds = Speeds(
+    speeds = MachineSpeeds(
         encode_values_s=values / encode_s,
         decode_values_s=values / decode_s,
         cast_values_s=values / cast_s,
@@ -330,7 +330,7 @@ def survey_machine(
         average=time_average(device),
         update_s_per_parameter=time_update(device),
     )
-    return Survey(profile=profile, speeds=speeds)
+    return SurveyResult(profile=profile, speeds=speeds)
 
 
 def survey_ranks(
@@ -343,7 +343,7 @@ def survey_ranks(
     stages: int | None,
     pacer_to: PacerTo,
     one_pass: bool = False,
-) -> Survey | None:
+) -> SurveyResult | None:
     """Measure all ranks of a launcher together, on each; the survey on rank 0, None on the others.
 
     Ranks that torch has joined already use what they have, and keep it; with keys they meet over TLS. With one stage
@@ -376,7 +376,7 @@ def survey_ranks(
     machines = [survey for _, survey in seen]
     profile = slowest_profile([m.profile for m in machines])
     whole_s = sum(profile.block_seconds())
-    return Survey(
+    return SurveyResult(
         profile=profile,
         speeds=slowest_speeds([m.speeds for m in machines]),
         network=between_replicas(measured) if K == 1 and measured is not None else measured,
@@ -384,7 +384,7 @@ def survey_ranks(
     )
 
 
-def _links(rank: int, R: int, K: int, pacer_to: PacerTo, mesh: Mesh | None) -> Measured | None:
+def _links(rank: int, R: int, K: int, pacer_to: PacerTo, mesh: Mesh | None) -> LinkMeasurement | None:
     """Measure this rank's link to the next of K ranks, together with all others; R such rows side by side."""
     pipelines = [[k * R + r for k in range(K)] for r in range(R)]
     groups = neighbour_groups(pipelines, _TIMEOUT_S) if mesh is None else {}
@@ -413,7 +413,7 @@ def _links(rank: int, R: int, K: int, pacer_to: PacerTo, mesh: Mesh | None) -> M
 def slowest_profile(profiles: Sequence[Profile]) -> Profile:
     """Take part by part the slowest machine's seconds."""
 
-    def slowest(costs: Sequence[Cost]) -> Cost:
+    def slowest(costs: Sequence[PartCost]) -> PartCost:
         return max(costs, key=lambda cost: (cost.forward_s or 0.0) + (cost.backward_s or 0.0))
 
     first = profiles[0]
@@ -427,10 +427,10 @@ def slowest_profile(profiles: Sequence[Profile]) -> Profile:
     )
 
 
-def slowest_speeds(speeds: Sequence[Speeds]) -> Speeds:
+def slowest_speeds(speeds: Sequence[MachineSpeeds]) -> MachineSpeeds:
     """Take each speed of the machine that is slowest in it."""
     parts = speeds[0].average
-    return Speeds(
+    return MachineSpeeds(
         encode_values_s=min(s.encode_values_s for s in speeds),
         decode_values_s=min(s.decode_values_s for s in speeds),
         cast_values_s=min(s.cast_values_s for s in speeds),

@@ -14,7 +14,7 @@ import torch
 
 from pipecomp.distributed.launch_env import Launch
 from pipecomp.errors import ConfigError, require
-from pipecomp.plan.prediction import Speeds
+from pipecomp.plan.prediction import MachineSpeeds
 from pipecomp.plan.profile import Profile, count, most_tokens
 from pipecomp.plan.search import AVERAGES
 from pipecomp.plan.simulation import TCP_SHARE
@@ -28,7 +28,7 @@ Rates = tuple[tuple[float, ...], float]  # bits per second of content, of all li
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class PlanRequest:
     """What is to be planned.
 
     nodes: stages × replicas. stages, micro_batch: None to choose. batch: samples of a step. memory_bytes: of a node.
@@ -154,7 +154,7 @@ class PlanOptions:
             with_ranks = "when a launcher's ranks are measured"
             _check_unset(with_ranks, nodes=self.nodes, bandwidth=self.bandwidth, delay=self.delay)
 
-    def wanted(self, world: int | None) -> Wanted:
+    def wanted(self, world: int | None) -> PlanRequest:
         """Say what is to be planned. world: ranks of a launcher, None without one."""
         rates, _ = next(iter(self.networks.values()))
         drawn = len(rates) + 1 if len(rates) > 1 else None  # links given one by one say how many stages there are
@@ -166,7 +166,7 @@ class PlanOptions:
                 allowed = f"one rate, or {stages - 1} for {stages} stages"
             require(len(links) in (1, (stages or 0) - 1), "bandwidth", self.bandwidth, allowed)
         nodes = world or self.nodes or (len(self.speeds) if several else None) or self.stages or drawn or 2
-        wanted = Wanted(
+        wanted = PlanRequest(
             model=self.model,
             nodes=nodes,
             stages=stages,
@@ -200,12 +200,12 @@ class PlanOptions:
         require(one_pass == self.one_pass, "one-pass", self.one_pass, f"{one_pass}, as when the profile was measured")
         return dict(found)
 
-    def noted_speeds(self) -> Speeds:
+    def noted_speeds(self) -> MachineSpeeds:
         """Take what the machines of a profile do besides the model; without one nothing is known of that."""
         noted = {} if self.profile is None else self._noted.get("speeds", {})
         try:
             known: dict[str, Any] = {name: math.inf if value is None else value for name, value in noted.items()}
-            return Speeds(**known)
+            return MachineSpeeds(**known)
         except (AttributeError, TypeError) as error:
             written = "the speeds that pipecomp plan --measure --json wrote"
             raise ConfigError("profile", str(self.profile), written) from error

@@ -17,7 +17,7 @@ from pipecomp.allreduce.local_options import LocalSteps
 from pipecomp.config import Config
 from pipecomp.plan.packet_sizes import activation_bytes, gradient_bytes
 from pipecomp.plan.profile import Profile
-from pipecomp.plan.simulation import Network, Played, StageCosts, Step, play
+from pipecomp.plan.simulation import LinkNetwork, SimulatedStep, StageCosts, StepSpec, simulate_step
 from pipecomp.schedule.in_flight import numbers
 from pipecomp.stages.partition.planning import SplitPlan
 from pipecomp.utils.serialization import serializable
@@ -31,7 +31,7 @@ _FULL, _HALF = (16, 0), (6, 12)
 
 @serializable
 @dataclass(frozen=True, kw_only=True)
-class Speeds:
+class MachineSpeeds:
     """What a machine does besides the model.
 
     Values (of activations) a second: encode and decode of quantized packets, cast of others. disk_bytes_s: of the
@@ -48,7 +48,7 @@ class Speeds:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class TrainingJob:
     """What is to be trained. plan: the cuts. tied: values of each tied weight, in the order of `plan.tied`.
 
     slowdowns: how many times the profile's seconds each stage's machine takes; empty where all are alike.
@@ -87,7 +87,7 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prediction:
+class StepPrediction:
     """Of one step. step_s; first_epoch_s: while every sample is new.
 
     forward_bytes, backward_bytes and first_visit_bytes: of a packet on each link. average_s: of its gradients over
@@ -96,7 +96,7 @@ class Prediction:
     the activations of a step; the step takes no less.
     """
 
-    job: Job
+    job: TrainingJob
     config: Config
     step_s: float
     first_epoch_s: float
@@ -129,7 +129,7 @@ class Prediction:
         ]
 
 
-def memory_bytes(job: Job, slack: int = 1) -> list[float]:
+def memory_bytes(job: TrainingJob, slack: int = 1) -> list[float]:
     """Count the bytes of each stage: weights, gradients, Adam's state, and what it keeps of micro-batches in flight.
 
     Where blocks are recomputed a stage also has what one of them keeps, of the micro-batch whose backward runs.
@@ -144,7 +144,7 @@ def memory_bytes(job: Job, slack: int = 1) -> list[float]:
     ]
 
 
-def _residual_bytes(job: Job, config: Config) -> list[float]:
+def _residual_bytes(job: TrainingJob, config: Config) -> list[float]:
     """Count the bytes of each stage's error-feedback residuals: a worker's, and those of its share as an owner."""
     found = [0.0] * job.plan.num_stages
     if config.gradients.method != "double_squeeze":
@@ -157,7 +157,7 @@ def _residual_bytes(job: Job, config: Config) -> list[float]:
     return [kept + 4 * values * (1 + 1 / job.replicas) for kept, values in zip(found, _untied(job), strict=True)]
 
 
-def _untied(job: Job) -> list[int]:
+def _untied(job: TrainingJob) -> list[int]:
     """Count the values of each stage that no other stage holds."""
     left = list(job.plan.parameters)
     for group, values in zip(job.plan.tied, job.tied, strict=True):
@@ -166,7 +166,7 @@ def _untied(job: Job) -> list[int]:
     return left
 
 
-def packet_sizes(job: Job, config: Config) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+def packet_sizes(job: TrainingJob, config: Config) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Count the bytes of a micro-batch's packets on each link: forward, forward of new samples, and backward."""
     size = ([job.profile.tokens] * job.samples, job.profile.hidden, job.dtype)
     links = range(job.plan.num_stages - 1)
@@ -175,18 +175,20 @@ def packet_sizes(job: Job, config: Config) -> tuple[tuple[int, ...], tuple[int, 
     return forward, first_visit, tuple(gradient_bytes(config, k, *size) for k in links)
 
 
-def predict(job: Job, config: Config, network: Network, speeds: Speeds | None = None) -> Prediction:
+def predict(
+    job: TrainingJob, config: Config, network: LinkNetwork, speeds: MachineSpeeds | None = None
+) -> StepPrediction:
     """Play a step of this job under a configuration. ConfigError for what does not fit together.
 
     Where bits follow an error every packet counts with the most, so that a step takes at most as long.
     """
-    speeds = speeds or Speeds()
+    speeds = speeds or MachineSpeeds()
     values = job.samples * job.profile.tokens * job.profile.hidden
     links = job.plan.num_stages - 1
     forward, first, backward = packet_sizes(job, config)
     average = _averages(job, config, network, speeds)
     tied_s = tied_seconds(job, config, network, speeds)
-    step = Step(
+    step = StepSpec(
         stages=_costs(job, config, speeds, values, average),
         micro_batches=job.micro_batches,
         forward_bytes=forward,
@@ -211,7 +213,7 @@ def predict(job: Job, config: Config, network: Network, speeds: Speeds | None = 
     if (first, first_backward) != (forward, backward):
         whole = replace(step, forward_bytes=first, backward_bytes=first_backward)
         first_epoch_s = best_in_flight(whole, network, config.in_flight)[1].seconds
-    return Prediction(
+    return StepPrediction(
         job=job,
         config=config,
         step_s=max(played.seconds, store_s),
@@ -227,30 +229,32 @@ def predict(job: Job, config: Config, network: Network, speeds: Speeds | None = 
     )
 
 
-def _first_gradients(job: Job, config: Config) -> tuple[int, ...]:
+def _first_gradients(job: TrainingJob, config: Config) -> tuple[int, ...]:
     """Count the bytes of a micro-batch's gradients on each link, of samples that are new there."""
     size = ([job.profile.tokens] * job.samples, job.profile.hidden, job.dtype)
     return tuple(gradient_bytes(config, k, *size, first_visit=True) for k in range(job.plan.num_stages - 1))
 
 
-def best_in_flight(step: Step, network: Network, setting: str | int = "auto") -> tuple[int, Played]:
+def best_in_flight(step: StepSpec, network: LinkNetwork, setting: str | int = "auto") -> tuple[int, SimulatedStep]:
     """Find how far ahead the stages run, and the step with it: as long as each link having one more shortens it."""
     K, M = len(step.stages), step.micro_batches
     if K == 1:
-        return 1, play(step, network)
+        return 1, simulate_step(step, network)
     if isinstance(setting, int):
         slack = max(1, (setting - 1) // (K - 1))
-        return slack, play(replace(step, in_flight=numbers(slack, K, M)), network)
-    slack, best = 1, play(replace(step, in_flight=numbers(1, K, M)), network)
+        return slack, simulate_step(replace(step, in_flight=numbers(slack, K, M)), network)
+    slack, best = 1, simulate_step(replace(step, in_flight=numbers(1, K, M)), network)
     while numbers(slack, K, M)[0] < M:
-        more = play(replace(step, in_flight=numbers(slack + 1, K, M)), network)
+        more = simulate_step(replace(step, in_flight=numbers(slack + 1, K, M)), network)
         if more.seconds > _WORTH * best.seconds:
             break
         slack, best = slack + 1, more
     return slack, best
 
 
-def _costs(job: Job, config: Config, speeds: Speeds, values: int, average: list[float]) -> list[StageCosts]:
+def _costs(
+    job: TrainingJob, config: Config, speeds: MachineSpeeds, values: int, average: list[float]
+) -> list[StageCosts]:
     quantized = config.activations.method in config.activations.QUANTIZED
     encode_s = values / (speeds.encode_values_s if quantized else speeds.cast_values_s)
     decode_s = values / (speeds.decode_values_s if quantized else speeds.cast_values_s)
@@ -268,7 +272,7 @@ def _costs(job: Job, config: Config, speeds: Speeds, values: int, average: list[
     ]
 
 
-def _averages(job: Job, config: Config, network: Network, speeds: Speeds) -> list[float]:
+def _averages(job: TrainingJob, config: Config, network: LinkNetwork, speeds: MachineSpeeds) -> list[float]:
     """Seconds of averaging each stage's gradients over replicas, without tied weights' where these are compressed.
 
     With local steps it is their share of an outer step, in which tied weights are, too.
@@ -284,7 +288,7 @@ def _averages(job: Job, config: Config, network: Network, speeds: Speeds) -> lis
     ]
 
 
-def _gather_seconds(job: Job, d: int, network: Network) -> float:
+def _gather_seconds(job: TrainingJob, d: int, network: LinkNetwork) -> float:
     """Predict what replicas of half precision send each other of d weights, as each of them updates a part (ZeRO 1)."""
     n = job.replicas
     if n == 1 or job.dtype == torch.float32:
@@ -292,7 +296,7 @@ def _gather_seconds(job: Job, d: int, network: Network) -> float:
     return (n - 1) * (8 * d * job.dtype.itemsize / n / min(network.slowest, 1e15) + network.latency_s)
 
 
-def tied_seconds(job: Job, config: Config, network: Network, speeds: Speeds) -> float:
+def tied_seconds(job: TrainingJob, config: Config, network: LinkNetwork, speeds: MachineSpeeds) -> float:
     """Predict summing the gradients of tied weights over all that hold them.
 
     Uncompressed it is over one replica's stages, before DeepSpeed averages all gradients over replicas, and with local
@@ -308,7 +312,7 @@ def tied_seconds(job: Job, config: Config, network: Network, speeds: Speeds) -> 
     )
 
 
-def _with_what_shows(step: Step, local: LocalSteps, network: Network, in_flight: str | int) -> Step:
+def _with_what_shows(step: StepSpec, local: LocalSteps, network: LinkNetwork, in_flight: str | int) -> StepSpec:
     """Leave of each stage's averaging what its fragments do not hide: they travel while the links are idle."""
     free = replace(step, stages=[replace(costs, reduce_s=0.0) for costs in step.stages])
     step_s = best_in_flight(free, network, in_flight)[1].seconds
@@ -322,7 +326,7 @@ def _with_what_shows(step: Step, local: LocalSteps, network: Network, in_flight:
 
 
 def average_seconds(
-    config: Config, d: int, n: int, network: Network, speeds: Speeds, dtype: torch.dtype = torch.float32
+    config: Config, d: int, n: int, network: LinkNetwork, speeds: MachineSpeeds, dtype: torch.dtype = torch.float32
 ) -> float:
     """Predict averaging d values over n ranks, as `pipecomp.allreduce.predict` plays it; 0 for one rank.
 
@@ -342,13 +346,13 @@ def average_seconds(
     return float(found.total_s)
 
 
-def _together(job: Job, network: Network) -> float:
+def _together(job: TrainingJob, network: LinkNetwork) -> float:
     """Count the seconds of summing the global norm in a ring over the stages and of telling all the loss."""
     hops = 2 * (job.plan.num_stages - 1) + 1 if job.plan.num_stages > 1 else 0
     return hops * network.latency_s
 
 
-def as_row(prediction: Prediction) -> dict[str, Any]:
+def as_row(prediction: StepPrediction) -> dict[str, Any]:
     """Give it for JSON and tables."""
     p, a = prediction, prediction.config.activations
     quantized = a.method in a.QUANTIZED

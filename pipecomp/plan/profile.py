@@ -30,7 +30,7 @@ BACKWARD = 2.0  # backward operations for each forward one: the gradients of inp
 
 @serializable
 @dataclass(frozen=True, kw_only=True)
-class Cost:
+class PartCost:
     """Of one part of the model on one sample.
 
     flops: of its forward (a multiply-add is two). kept_bytes: what the forward keeps for the backward. forward_s,
@@ -42,13 +42,13 @@ class Cost:
     forward_s: float | None = None
     backward_s: float | None = None
 
-    def __sub__(self, other: Cost) -> Cost:
+    def __sub__(self, other: PartCost) -> PartCost:
         """Tell what one part has more than another; never less than nothing."""
 
         def less(a: float | None, b: float | None) -> float | None:
             return None if a is None or b is None else max(0.0, a - b)
 
-        return Cost(
+        return PartCost(
             flops=max(0.0, self.flops - other.flops),
             kept_bytes=max(0.0, self.kept_bytes - other.kept_bytes),
             forward_s=less(self.forward_s, other.forward_s),
@@ -68,9 +68,9 @@ class Profile:
 
     hidden: int
     tokens: int
-    blocks: tuple[Cost, ...]
-    first: Cost
-    last: Cost
+    blocks: tuple[PartCost, ...]
+    first: PartCost
+    last: PartCost
     call_s: tuple[float, float] = (0.0, 0.0)
     measured: str = ""
     again_bytes: float = 0.0
@@ -83,8 +83,8 @@ class Profile:
     def from_dict(cls, values: Any) -> Profile:
         """Read what `as_dict` gave. ConfigError if it is anything else."""
         try:
-            parts = {name: Cost(**values[name]) for name in ("first", "last")}
-            blocks = tuple(Cost(**block) for block in values["blocks"])
+            parts = {name: PartCost(**values[name]) for name in ("first", "last")}
+            blocks = tuple(PartCost(**block) for block in values["blocks"])
             return cls(**{**values, **parts, "blocks": blocks, "call_s": tuple(values["call_s"])})
         except (KeyError, TypeError) as error:
             raise ConfigError("profile", str(error), "the profile that pipecomp plan --measure --json wrote") from error
@@ -93,7 +93,7 @@ class Profile:
         """Give it seconds from a speed."""
         require(flops_per_s > 0, "speed", flops_per_s, "a number above 0")
 
-        def timed(cost: Cost) -> Cost:
+        def timed(cost: PartCost) -> PartCost:
             forward_s = cost.flops / flops_per_s
             return replace(cost, forward_s=forward_s, backward_s=BACKWARD * forward_s)
 
@@ -139,11 +139,11 @@ class Profile:
         ]
 
 
-def _ends(profile: Profile, stage: int, stages: int) -> list[Cost]:
+def _ends(profile: Profile, stage: int, stages: int) -> list[PartCost]:
     return [part for at, part in ((0, profile.first), (stages - 1, profile.last)) if at == stage]
 
 
-def seconds(cost: Cost) -> float:
+def seconds(cost: PartCost) -> float:
     """Add forward and backward."""
     if cost.forward_s is None or cost.backward_s is None:
         raise ConfigError("profile", None, "seconds for every part: measure, or give a speed")
@@ -163,7 +163,7 @@ def cut_apart(model: Any) -> tuple[SplitPlan, list[int]]:
     return plan_model(model, cuts=list(range(blocks))), sorted({0, middle, blocks - 1})
 
 
-def assemble(found: Mapping[int, Cost], plan: SplitPlan, *, hidden: int, tokens: int, **more: Any) -> Profile:
+def assemble(found: Mapping[int, PartCost], plan: SplitPlan, *, hidden: int, tokens: int, **more: Any) -> Profile:
     """Make a profile from the costs of the stages that `cut_apart` names."""
     blocks = plan.blocks
     block = found[1 if blocks > 2 else 0]
@@ -211,13 +211,13 @@ def count(model: Any, tokens: int, dtype: torch.dtype = torch.float32) -> Profil
     return assemble(found, plan, hidden=int(whole.config.hidden_size), tokens=tokens)
 
 
-def _count_stage(stage: Stage, tokens: int, dtype: torch.dtype) -> Cost:
+def _count_stage(stage: Stage, tokens: int, dtype: torch.dtype) -> PartCost:
     kept = KeptBytes(stage.parameters())
     with FlopCounterMode(display=False) as operations, kept.counting():
         logits = stage(example(stage, 1, tokens, dtype, "meta"))
         if stage.is_last and architecture_of(stage.config).heads[stage.plan.model_class].per_token:
             default_loss(stage.config)(logits.float(), torch.zeros((1, tokens), dtype=torch.int64, device="meta"))
-    return Cost(flops=float(operations.get_total_flops()), kept_bytes=float(kept.bytes))
+    return PartCost(flops=float(operations.get_total_flops()), kept_bytes=float(kept.bytes))
 
 
 def example(stage: Stage, samples: int, tokens: int, dtype: torch.dtype, device: Any) -> dict[str, Any]:

@@ -12,17 +12,17 @@ from rich.table import Table
 
 from pipecomp.config.activations import FEWEST, Bits, ConstantError, bits_text, each_link
 from pipecomp.plan.options import DTYPES
-from pipecomp.plan.prediction import Job, Prediction, memory_bytes, packet_sizes
+from pipecomp.plan.prediction import StepPrediction, TrainingJob, memory_bytes, packet_sizes
 from pipecomp.plan.search import (
     FEWEST_AVERAGES,
     TIED,
-    Choice,
+    PlanChoice,
     aqsgd_sections,
     choose_local_steps,
     keeping_error,
     methods,
 )
-from pipecomp.plan.simulation import Network
+from pipecomp.plan.simulation import LinkNetwork
 from pipecomp.schedule.in_flight import numbers
 from pipecomp.utils.tables import table
 from pipecomp.utils.units import format_rate, format_time
@@ -30,7 +30,7 @@ from pipecomp.utils.units import format_rate, format_time
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def stage_table(title: str, job: Job, more: Mapping[str, Sequence[str]]) -> Table:
+def stage_table(title: str, job: TrainingJob, more: Mapping[str, Sequence[str]]) -> Table:
     """Tabulate the stages: blocks, parameters, and columns of further cells by heading."""
     rows = (
         (str(k), f"{lo}–{hi - 1}", f"{job.plan.parameters[k] / 1e6:.1f}", *(cells[k] for cells in more.values()))
@@ -39,7 +39,7 @@ def stage_table(title: str, job: Job, more: Mapping[str, Sequence[str]]) -> Tabl
     return table(("stage", "blocks", "M parameters", *more), rows, title=title)
 
 
-def predicted_stages(p: Prediction) -> Table:
+def predicted_stages(p: StepPrediction) -> Table:
     """Tabulate what each stage holds and does."""
     forward, backward = zip(*p.job.stage_seconds(), strict=True)
     more = {
@@ -50,7 +50,7 @@ def predicted_stages(p: Prediction) -> Table:
     return stage_table(f"Stages ({p.job.profile.measured})", p.job, more)
 
 
-def link_table(network: Network, p: Prediction, plain: Prediction) -> Table:
+def link_table(network: LinkNetwork, p: StepPrediction, plain: StepPrediction) -> Table:
     """Tabulate each link's rates and what a micro-batch sends over it."""
     sizes = (plain.forward_bytes, p.first_visit_bytes, p.forward_bytes, p.backward_bytes)
     rows = (
@@ -69,7 +69,7 @@ def link_table(network: Network, p: Prediction, plain: Prediction) -> Table:
     return table(headings, rows, title=title)
 
 
-def method_table(rows: Sequence[tuple[str, Sequence[Prediction]]], names: Sequence[str]) -> Table:
+def method_table(rows: Sequence[tuple[str, Sequence[StepPrediction]]], names: Sequence[str]) -> Table:
     """Tabulate seconds of a step, and of one while all samples are new, by method and network (`names`)."""
     cells = ((method, *map(_seconds, predictions)) for method, predictions in rows)
     gradients = rows[0][1][0].config.gradients.method
@@ -78,13 +78,13 @@ def method_table(rows: Sequence[tuple[str, Sequence[Prediction]]], names: Sequen
     return table(("method", *names), cells, left=("method",), title=title)
 
 
-def _seconds(p: Prediction) -> str:
+def _seconds(p: StepPrediction) -> str:
     text = f"{p.step_s:.3g}"
     return text if abs(p.first_epoch_s - p.step_s) < 0.005 * p.step_s else f"{text} ({p.first_epoch_s:.3g})"
 
 
 def advice(
-    choice: Choice,
+    choice: PlanChoice,
     averages: Sequence[tuple[str, float]],
     tied: Sequence[tuple[str, float]] = (),
     untouched_s: float | None = None,
@@ -148,7 +148,7 @@ def advice(
     return said
 
 
-def _compression(choice: Choice) -> str:
+def _compression(choice: PlanChoice) -> str:
     """Say what activations and gradients are sent with."""
     bits = f"{bits_text(choice.forward_bits)} bits forward and {bits_text(choice.backward_bits)} back"
     if (clusters := _clusters(choice)) is not None:
@@ -162,7 +162,7 @@ def _compression(choice: Choice) -> str:
     return f"AQ-SGD with changes {ways} and at most {bits} (fewer in packets that keep errors of {errors} with them)"
 
 
-def tied_names(job: Job) -> str:
+def tied_names(job: TrainingJob) -> str:
     """Say which weights several stages hold, which stages those are, and how large the weights."""
     groups = zip(job.plan.tied, job.tied, strict=True)
     return ", ".join(
@@ -174,7 +174,7 @@ def tied_names(job: Job) -> str:
 _UNTIED = '--no-tie ("tie": false in the configuration) it is nothing, but then each stage trains a copy of its own.'
 
 
-def _of_compressed(p: Prediction, untouched_s: float) -> str:
+def _of_compressed(p: StepPrediction, untouched_s: float) -> str:
     """Say what `search.TIED` is taken for."""
     return (
         f"Take gradients.method {TIED.method} with {TIED.bits} bits for gradients of tied weights, which stages add "
@@ -184,7 +184,7 @@ def _of_compressed(p: Prediction, untouched_s: float) -> str:
     )
 
 
-def _of_tied(p: Prediction, other: tuple[str, float]) -> str:
+def _of_tied(p: StepPrediction, other: tuple[str, float]) -> str:
     """Say what tied weights take of a step, and what shortens that."""
     method, seconds = other
     used = p.config.gradients.method
@@ -198,15 +198,15 @@ def _of_tied(p: Prediction, other: tuple[str, float]) -> str:
     return f"{told}With gradients.method {method} (--gradients {method}) it is {seconds:.3g} s; with {_UNTIED}"
 
 
-def _clusters(choice: Choice) -> int | None:
+def _clusters(choice: PlanChoice) -> int | None:
     return choice.prediction.config.store.clusters
 
 
-def _changes_back(choice: Choice) -> bool:
+def _changes_back(choice: PlanChoice) -> bool:
     return choice.prediction.config.activations.backward_method == "delta"
 
 
-def _taken(choice: Choice) -> tuple[Bits, Bits]:
+def _taken(choice: PlanChoice) -> tuple[Bits, Bits]:
     """Let packets have at most the bits of a choice, forward and back; from cluster centers, just these."""
     if _clusters(choice) is not None:
         return choice.forward_bits, choice.backward_bits
@@ -216,7 +216,7 @@ def _taken(choice: Choice) -> tuple[Bits, Bits]:
     )
 
 
-def configuration(choice: Choice) -> dict[str, Any]:
+def configuration(choice: PlanChoice) -> dict[str, Any]:
     """Make what to write into DeepSpeed's configuration."""
     job = choice.prediction.job
     section: dict[str, Any] = {}
@@ -249,7 +249,7 @@ def precision(dtype: str) -> dict[str, Any]:
     return {dtype: {"enabled": True}, "zero_optimization": {"stage": 1}, **sums}
 
 
-def configuration_text(found: dict[str, Any], prediction: Prediction) -> str:
+def configuration_text(found: dict[str, Any], prediction: StepPrediction) -> str:
     """Write that for people."""
     call = f"pipecomp.initialize(..., cuts={list(prediction.job.plan.cuts)})"
     return f"{call}, with\n{json.dumps(found, indent=2)}"
@@ -260,7 +260,7 @@ def configuration_text(found: dict[str, Any], prediction: Prediction) -> str:
 LEFT_OUT = "For step times, bits and a configuration give --speed (or --profile, or --measure) and --bandwidth."
 
 
-def show_sizes(job: Job, console: Console) -> None:
+def show_sizes(job: TrainingJob, console: Console) -> None:
     """Print sizes as tables."""
     memory = [f"{size / 1e9:.2f}" for size in memory_bytes(job)]
     console.print(stage_table("Stages", job, {"in flight": list(map(str, _in_flight(job))), "memory GB": memory}))
@@ -282,7 +282,7 @@ def show_sizes(job: Job, console: Console) -> None:
     console.print(LEFT_OUT, highlight=False)
 
 
-def sizes_as_json(job: Job) -> dict[str, Any]:
+def sizes_as_json(job: TrainingJob) -> dict[str, Any]:
     """Give all of it for programs; names and units are those of a full plan."""
     keys = ("forward_bytes", "first_visit_bytes", "backward_bytes")
     return {
@@ -298,11 +298,11 @@ def sizes_as_json(job: Job) -> dict[str, Any]:
     }
 
 
-def _in_flight(job: Job) -> tuple[int, ...]:
+def _in_flight(job: TrainingJob) -> tuple[int, ...]:
     """Micro-batches of each stage, as few as keep all stages at work (1F1B); slow links take more."""
     return numbers(1, job.plan.num_stages, job.micro_batches)
 
 
-def _packets(job: Job) -> list[tuple[str, tuple[tuple[int, ...], ...]]]:
+def _packets(job: TrainingJob) -> list[tuple[str, tuple[tuple[int, ...], ...]]]:
     """Name and `packet_sizes` of each method that is compared."""
     return [(name, packet_sizes(job, config)) for name, config in methods(job.plan.num_stages, job.plan.tie)]

@@ -17,8 +17,8 @@ from pipecomp.config.activations import FEWEST, Bits, ConstantError, bits_of_lin
 from pipecomp.errors import require
 from pipecomp.gradient_config import Gradients
 from pipecomp.plan.packet_sizes import with_bits
-from pipecomp.plan.prediction import Job, Prediction, Speeds, average_seconds, predict, tied_seconds
-from pipecomp.plan.simulation import Network
+from pipecomp.plan.prediction import MachineSpeeds, StepPrediction, TrainingJob, average_seconds, predict, tied_seconds
+from pipecomp.plan.simulation import LinkNetwork
 
 PAIRS = ((8, 8), (7, 8), (6, 8), (5, 8), (4, 8), (3, 6), (2, 4))
 """Forward and backward bits, the gentlest first; the last three are the paper's. Fewer are for people to choose."""
@@ -78,7 +78,7 @@ def methods(stages: int, tie: bool, *, one_pass: bool = False, changes_back: boo
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class PlanChoice:
     """Bits that are chosen. forward_bits, backward_bits: one number or one for each link.
 
     prediction: with them. plain: without compression. fits: whether fewer bits would not make a step faster. fewest:
@@ -87,8 +87,8 @@ class Choice:
 
     forward_bits: Bits
     backward_bits: Bits
-    prediction: Prediction
-    plain: Prediction
+    prediction: StepPrediction
+    plain: StepPrediction
     fits: bool
     fewest: int = FEWEST["forward_bits"]
 
@@ -98,14 +98,14 @@ class Choice:
         return self.plain.step_s > PAYS * self.prediction.step_s
 
     @property
-    def taken(self) -> Prediction:
+    def taken(self) -> StepPrediction:
         """The prediction of what is recommended."""
         return self.prediction if self.pays else self.plain
 
 
 def choose_bits(
     predicted: Callable[[Bits, Bits], float],
-    network: Network,
+    network: LinkNetwork,
     forward: Bits = "auto",
     backward: Bits = "auto",
     fewest: int = FEWEST["forward_bits"],
@@ -161,7 +161,7 @@ def choose_bits(
     return *_by_way(chosen), place != last
 
 
-def _fast(network: Network) -> list[tuple[int, tuple[bool, bool]]]:
+def _fast(network: LinkNetwork) -> list[tuple[int, tuple[bool, bool]]]:
     """Links that have much more than the slowest line's rate, and which ways."""
     lines = zip(network.forward, network.backward, strict=True)
     rates = [(out.bits_per_s, back.bits_per_s) for out, back in lines]
@@ -211,14 +211,18 @@ def keeping_error(key: str, most: Bits, fewest: int = FEWEST["forward_bits"]) ->
 
 
 def choose(
-    job: Job, config: Config, network: Network, speeds: Speeds | None = None, fewest: int = FEWEST["forward_bits"]
-) -> Choice:
+    job: TrainingJob,
+    config: Config,
+    network: LinkNetwork,
+    speeds: MachineSpeeds | None = None,
+    fewest: int = FEWEST["forward_bits"],
+) -> PlanChoice:
     """Choose the bits for a configuration whose method quantizes, "auto" or not. fewest: as of `choose_bits`.
 
     Where the disk of the message store is the limit, gradients are sent themselves, which halves what it stores.
     """
     a = config.activations
-    seen: dict[tuple[Bits, Bits], Prediction] = {}
+    seen: dict[tuple[Bits, Bits], StepPrediction] = {}
 
     def predicted(f: Bits, b: Bits) -> float:
         if (f, b) not in seen:
@@ -227,7 +231,7 @@ def choose(
 
     f, b, fits = choose_bits(predicted, network, a.forward_bits, a.backward_bits, fewest)
     plain = predict(job, Config(gradients=config.gradients, in_flight=config.in_flight), network, speeds)
-    found = Choice(forward_bits=f, backward_bits=b, prediction=seen[f, b], plain=plain, fits=fits, fewest=fewest)
+    found = PlanChoice(forward_bits=f, backward_bits=b, prediction=seen[f, b], plain=plain, fits=fits, fewest=fewest)
     if a.backward_method == "direct" or found.prediction.store_s < found.prediction.step_s:
         return found
     made = replace(config, activations=replace(a, backward_method="direct"))
@@ -236,8 +240,8 @@ def choose(
 
 
 def choose_with_tied(
-    job: Job, config: Config, network: Network, speeds: Speeds, fewest: int = FEWEST["forward_bits"]
-) -> Choice:
+    job: TrainingJob, config: Config, network: LinkNetwork, speeds: MachineSpeeds, fewest: int = FEWEST["forward_bits"]
+) -> PlanChoice:
     """Choose bits as `choose` does, and TIED for the gradients of tied weights if these take much of a step."""
     found = choose(job, config, network, speeds, fewest)
     if found.taken.tied_s <= SHARE * found.taken.step_s:
@@ -247,7 +251,7 @@ def choose_with_tied(
 
 
 def choose_average(
-    config: Config, d: int, n: int, network: Network, speeds: Speeds, dtype: torch.dtype = torch.float32
+    config: Config, d: int, n: int, network: LinkNetwork, speeds: MachineSpeeds, dtype: torch.dtype = torch.float32
 ) -> list[tuple[str, float]]:
     """Methods for data parallelism with the seconds of averaging d values over n ranks; the recommended one first."""
     options = [
@@ -260,7 +264,7 @@ def choose_average(
     return [chosen, *[option for option in options if option is not chosen]]
 
 
-def choose_tied(p: Prediction, network: Network, speeds: Speeds) -> list[tuple[str, float]]:
+def choose_tied(p: StepPrediction, network: LinkNetwork, speeds: MachineSpeeds) -> list[tuple[str, float]]:
     """Methods for tied weights with the seconds of summing them in a step, the fastest first; none if that is little.
 
     What a prediction's configuration has is not among them.
@@ -311,7 +315,7 @@ def shares(batch: int, replicas: int, micro_batch: int | None) -> list[tuple[int
     return found
 
 
-def gentlest(found: Sequence[Any], seconds: Callable[[Any], float]) -> Any:
+def first_near_fastest(found: Sequence[Any], seconds: Callable[[Any], float]) -> Any:
     """Choose the first that takes hardly longer than the fastest."""
     least = min(map(seconds, found))
     return next(one for one in found if seconds(one) <= ALMOST * least)

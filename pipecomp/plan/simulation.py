@@ -33,7 +33,7 @@ ACKNOWLEDGED = 1 - FRAME_HEADERS / (FRAME + FRAME_HEADERS)
 
 @serializable
 @dataclass(frozen=True, kw_only=True)
-class Line:
+class Channel:
     """One direction. bits_per_s: of content, headers not counted; `math.inf` for no limit. latency_s: one way."""
 
     bits_per_s: float = math.inf
@@ -50,7 +50,7 @@ class Line:
 
 @serializable
 @dataclass(frozen=True, kw_only=True)
-class Network:
+class LinkNetwork:
     """All links. forward, backward: link k's lines to stage k + 1 and back.
 
     shared: whether what a stage sends to both its neighbours passes one line, and what it receives from both another
@@ -58,10 +58,10 @@ class Network:
     stages' links are known. It is all there is with one stage.
     """
 
-    forward: tuple[Line, ...]
-    backward: tuple[Line, ...]
+    forward: tuple[Channel, ...]
+    backward: tuple[Channel, ...]
     shared: bool = True
-    between: Line | None = None
+    between: Channel | None = None
 
     def __post_init__(self) -> None:
         require(
@@ -72,7 +72,7 @@ class Network:
         )
 
     @property
-    def lines(self) -> tuple[Line, ...]:
+    def lines(self) -> tuple[Channel, ...]:
         """All of them, the replicas' too."""
         return (*self.forward, *self.backward, *(() if self.between is None else (self.between,)))
 
@@ -87,30 +87,32 @@ class Network:
         return min((line.bits_per_s for line in self.lines), default=math.inf)
 
 
-def uniform(stages: int, bits_per_s: float, latency_s: float = 0.0, *, shared: bool = True) -> Network:
+def uniform(stages: int, bits_per_s: float, latency_s: float = 0.0, *, shared: bool = True) -> LinkNetwork:
     """Links that are all alike, in both directions, and between replicas. bits_per_s: of content."""
-    line = Line(bits_per_s=bits_per_s, latency_s=latency_s)
+    line = Channel(bits_per_s=bits_per_s, latency_s=latency_s)
     lines = (line,) * (stages - 1)
-    return Network(forward=lines, backward=lines, shared=shared, between=line)
+    return LinkNetwork(forward=lines, backward=lines, shared=shared, between=line)
 
 
-def chain(stages: int, bits_per_s: Sequence[float], latency_s: float = 0.0) -> Network:
+def chain(stages: int, bits_per_s: Sequence[float], latency_s: float = 0.0) -> LinkNetwork:
     """Links with a rate each, or one for all; ConfigError for another number of them. Replicas have the slowest's."""
     if len(bits_per_s) == 1:
         return uniform(stages, bits_per_s[0], latency_s)
     require(
         len(bits_per_s) == stages - 1, "bandwidth", list(bits_per_s), f"one rate, or {stages - 1} for {stages} stages"
     )
-    lines = tuple(Line(bits_per_s=rate, latency_s=latency_s) for rate in bits_per_s)
-    return Network(forward=lines, backward=lines, between=min(lines, key=lambda line: line.bits_per_s))
+    lines = tuple(Channel(bits_per_s=rate, latency_s=latency_s) for rate in bits_per_s)
+    return LinkNetwork(forward=lines, backward=lines, between=min(lines, key=lambda line: line.bits_per_s))
 
 
-def between_replicas(network: Network) -> Network:
+def between_replicas(network: LinkNetwork) -> LinkNetwork:
     """Make the network of a single stage whose replicas these links connect, one with the next."""
-    return Network(forward=(), backward=(), between=Line(bits_per_s=network.slowest, latency_s=network.latency_s))
+    return LinkNetwork(
+        forward=(), backward=(), between=Channel(bits_per_s=network.slowest, latency_s=network.latency_s)
+    )
 
 
-def rates(network: Network, active: Sequence[tuple[str, int]]) -> list[float]:
+def rates(network: LinkNetwork, active: Sequence[tuple[str, int]]) -> list[float]:
     """Bits per second that each of the `active` directions ("forward" or "backward", link) gets at once.
 
     Where lines are shared, as TCP connections share them about: everyone gets as much as anyone else, except those
@@ -171,7 +173,7 @@ class StageCosts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class StepSpec:
     """What is played. forward_bytes, backward_bytes: of one micro-batch's packet on each link, headers included.
 
     in_flight: forwards that each stage runs ahead of their backwards; None is 1F1B's number. together_s: seconds in
@@ -209,7 +211,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class SimulatedEvent:
     """What a stage did ("wait" included), or a link ("forward packet", "backward packet"; place: the link)."""
 
     place: int
@@ -220,15 +222,15 @@ class Event:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Played:
+class SimulatedStep:
     """seconds: of the whole step. waits: by stage, for packets. events: all that happened, in the order it ended."""
 
     seconds: float
     waits: tuple[float, ...]
-    events: tuple[Event, ...] = field(repr=False)
+    events: tuple[SimulatedEvent, ...] = field(repr=False)
 
 
-def play(step: Step, network: Network) -> Played:
+def simulate_step(step: StepSpec, network: LinkNetwork) -> SimulatedStep:
     """Play one step over the network, which has a link between each two neighbours. ConfigError if it has not."""
     require(
         len(network.forward) == len(step.stages) - 1, "network", len(network.forward), f"{len(step.stages) - 1} links"
@@ -237,7 +239,7 @@ def play(step: Step, network: Network) -> Played:
 
 
 class _Player:
-    def __init__(self, step: Step, network: Network) -> None:
+    def __init__(self, step: StepSpec, network: LinkNetwork) -> None:
         K = len(step.stages)
         self._step, self._network = step, network
         self._now = 0.0
@@ -249,9 +251,9 @@ class _Player:
         self._sending: dict[tuple[str, int], deque[_Packet]] = {}  # way, link: the first one is on the line
         self._bytes_per_s: list[float] = []  # of those, in their order
         self._ends, self._waits = [0.0] * K, [0.0] * K
-        self._events: list[Event] = []
+        self._events: list[SimulatedEvent] = []
 
-    def run(self) -> Played:
+    def run(self) -> SimulatedStep:
         for k in range(len(self._stages)):
             self._go_on(k)
         while self._queue or self._sending:
@@ -270,7 +272,7 @@ class _Player:
         stages = self._step.stages
         last = max(end + costs.reduce_s for end, costs in zip(self._ends, stages, strict=True))
         seconds = last + self._step.together_s + max(costs.update_s for costs in stages)
-        return Played(seconds=seconds, waits=tuple(self._waits), events=tuple(self._events))
+        return SimulatedStep(seconds=seconds, waits=tuple(self._waits), events=tuple(self._events))
 
     def _later(self, seconds: float, action: Callable[[], None]) -> None:
         heapq.heappush(self._queue, (self._now + seconds, next(self._numbers), action))
@@ -293,11 +295,11 @@ class _Player:
                 while (_RECEIVES[what], k, m) not in self._arrived:
                     yield None
                 if self._now > began:
-                    self._events.append(Event(k, "wait", m, began, self._now))
+                    self._events.append(SimulatedEvent(k, "wait", m, began, self._now))
                     self._waits[k] += self._now - began
                 began = self._now
             yield seconds[what]
-            self._events.append(Event(k, what, m, began, self._now))
+            self._events.append(SimulatedEvent(k, what, m, began, self._now))
             if what in _SENDS:
                 self._post(*_SENDS[what], k, m)
         self._ends[k] = self._now
@@ -343,7 +345,7 @@ class _Player:
         self._later(lines[link].latency_s, lambda: self._arrive(way, link, target, packet))
 
     def _arrive(self, way: str, link: int, target: int, packet: _Packet) -> None:
-        self._events.append(Event(link, f"{way} packet", packet.micro_batch, packet.since, self._now))
+        self._events.append(SimulatedEvent(link, f"{way} packet", packet.micro_batch, packet.since, self._now))
         self._arrived.add((way, target, packet.micro_batch))
         if self._sleeping[target]:
             self._go_on(target)

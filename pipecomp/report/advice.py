@@ -16,7 +16,7 @@ from pipecomp.errors import PipecompError
 from pipecomp.plan.packet_sizes import activation_bytes, gradient_bytes, with_bits
 from pipecomp.plan.prediction import best_in_flight
 from pipecomp.plan.search import ALMOST, PAYS, choose_bits
-from pipecomp.plan.simulation import Network, play
+from pipecomp.plan.simulation import LinkNetwork, simulate_step
 from pipecomp.report.read import Run
 from pipecomp.report.simulated import Simulated
 
@@ -59,7 +59,7 @@ def changes(run: Run, now: Simulated) -> list[Change]:
     packets = _Packets.of(run, now)
     found = [*_bits(packets, now), *_others(run, packets, now)]
     if now.limited:
-        seconds, why = play(now.step, _faster(now.network)).seconds, "what a faster line is worth"
+        seconds, why = simulate_step(now.step, _faster(now.network)).seconds, "what a faster line is worth"
         found.append(_change(now, "links of twice the rate", seconds, why, setting=False))
     return sorted(found, key=lambda change: (not change.pays, change.costs_nothing, change.assumes, -change.gain))
 
@@ -140,7 +140,7 @@ def _others(run: Run, packets: _Packets | None, now: Simulated) -> Iterator[Chan
         why = (
             f"stage {slowest} computes {max(spent) * K / sum(spent):.2g} times as long as the mean; see `pipecomp plan`"
         )
-        yield _change(now, "other cuts", play(replace(step, stages=even), now.network).seconds, why)
+        yield _change(now, "other cuts", simulate_step(replace(step, stages=even), now.network).seconds, why)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +180,7 @@ class _Packets:
             forward_bytes=[size * factor for size, factor in zip(step.forward_bytes, forward, strict=True)],
             backward_bytes=[size * factor for size, factor in zip(step.backward_bytes, backward, strict=True)],
         )
-        return play(scaled, self.now.network).seconds
+        return simulate_step(scaled, self.now.network).seconds
 
     def _forward(self, config: Config, link: int) -> float:
         """Bytes of a packet, with the run's share of samples that are new, and its bits where they follow an error."""
@@ -197,7 +197,7 @@ class _Packets:
         return gradient_bytes(config, link, self.counts[link], self.hidden, self.dtype, mean_bits=mean_bits)
 
 
-def _faster(network: Network) -> Network:
+def _faster(network: LinkNetwork) -> LinkNetwork:
     def twice(lines: Sequence[Any]) -> tuple[Any, ...]:
         return tuple(replace(line, bits_per_s=min(math.inf, 2 * line.bits_per_s)) for line in lines)
 

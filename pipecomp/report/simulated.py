@@ -8,7 +8,16 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import Any
 
-from pipecomp.plan.simulation import Line, Network, StageCosts, Step, measured_costs, measured_end, play, uniform
+from pipecomp.plan.simulation import (
+    Channel,
+    LinkNetwork,
+    StageCosts,
+    StepSpec,
+    measured_costs,
+    measured_end,
+    simulate_step,
+    uniform,
+)
 from pipecomp.report.read import Run, number
 from pipecomp.stats import counted_since
 
@@ -33,8 +42,8 @@ class Simulated:
         mean_bits: Of a quantized value on each link, forward and back; None where there is none.
     """
 
-    step: Step
-    network: Network
+    step: StepSpec
+    network: LinkNetwork
     known: bool
     measured_s: float
     seconds: float
@@ -45,7 +54,7 @@ class Simulated:
     @property
     def limited(self) -> bool:
         """Whether links that cost no time would make a step faster, by enough to matter."""
-        return self.seconds > _LIMITS * play(self.step, uniform(len(self.step.stages), math.inf)).seconds
+        return self.seconds > _LIMITS * simulate_step(self.step, uniform(len(self.step.stages), math.inf)).seconds
 
 
 def simulate(run: Run) -> Simulated | str:
@@ -78,7 +87,7 @@ def simulate(run: Run) -> Simulated | str:
         return "nothing crossed its links"
     # An epoch's last step may have fewer than the configuration says: it is the mean step that is played.
     micro_batches = max(1, round(links[0]["messages"] / (later[0]["steps"] * len(ranks[0]))))
-    step = Step(
+    step = StepSpec(
         stages=[_slowest([measured_costs(r, micro_batches) for r in found]) for found in ranks],
         micro_batches=micro_batches,
         forward_bytes=[link["forward"] for link in links],
@@ -93,7 +102,7 @@ def simulate(run: Run) -> Simulated | str:
         network=network,
         known=known is not None,
         measured_s=measured_s,
-        seconds=play(step, network).seconds,
+        seconds=simulate_step(step, network).seconds,
         raw_bytes=[link["raw"] for link in links],
         new_share=[link["new"] for link in links],
         mean_bits=[(link.get("forward_bits"), link.get("backward_bits")) for link in links],
@@ -136,33 +145,33 @@ def _rest(rank: Mapping[str, Any], measured_s: float) -> float:
     return max(0.0, measured_s - sum(rank["seconds"].values()) / rank["steps"])
 
 
-def _network(found: Any, stages: int) -> Network | None:
+def _network(found: Any, stages: int) -> LinkNetwork | None:
     """The links that a network lab told of."""
     if not isinstance(found, Mapping):
         return None
     try:
         lines = {
             way: tuple(
-                Line(bits_per_s=number(line["bits_per_s"]) or math.inf, latency_s=float(line["latency_s"]))
+                Channel(bits_per_s=number(line["bits_per_s"]) or math.inf, latency_s=float(line["latency_s"]))
                 for line in found[way]
             )
             for way in ("forward", "backward")
         }
-        made = Network(forward=lines["forward"], backward=lines["backward"], shared=bool(found["shared"]))
+        made = LinkNetwork(forward=lines["forward"], backward=lines["backward"], shared=bool(found["shared"]))
     except (KeyError, TypeError, ValueError):
         return None
     return made if len(made.forward) == stages - 1 else None
 
 
-def _fit(step: Step, measured_s: float) -> Network:
+def _fit(step: StepSpec, measured_s: float) -> LinkNetwork:
     """Links of one rate, with which the step takes so long; without limits if they cost no time."""
     K = len(step.stages)
-    if play(step, uniform(K, math.inf)).seconds * _LIMITS >= measured_s:
+    if simulate_step(step, uniform(K, math.inf)).seconds * _LIMITS >= measured_s:
         return uniform(K, math.inf)
     low, high = math.log(_SLOWEST), math.log(_FASTEST)
     for _ in range(60):
         middle = (low + high) / 2
-        seconds = play(step, uniform(K, math.exp(middle))).seconds
+        seconds = simulate_step(step, uniform(K, math.exp(middle))).seconds
         if abs(seconds - measured_s) <= _FITTED * measured_s:
             break
         low, high = (middle, high) if seconds > measured_s else (low, middle)

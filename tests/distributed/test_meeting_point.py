@@ -15,7 +15,7 @@ from pipecomp.distributed import rendezvous
 from pipecomp.distributed.launch_env import Launch
 from pipecomp.distributed.placement import free_port
 from pipecomp.distributed.rendezvous import check_meeting_point
-from pipecomp.doctor.ranks import Meeting, MeetingError
+from pipecomp.doctor.ranks import RankSession, RendezvousError
 from pipecomp.errors import ConfigError, LinkError, LinkTimeoutError
 
 
@@ -69,8 +69,8 @@ def test_the_doctor_says_so_too(monkeypatch: pytest.MonkeyPatch) -> None:
     with served(lambda connection: connection.close()) as port:
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", str(port))
-        with pytest.raises(MeetingError, match=f"at 127.0.0.1 port {port} is not rank 0 of this run"):
-            Meeting(Launch(rank=1, world=2), {}, limit_s=1.0)
+        with pytest.raises(RendezvousError, match=f"at 127.0.0.1 port {port} is not rank 0 of this run"):
+            RankSession(Launch(rank=1, world=2), {}, limit_s=1.0)
 
 
 def test_nothing_that_listens_yet_is_no_error() -> None:

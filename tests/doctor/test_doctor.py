@@ -26,8 +26,8 @@ from pipecomp.distributed.launch_env import Launch, read_launch
 from pipecomp.distributed.placement import is_loopback
 from pipecomp.doctor import examination, examine, machine, measure, packages, ranks, storage
 from pipecomp.doctor.finding import OK, PROBLEM, WARNING, Finding, has_problem, mib, print_report
-from pipecomp.doctor.measure import Measured
-from pipecomp.doctor.ranks import Identity, Meeting, MeetingError, check_met
+from pipecomp.doctor.measure import LinkMeasurement
+from pipecomp.doctor.ranks import RankIdentity, RankSession, RendezvousError, check_met
 from pipecomp.errors import ConfigError
 from pipecomp.kernels.dispatch import Status
 from pipecomp.netlab.software import VARIABLE as SOFTWARE_LAB
@@ -220,7 +220,7 @@ def test_kernels_without_a_compiler_as_the_machine_finds_it(monkeypatch):
 
 
 def gpu(number=0, free=70 * GIB):
-    return machine.Gpu(number, "H200", 140 * GIB, free, (9, 0))
+    return machine.GpuStatus(number, "H200", 140 * GIB, free, (9, 0))
 
 
 def test_gpus():
@@ -457,9 +457,9 @@ def test_which_file_system_a_folder_is_on(tmp_path):
 
 
 def test_speed(tmp_path):
-    expect(storage.check_speed(storage.Speed(500e6, 900e6)), OK, "500 MB/s", "900 MB/s")
-    expect(storage.check_speed(storage.Speed(5e6, 900e6)), WARNING, "5 MB/s", "store.bits 8")
-    expect(storage.check_speed(storage.Speed(500e6, 9e6)), WARNING)
+    expect(storage.check_speed(storage.DiskSpeed(500e6, 900e6)), OK, "500 MB/s", "900 MB/s")
+    expect(storage.check_speed(storage.DiskSpeed(5e6, 900e6)), WARNING, "5 MB/s", "store.bits 8")
+    expect(storage.check_speed(storage.DiskSpeed(500e6, 9e6)), WARNING)
     measured = storage.measure_speed(tmp_path)
     assert min(measured) > 0
     assert list(tmp_path.iterdir()) == []
@@ -574,9 +574,9 @@ def test_limits_are_this_process_s(monkeypatch):
 
 # -- between ranks
 
-A = Identity(0, "anna", "machine-a", None, {"torch": "2.13.0", "pipecomp": "0.1.0"})
-B = Identity(1, "bert", "machine-b", None, {"torch": "2.13.0", "pipecomp": "0.1.0"})
-FINE = Measured(1e9, 0.9e9, 0.0004, 0.003, 0.0002)
+A = RankIdentity(0, "anna", "machine-a", None, {"torch": "2.13.0", "pipecomp": "0.1.0"})
+B = RankIdentity(1, "bert", "machine-b", None, {"torch": "2.13.0", "pipecomp": "0.1.0"})
+FINE = LinkMeasurement(1e9, 0.9e9, 0.0004, 0.003, 0.0002)
 
 
 def test_a_pair():
@@ -623,7 +623,7 @@ def test_over_tls_no_advice_is_about_gloo():
 
 
 def test_ranks_that_do_not_meet():
-    expect(check_met(TWO_MACHINES, MeetingError("timed out"), 30.0), PROBLEM, "in 30 s: timed out", "Start all")
+    expect(check_met(TWO_MACHINES, RendezvousError("timed out"), 30.0), PROBLEM, "in 30 s: timed out", "Start all")
 
 
 def test_what_keeps_a_rank_from_meeting_others_is_no_matter_of_time(monkeypatch, tmp_path):
@@ -631,8 +631,8 @@ def test_what_keeps_a_rank_from_meeting_others_is_no_matter_of_time(monkeypatch,
     for name in ("MASTER_ADDR", "MASTER_PORT", "PIPECOMP_ADDRESS"):
         monkeypatch.delenv(name, raising=False)
     for words in ("PIPECOMP_ADDRESS: got None", "keys/machine.pem cannot be read"):
-        with pytest.raises(MeetingError) as found:
-            Meeting(TWO_MACHINES, {}, limit_s=30.0)
+        with pytest.raises(RendezvousError) as found:
+            RankSession(TWO_MACHINES, {}, limit_s=30.0)
         finding = check_met(TWO_MACHINES, found.value, 30.0)
         expect(finding, PROBLEM, "rank 0 cannot meet", words)
         assert "within" not in finding.advice
@@ -769,7 +769,7 @@ def test_exit_status_and_json(quick):
 def test_ranks_of_a_launcher_can_be_left_out(quick, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(examination, "Meeting", lambda *a, **k: pytest.fail("met other ranks"))
+    monkeypatch.setattr(examination, "RankSession", lambda *a, **k: pytest.fail("met other ranks"))
     assert CliRunner().invoke(app, ["doctor", "--json", "--no-ranks"]).exit_code == 1
 
 

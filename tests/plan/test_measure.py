@@ -17,10 +17,10 @@ from transformers import GPT2Config
 from pipecomp.buffers import MemoryStore
 from pipecomp.config import Config
 from pipecomp.config.activations import ConstantError
-from pipecomp.doctor.measure import Measured
+from pipecomp.doctor.measure import LinkMeasurement
 from pipecomp.errors import ConfigError, LinkError
 from pipecomp.plan import measure
-from pipecomp.plan.auto_bits import Batch, Seen, decide, sample_length, wants_measuring
+from pipecomp.plan.auto_bits import BatchShape, RankMeasurement, decide, sample_length, wants_measuring
 from pipecomp.plan.measure import (
     TransportPeer,
     measure_links,
@@ -36,8 +36,8 @@ from pipecomp.plan.measure import (
     time_update,
 )
 from pipecomp.plan.options import PlanOptions
-from pipecomp.plan.prediction import Speeds
-from pipecomp.plan.profile import Cost, Profile, count, most_tokens
+from pipecomp.plan.prediction import MachineSpeeds
+from pipecomp.plan.profile import PartCost, Profile, count, most_tokens
 from pipecomp.plan.simulation import TCP_SHARE, StageCosts
 from pipecomp.stages import split
 from pipecomp.stages.link.loopback import loopback_pair
@@ -85,7 +85,7 @@ def test_foreign_bytes_while_measuring():
 
 
 def measured(out, back, trip=0.0):
-    return Measured(out, back, trip, 0.0, 0.0)
+    return LinkMeasurement(out, back, trip, 0.0, 0.0)
 
 
 def test_the_slowest_replica_counts():
@@ -97,7 +97,7 @@ def test_the_slowest_replica_counts():
 
 def test_the_slowest_machine_counts_part_by_part():
     def profile(*seconds):
-        parts = [Cost(flops=0.0, kept_bytes=0.0, forward_s=s, backward_s=s) for s in seconds[:4]]
+        parts = [PartCost(flops=0.0, kept_bytes=0.0, forward_s=s, backward_s=s) for s in seconds[:4]]
         more = {"call_s": (seconds[4], seconds[4]), "measured": "measured"}
         return Profile(hidden=8, tokens=4, first=parts[0], blocks=tuple(parts[1:3]), last=parts[3], **more)
 
@@ -107,7 +107,7 @@ def test_the_slowest_machine_counts_part_by_part():
     assert slowest_profile(calls).call_s == (0.1, 0.9)
     rates = ("encode_values_s", "decode_values_s", "cast_values_s", "disk_bytes_s")
     one, other = (
-        Speeds(average={"reduce": s, "decode": 1 / s}, update_s_per_parameter=s, **dict.fromkeys(rates, s))
+        MachineSpeeds(average={"reduce": s, "decode": 1 / s}, update_s_per_parameter=s, **dict.fromkeys(rates, s))
         for s in (2.0, 4.0)
     )
     wanted = replace(one, average={"reduce": 4.0, "decode": 0.5}, update_s_per_parameter=4.0)
@@ -243,7 +243,7 @@ def test_links_are_timed_with_what_a_plan_sends(monkeypatch, tmp_path, one_pass,
     monkeypatch.setattr(measure, "time_link", lambda config, *size: timed.append(config) or (1.0, 1.0))
     monkeypatch.setattr(measure, "time_model", lambda *given, **more: SimpleNamespace(hidden=4))
     monkeypatch.setattr(measure, "measure_speed", lambda folder: SimpleNamespace(read=1.0, write=1.0))
-    monkeypatch.setattr(measure, "time_average", lambda device: Speeds().average)
+    monkeypatch.setattr(measure, "time_average", lambda device: MachineSpeeds().average)
     survey_machine(GPT2Config(), 8, torch.float32, 2, tmp_path, one_pass=one_pass)
     sent, cast = timed
     assert cast == Config()
@@ -269,15 +269,15 @@ LEAST = (2, ConstantError(error=0.1, max=4))
 class TestDecision:
     """20 ms of compute a micro-batch and stage, 64,000 values."""
 
-    batch = Batch(samples=1, tokens=64, micro_batches=64)
+    batch = BatchShape(samples=1, tokens=64, micro_batches=64)
 
     costs = StageCosts(forward_s=0.02 / 3, backward_s=0.04 / 3)
 
     def seen(self, out, back, *, fewest=2):
-        return [Seen(0, self.costs, measured(out, back)), Seen(1, self.costs, None, fewest)]
+        return [RankMeasurement(0, self.costs, measured(out, back)), RankMeasurement(1, self.costs, None, fewest)]
 
     def unmeasured(self, stages=2):
-        return [Seen(k, self.costs, None) for k in range(stages)]
+        return [RankMeasurement(k, self.costs, None) for k in range(stages)]
 
     def decided(self, rows, **activations):
         section = {"method": "aqsgd", "forward_bits": "auto", "backward_bits": "auto", **activations}

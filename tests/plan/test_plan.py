@@ -24,14 +24,22 @@ from pipecomp.engine.agreed import check_precision
 from pipecomp.errors import ConfigError, SplitError
 from pipecomp.gradient_config import Gradients
 from pipecomp.plan.auto_bits import CLASSIFIERS_FEWEST_BITS, fewest_bits
-from pipecomp.plan.command import Found, show
+from pipecomp.plan.command import PlanResult, show
 from pipecomp.plan.options import _rounded_up, networks_of
 from pipecomp.plan.packet_sizes import activation_bytes, gradient_bytes, with_bits
-from pipecomp.plan.prediction import Job, Prediction, Speeds, average_seconds, best_in_flight, memory_bytes, predict
-from pipecomp.plan.profile import Cost, Profile, balanced, count, without_weights
+from pipecomp.plan.prediction import (
+    MachineSpeeds,
+    StepPrediction,
+    TrainingJob,
+    average_seconds,
+    best_in_flight,
+    memory_bytes,
+    predict,
+)
+from pipecomp.plan.profile import PartCost, Profile, balanced, count, without_weights
 from pipecomp.plan.report import advice, configuration, link_table, method_table, predicted_stages
 from pipecomp.plan.search import (
-    Choice,
+    PlanChoice,
     aqsgd_sections,
     choose,
     choose_average,
@@ -43,7 +51,16 @@ from pipecomp.plan.search import (
     layouts,
     shares,
 )
-from pipecomp.plan.simulation import TCP_SHARE, Line, Network, StageCosts, Step, between_replicas, chain, uniform
+from pipecomp.plan.simulation import (
+    TCP_SHARE,
+    Channel,
+    LinkNetwork,
+    StageCosts,
+    StepSpec,
+    between_replicas,
+    chain,
+    uniform,
+)
 from pipecomp.stages.link.boundary import Layout
 from pipecomp.stages.link.endpoint import Position
 from pipecomp.stages.link.loopback import loopback_pair
@@ -207,15 +224,15 @@ class TestProfile:
             count(llama(), 65)
 
 
-def job(K=2, M=8, samples=1, S=64, H=1000, block_s=0.01, replicas=1, tied=False) -> Job:
+def job(K=2, M=8, samples=1, S=64, H=1000, block_s=0.01, replicas=1, tied=False) -> TrainingJob:
     """Two equal blocks for each stage, forward block_s / 3; the cuts and parameters of a small Llama."""
     model = without_weights(llama(2 * K, tied=tied))
-    block = Cost(flops=1.0, kept_bytes=1e6, forward_s=block_s / 3, backward_s=2 * block_s / 3)
-    nothing = Cost(flops=0.0, kept_bytes=0.0, forward_s=0.0, backward_s=0.0)
+    block = PartCost(flops=1.0, kept_bytes=1e6, forward_s=block_s / 3, backward_s=2 * block_s / 3)
+    nothing = PartCost(flops=0.0, kept_bytes=0.0, forward_s=0.0, backward_s=0.0)
     profile = Profile(hidden=H, tokens=S, blocks=(block,) * (2 * K), first=nothing, last=nothing)
     plan = balanced(model, profile, list(range(0, 2 * K + 1, 2)))
     sizes = {name: p.numel() for name, p in model.named_parameters(remove_duplicate=False)}
-    return Job(
+    return TrainingJob(
         profile=profile,
         plan=plan,
         samples=samples,
@@ -234,7 +251,7 @@ class TestPrediction:
     def test_local_steps_share_out_what_averaging_takes(self):
         one, slow = job(K=1, replicas=2), uniform(1, 1e5)
 
-        def predicted(**local: Any) -> Prediction:
+        def predicted(**local: Any) -> StepPrediction:
             return predict(one, Config.from_dict({"gradients": {"method": "double_squeeze", **local}}), slow)
 
         every, eighth = predicted(), predicted(local_steps=8)
@@ -253,9 +270,9 @@ class TestPrediction:
     def test_late_fragments_travel_while_links_are_idle(self):
         two, network = job(K=2, replicas=2), uniform(2, 2e8)
 
-        def predicted(**local: Any) -> Prediction:
+        def predicted(**local: Any) -> StepPrediction:
             section = {"method": "double_squeeze", "local_steps": 8, **local}
-            speeds = Speeds(average={"quantize": 1e-5})
+            speeds = MachineSpeeds(average={"quantize": 1e-5})
             return predict(two, Config.from_dict({"gradients": section}), network, speeds)
 
         alone = predict(job(K=2), Config(), network)
@@ -278,36 +295,36 @@ class TestPrediction:
         assert found.first_epoch_s > 2 * found.step_s
 
     def test_first_epoch_sends_whole_gradients_where_they_are_changes(self):
-        slow_back = Network(forward=(Line(),), backward=(Line(bits_per_s=1e7),))
+        slow_back = LinkNetwork(forward=(Channel(),), backward=(Channel(bits_per_s=1e7),))
         found = predict(job(), with_bits(DELTA, 2, 2), slow_back)
         assert found.first_epoch_s > 2 * found.step_s
 
     def test_kernels_and_updates_count(self):
         made = job(K=1, M=4)
         plain = predict(made, Config(), uniform(1, 1e9))
-        speeds = Speeds(update_s_per_parameter=1e-6, cast_values_s=1.0)
+        speeds = MachineSpeeds(update_s_per_parameter=1e-6, cast_values_s=1.0)
         assert predict(made, Config(), uniform(1, 1e9), speeds).step_s == pytest.approx(
             plain.step_s + 1e-6 * made.plan.parameters[0]
         )
         two = job(K=2, M=1)
         values = 64 * 1000
-        speeds = Speeds(encode_values_s=values / 0.1, decode_values_s=values / 0.2)
+        speeds = MachineSpeeds(encode_values_s=values / 0.1, decode_values_s=values / 0.2)
         slow = predict(two, with_bits(AQSGD, 2, 4), uniform(2, float("inf")), speeds)
         assert slow.step_s == pytest.approx(0.04 + 2 * (0.1 + 0.2))
 
     def test_a_slow_disk_is_the_limit(self):
-        found = predict(job(M=8), with_bits(AQSGD, 2, 4), uniform(2, 1e9), Speeds(disk_bytes_s=1e5))
+        found = predict(job(M=8), with_bits(AQSGD, 2, 4), uniform(2, 1e9), MachineSpeeds(disk_bytes_s=1e5))
         assert found.step_s == found.store_s == pytest.approx(8 * 64 * 1000 * 4 / 1e5)
         eight = replace(with_bits(AQSGD, 2, 4), store=replace(AQSGD.store, bits=8))
-        assert predict(job(M=8), eight, uniform(2, 1e9), Speeds(disk_bytes_s=1e5)).store_s == found.store_s / 4
-        delta = predict(job(M=8), DELTA, uniform(2, 1e9), Speeds(disk_bytes_s=1e5))
+        assert predict(job(M=8), eight, uniform(2, 1e9), MachineSpeeds(disk_bytes_s=1e5)).store_s == found.store_s / 4
+        delta = predict(job(M=8), DELTA, uniform(2, 1e9), MachineSpeeds(disk_bytes_s=1e5))
         assert delta.store_s == 2 * found.store_s, "gradients too"
-        middle = predict(job(K=3, M=8), with_bits(AQSGD, 2, 4), uniform(3, 1e9), Speeds(disk_bytes_s=1e5))
+        middle = predict(job(K=3, M=8), with_bits(AQSGD, 2, 4), uniform(3, 1e9), MachineSpeeds(disk_bytes_s=1e5))
         assert middle.store_s == 2 * found.store_s, "of both links"
 
     def test_cluster_centers_have_no_first_epoch_and_are_written_once_a_step(self):
         section = {"activations": {"method": "aqsgd", "forward_bits": 2}, "store": {"clusters": 256}}
-        found = predict(job(M=8), Config.from_dict(section), uniform(2, 1e9), Speeds(disk_bytes_s=1e5))
+        found = predict(job(M=8), Config.from_dict(section), uniform(2, 1e9), MachineSpeeds(disk_bytes_s=1e5))
         assert found.store_s == pytest.approx(256 * 1000 * 4 / 1e5)
         assert found.first_epoch_s == found.step_s
         assert found.first_visit_bytes == found.forward_bytes
@@ -317,16 +334,16 @@ class TestPrediction:
 
     def test_replicas_average_and_tied_weights_are_shared(self):
         alone, pair = job(K=1), job(K=1, replicas=2)
-        slow = Network(forward=(Line(bits_per_s=1e6),), backward=(Line(bits_per_s=1e7),))
+        slow = LinkNetwork(forward=(Channel(bits_per_s=1e6),), backward=(Channel(bits_per_s=1e7),))
         d = pair.plan.parameters[0]
         expected = predict_average("none", d, 2, bandwidth_bit_per_s=1e6).total_s
-        assert average_seconds(Config(), d, 2, slow, Speeds()) == pytest.approx(expected)
-        assert average_seconds(Config(), d, 1, slow, Speeds()) == 0
+        assert average_seconds(Config(), d, 2, slow, MachineSpeeds()) == pytest.approx(expected)
+        assert average_seconds(Config(), d, 1, slow, MachineSpeeds()) == 0
         assert alone.batch * 2 == pair.batch
         for links in (
             uniform(1, 1e6),
             chain(1, (1e6,)),
-            Network(forward=(), backward=(), between=Line(bits_per_s=1e6)),
+            LinkNetwork(forward=(), backward=(), between=Channel(bits_per_s=1e6)),
         ):
             found = predict(pair, Config(), links)
             assert found.average_s == pytest.approx(expected), "replicas of one stage have a network too"
@@ -350,7 +367,7 @@ class TestPrediction:
             half = predict(replace(job(tied=True), dtype=dtype), Config(), uniform(2, 1e7))
             d = 200 * 64 // shorter
             assert half.tied_s == predict_average("none", d, 2, bandwidth_bit_per_s=1e7).total_s
-        assert between_replicas(uniform(3, 1e6, 0.5)).between == Line(bits_per_s=1e6, latency_s=0.5)
+        assert between_replicas(uniform(3, 1e6, 0.5)).between == Channel(bits_per_s=1e6, latency_s=0.5)
 
     def test_replicas_of_half_precision_also_send_each_other_weights(self):
         pair = replace(job(K=1, replicas=2), dtype=torch.bfloat16)
@@ -377,7 +394,7 @@ class TestPrediction:
         """float32 values: all of a worker's, and those of which a rank is the owner."""
         squeezed = Config(gradients=Gradients(method="double_squeeze"))
 
-        def more(made: Job) -> list[float]:
+        def more(made: TrainingJob) -> list[float]:
             plain, found = (predict(made, config, uniform(2, 1e7)).memory_bytes() for config in (Config(), squeezed))
             return [b - a for a, b in zip(plain, found, strict=True)]
 
@@ -391,16 +408,16 @@ class TestPrediction:
         blocks = tuple(replace(block, kept_bytes=1e9) for block in big.profile.blocks)
         made = predict(replace(big, profile=replace(big.profile, blocks=blocks)), DELTA, links)
         plain = replace(made, config=Config(), slack=made.slack + 1)
-        choice = Choice(forward_bits=3, backward_bits=6, prediction=made, plain=plain, fits=True)
+        choice = PlanChoice(forward_bits=3, backward_bits=6, prediction=made, plain=plain, fits=True)
         assert not choice.pays
-        found = Found(choice=choice, averages=[], tied=[], untouched_s=None, rows=[("plain", [plain])])
+        found = PlanResult(choice=choice, averages=[], tied=[], untouched_s=None, rows=[("plain", [plain])])
         shown = io.StringIO()
         show(found, links, ["lab"], Console(file=shown, width=200))
         assert f"{plain.memory_bytes()[0] / 1e9:.2f}" in shown.getvalue()
 
     def test_stages_run_ahead_as_far_as_it_helps(self):
         stages = [StageCosts(forward_s=1, backward_s=2)] * 2
-        step = Step(stages=stages, micro_batches=40, forward_bytes=[2], backward_bytes=[2])
+        step = StepSpec(stages=stages, micro_batches=40, forward_bytes=[2], backward_bytes=[2])
         assert best_in_flight(step, uniform(2, float("inf")))[0] == 1
         # 2 s each way: 2 + 3 + 2 until the gradient is back, and 3 more of its own; four in flight are 12 s of work.
         slack, played = best_in_flight(step, uniform(2, 8))
@@ -454,8 +471,8 @@ class TestChoices:
     @pytest.mark.parametrize("way", [0, 1])
     def test_a_line_that_is_fast_one_way_gets_more_that_way(self, way):
         """The slow way takes as long as all others together; the fast one ten times less than it."""
-        fast, slow = (Line(bits_per_s=1e7),), (Line(bits_per_s=1e6),)
-        network = Network(forward=slow, backward=fast) if way else Network(forward=fast, backward=slow)
+        fast, slow = (Channel(bits_per_s=1e7),), (Channel(bits_per_s=1e6),)
+        network = LinkNetwork(forward=slow, backward=fast) if way else LinkNetwork(forward=fast, backward=slow)
 
         def predicted(f, b):
             return max((f, b)[1 - way] / 1, (f, b)[way] / 3, 0.1)
@@ -481,8 +498,8 @@ class TestChoices:
         assert (half.forward_bits, half.backward_bits) == (3, 6)
 
     def test_each_link_has_its_own(self):
-        lines = (Line(bits_per_s=1e12), Line(bits_per_s=21e6))
-        found = choose(job(K=3, M=64), AQSGD, Network(forward=lines, backward=lines))
+        lines = (Channel(bits_per_s=1e12), Channel(bits_per_s=21e6))
+        found = choose(job(K=3, M=64), AQSGD, LinkNetwork(forward=lines, backward=lines))
         bits = [found.prediction.config.activations.bits(k) for k in range(2)]
         assert bits[0] == (8, 8)
         assert bits[1] in {(3, 6), (4, 8)}
@@ -502,11 +519,11 @@ class TestChoices:
 
     def test_averages(self):
         slow, fast = uniform(2, 1e6), uniform(2, 1e15)
-        method, *_ = choose_average(Config(), 10**6, 2, slow, Speeds())[0]
+        method, *_ = choose_average(Config(), 10**6, 2, slow, MachineSpeeds())[0]
         assert method == "double_squeeze"
-        kernels = Speeds(average={"quantize": 1e-8, "reduce": 1e-8, "decode": 1e-8})
+        kernels = MachineSpeeds(average={"quantize": 1e-8, "reduce": 1e-8, "decode": 1e-8})
         assert choose_average(Config(), 10**6, 2, fast, kernels)[0][0] == "none"
-        assert len(choose_average(Config(), 10**6, 2, slow, Speeds())) == 4
+        assert len(choose_average(Config(), 10**6, 2, slow, MachineSpeeds())) == 4
 
     def test_local_steps_are_the_fewest_that_leave_averaging_a_small_share(self):
         assert choose_local_steps(1.0, 0.01) is None
@@ -541,16 +558,16 @@ class TestChoices:
         found = choose(made, AQSGD, slow)
         expected = predict_average("none", 200 * 64, 2, bandwidth_bit_per_s=1e6).total_s
         assert found.taken.tied_s == pytest.approx(expected)
-        (method, seconds), *rest = choose_tied(found.taken, slow, Speeds())
+        (method, seconds), *rest = choose_tied(found.taken, slow, MachineSpeeds())
         assert method == "double_squeeze"
         assert seconds < expected / 4
         assert [name for name, _ in rest] == ["global_qsgd", "fp16"]
         other = choose(made, replace(AQSGD, gradients=Gradients(method=method)), slow)
         assert other.taken.tied_s == pytest.approx(seconds)
-        assert choose_tied(other.taken, slow, Speeds()) == [], "it is no longer much of a step"
-        assert choose_tied(choose(job(), AQSGD, slow).taken, slow, Speeds()) == []
+        assert choose_tied(other.taken, slow, MachineSpeeds()) == [], "it is no longer much of a step"
+        assert choose_tied(choose(job(), AQSGD, slow).taken, slow, MachineSpeeds()) == []
         fast = uniform(2, 1e9)
-        assert choose_tied(choose(made, AQSGD, fast).taken, fast, Speeds()) == []
+        assert choose_tied(choose(made, AQSGD, fast).taken, fast, MachineSpeeds()) == []
 
     def test_layouts_and_shares(self):
         assert layouts(4, None, 12) == [(1, 4), (2, 2), (4, 1)]
@@ -570,7 +587,7 @@ class TestChoices:
 
 
 def test_tables_have_the_predictions_numbers():
-    network = Network(forward=(Line(bits_per_s=8e6, latency_s=0.02),), backward=(Line(bits_per_s=1e6),))
+    network = LinkNetwork(forward=(Channel(bits_per_s=8e6, latency_s=0.02),), backward=(Channel(bits_per_s=1e6),))
     config = Config.from_dict({"activations": {"method": "aqsgd", "forward_bits": 3, "backward_bits": 6}})
     sizes = {"forward_bytes": (2000,), "first_visit_bytes": (3000,), "backward_bytes": (4000,)}
     p = replace(predict(job(), config, network), **sizes, step_s=1.0, first_epoch_s=2.5)
@@ -717,9 +734,9 @@ def test_an_encoder_counts_as_a_classifier(head):
 
 def test_gradients_are_sent_themselves_where_the_disk_is_the_limit(folder):
     """As changes they are stored, too."""
-    found = choose(job(M=64), CHANGES, uniform(2, 21e6), Speeds(disk_bytes_s=1e9))
+    found = choose(job(M=64), CHANGES, uniform(2, 21e6), MachineSpeeds(disk_bytes_s=1e9))
     assert found.prediction.config.activations.backward_method == "delta"
-    slow = [choose(job(M=64), made, uniform(2, 1e6), Speeds(disk_bytes_s=2e5)) for made in (CHANGES, AQSGD)]
+    slow = [choose(job(M=64), made, uniform(2, 1e6), MachineSpeeds(disk_bytes_s=2e5)) for made in (CHANGES, AQSGD)]
     assert slow[0].prediction.step_s == slow[1].prediction.step_s == slow[0].prediction.store_s
     section = configuration(slow[0])["pipecomp"]["activations"]
     assert "backward_method" not in section

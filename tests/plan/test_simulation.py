@@ -9,7 +9,17 @@ import pytest
 
 from pipecomp.engine.schedule import TrainSchedule
 from pipecomp.errors import ConfigError
-from pipecomp.plan.simulation import ACKNOWLEDGED, Line, Network, StageCosts, Step, measured_costs, play, rates, uniform
+from pipecomp.plan.simulation import (
+    ACKNOWLEDGED,
+    Channel,
+    LinkNetwork,
+    StageCosts,
+    StepSpec,
+    measured_costs,
+    rates,
+    simulate_step,
+    uniform,
+)
 from pipecomp.schedule.in_flight import numbers
 
 FREE = math.inf
@@ -18,7 +28,7 @@ FREE = math.inf
 def step(K, M, C_f=1.0, C_b=2.0, V_f=0.0, V_b=0.0, slack=1, **more):
     """All stages and links alike."""
     stages = [StageCosts(forward_s=C_f, backward_s=C_b, **more)] * K
-    return Step(
+    return StepSpec(
         stages=stages,
         micro_batches=M,
         forward_bytes=[V_f] * (K - 1),
@@ -28,7 +38,7 @@ def step(K, M, C_f=1.0, C_b=2.0, V_f=0.0, V_b=0.0, slack=1, **more):
 
 
 def seconds(made, bits_per_s=FREE, latency_s=0.0, shared=True):
-    return play(made, uniform(len(made.stages), bits_per_s, latency_s, shared=shared)).seconds
+    return simulate_step(made, uniform(len(made.stages), bits_per_s, latency_s, shared=shared)).seconds
 
 
 class TestByHand:
@@ -52,7 +62,7 @@ class TestByHand:
         Stage 0: F0 0-1, F1 1-2; messages 1-2, 2-3. Stage 1: F0 2-3, B0 3-5, F1 5-6, B1 6-8. Gradients 5-6, 8-9.
         Stage 0: B0 6-8, B1 9-11.
         """
-        played = play(step(2, 2, V_f=1, V_b=1), uniform(2, 8))
+        played = simulate_step(step(2, 2, V_f=1, V_b=1), uniform(2, 8))
         assert played.seconds == pytest.approx(11)
         found = {(e.place, e.what, e.micro_batch): (e.start, e.end) for e in played.events}
         assert found[0, "forward", 1] == (1, 2)
@@ -73,7 +83,7 @@ class TestByHand:
 
     def test_the_slowest_stage_ends_the_step(self):
         stages = [StageCosts(forward_s=1, backward_s=2), StageCosts(forward_s=1, backward_s=2, reduce_s=5, update_s=2)]
-        made = Step(stages=stages, micro_batches=1, forward_bytes=[0], backward_bytes=[0], together_s=0.5)
+        made = StepSpec(stages=stages, micro_batches=1, forward_bytes=[0], backward_bytes=[0], together_s=0.5)
         assert seconds(made) == pytest.approx(1 + 1 + 2 + 5 + 0.5 + 2)  # while stage 0 does its backward
 
     @pytest.mark.parametrize(("T", "slack", "each"), [(0.9, 1, 3 + 0.9), (0.9, 2, 3), (5.0, 9, 5 / ACKNOWLEDGED)])
@@ -105,8 +115,8 @@ class TestNetwork:
         assert pytest.approx(0.953, abs=0.006) == ACKNOWLEDGED
 
     def test_a_slow_link_leaves_the_rest_to_the_other(self):
-        lines = (Line(bits_per_s=100.0), Line(bits_per_s=10.0))
-        net = Network(forward=lines, backward=lines)
+        lines = (Channel(bits_per_s=100.0), Channel(bits_per_s=10.0))
+        net = LinkNetwork(forward=lines, backward=lines)
         assert rates(net, [("forward", 1), ("backward", 0)]) == [10.0, 90.0]
 
     def test_sharing_takes_longer(self):
@@ -116,26 +126,26 @@ class TestNetwork:
         assert 3 < seconds(made, 8, shared=False) / 100 < 3.6
 
     def test_directions_differ(self):
-        net = Network(forward=(Line(bits_per_s=8),), backward=(Line(bits_per_s=80, latency_s=1.0),))
-        assert play(step(2, 1, V_f=10, V_b=10), net).seconds == pytest.approx(6 + 10 + 1 + 1)
+        net = LinkNetwork(forward=(Channel(bits_per_s=8),), backward=(Channel(bits_per_s=80, latency_s=1.0),))
+        assert simulate_step(step(2, 1, V_f=10, V_b=10), net).seconds == pytest.approx(6 + 10 + 1 + 1)
 
     @pytest.mark.parametrize("wrong", [{"bits_per_s": 0.0}, {"bits_per_s": -1.0}, {"latency_s": -0.1}])
     def test_wrong_lines(self, wrong):
         with pytest.raises(ConfigError):
-            Line(**wrong)
+            Channel(**wrong)
 
     def test_wrong_steps(self):
         with pytest.raises(ConfigError, match="links"):
-            play(step(3, 2), uniform(2, 1.0))
+            simulate_step(step(3, 2), uniform(2, 1.0))
         with pytest.raises(ConfigError, match="forward_bytes"):
-            Step(stages=step(2, 1).stages, micro_batches=1, forward_bytes=[], backward_bytes=[1])
+            StepSpec(stages=step(2, 1).stages, micro_batches=1, forward_bytes=[], backward_bytes=[1])
 
 
 @pytest.mark.parametrize("slack", [1, 2, 4])
 @pytest.mark.parametrize(("K", "M"), [(1, 3), (2, 1), (3, 6), (4, 2), (5, 11)])
 def test_what_is_played_is_what_the_engine_runs(K, M, slack):
     """Stage by stage the same instructions on the same micro-batches in the same order."""
-    played = play(step(K, M, V_f=3, V_b=7, slack=slack), uniform(K, 8, 0.1))
+    played = simulate_step(step(K, M, V_f=3, V_b=7, slack=slack), uniform(K, 8, 0.1))
     names = {
         "RecvActivation": "receive activation",
         "LoadMicroBatch": "load",
@@ -172,7 +182,7 @@ def test_links_are_hidden_with_enough_in_flight(K):
 def test_equal_numbers_on_neighbours_would_stall():
     """Why `numbers` falls from stage to stage: a forward would wait for a neighbour's that waits for a backward."""
     falling, equal = (
-        Step(
+        StepSpec(
             stages=[StageCosts(forward_s=1, backward_s=2)] * 4,
             micro_batches=32,
             forward_bytes=[0] * 3,
@@ -208,7 +218,7 @@ MBIT = 2**20  # Table 3's times are those of 2^20 bits for a Mbit
 def sequences_a_second(K, M, samples, C, update_s, values, bits, mbit):
     """All micro-batches in flight, as the paper's own code runs them; one network card for each stage."""
     sizes = [values * b / 8 + (0 if b == 32 else 4 * values / 1600) for b in bits]
-    made = Step(
+    made = StepSpec(
         stages=[StageCosts(forward_s=C / 4, backward_s=3 * C / 4)] * K,
         micro_batches=M,
         together_s=update_s,
@@ -222,7 +232,7 @@ def sequences_a_second(K, M, samples, C, update_s, values, bits, mbit):
 def test_table_3_of_the_paper():
     """Milliseconds on the link of fw4 bw8, forward and backward, to the rounding of the table."""
     for mbit, forward, backward in ((500, 13, 25), (300, 21, 42), (200, 31, 63), (100, 63, 125)):
-        line = Line(bits_per_s=mbit * MBIT)
+        line = Channel(bits_per_s=mbit * MBIT)
         assert 1e3 * line.seconds(1024 * 1600 * 4 / 8) == pytest.approx(forward, abs=0.55)
         assert 1e3 * line.seconds(1024 * 1600 * 8 / 8) == pytest.approx(backward, abs=0.55)
 

@@ -11,7 +11,7 @@ import torch
 from pipecomp.config import Config
 from pipecomp.engine.trace import Event, chrome_events
 from pipecomp.plan.packet_sizes import activation_bytes, gradient_bytes
-from pipecomp.plan.simulation import Network, StageCosts, Step, play, uniform
+from pipecomp.plan.simulation import LinkNetwork, StageCosts, StepSpec, simulate_step, uniform
 from pipecomp.report.record import Recorder
 from pipecomp.utils.serialization import replace_nonfinite
 
@@ -20,11 +20,11 @@ COSTS = StageCosts(forward_s=0.010, backward_s=0.020, encode_s=0.001, decode_s=0
 AQSGD = {"method": "aqsgd", "forward_bits": 3, "backward_bits": 6, "first_visit": 8}
 
 
-def made_step(config: Config, stages: int = 2) -> Step:
+def made_step(config: Config, stages: int = 2) -> StepSpec:
     """What such a run's steps are, once every sample was seen."""
     size = ([TOKENS] * SAMPLES, HIDDEN, torch.float32)
     links = range(stages - 1)
-    return Step(
+    return StepSpec(
         stages=[COSTS] * stages,
         micro_batches=MICRO_BATCHES,
         forward_bytes=[activation_bytes(config, k, *size) for k in links],
@@ -33,7 +33,7 @@ def made_step(config: Config, stages: int = 2) -> Step:
     )
 
 
-def counters(step: Step, steps: int, wait_s: float) -> list[dict[str, Any]]:
+def counters(step: StepSpec, steps: int, wait_s: float) -> list[dict[str, Any]]:
     """`comm_stats` of all ranks after so many of these steps."""
     K, count = len(step.stages), steps * step.micro_batches
     raw = 4 * HIDDEN * TOKENS * SAMPLES
@@ -70,16 +70,16 @@ def make_run(
     folder: Path,
     activations: dict[str, Any] | None = None,
     *,
-    network: Network,
+    network: LinkNetwork,
     stages: int = 2,
     told: bool = False,
     trace: bool = True,
     **facts: Any,
-) -> Step:
+) -> StepSpec:
     """Record a run over these links. told: whether its folder says what they are, as in a network lab."""
     config = Config.from_dict({"activations": AQSGD if activations is None else activations})
     step = made_step(config, stages)
-    played = play(step, network)
+    played = simulate_step(step, network)
     recorder = Recorder(folder)
     described = {
         "model": "GPT2LMHeadModel", "stages": stages, "replicas": 1, "cuts": list(range(stages + 1)),
@@ -97,6 +97,6 @@ def make_run(
     return step
 
 
-def slow(stages: int = 2, bits_per_s: float = 5e6) -> Network:
+def slow(stages: int = 2, bits_per_s: float = 5e6) -> LinkNetwork:
     """Links that take about as long as computing."""
     return uniform(stages, bits_per_s)

@@ -11,7 +11,7 @@ import torch
 from pipecomp.config import Config
 from pipecomp.plan.packet_sizes import activation_bytes
 from pipecomp.plan.prediction import best_in_flight
-from pipecomp.plan.simulation import Line, Network, StageCosts, play, uniform
+from pipecomp.plan.simulation import Channel, LinkNetwork, StageCosts, simulate_step, uniform
 from pipecomp.report.advice import changes
 from pipecomp.report.figures import predicted
 from pipecomp.report.read import read_runs
@@ -20,7 +20,6 @@ from pipecomp.report.simulated import Simulated, simulate
 from pipecomp.report.tables import tables
 from pipecomp.report.text import duration
 from pipecomp.report.words import planned, planned_seconds, summary, told
-from pipecomp.utils.serialization import replace_nonfinite
 from tests.report.runs import (
     AQSGD,
     COSTS,
@@ -78,10 +77,10 @@ def test_links_of_a_lab_are_taken_as_they_were(tmp_path):
 
 
 def test_every_line_of_a_lab_is_known(tmp_path):
-    lines = {"forward": (Line(bits_per_s=7e6),), "backward": (Line(latency_s=0.01),)}
-    make_run(tmp_path, network=Network(**lines, shared=False), told=True)
+    lines = {"forward": (Channel(bits_per_s=7e6),), "backward": (Channel(latency_s=0.01),)}
+    make_run(tmp_path, network=LinkNetwork(**lines, shared=False), told=True)
     run, found = simulated(tmp_path)
-    assert found.network == Network(**lines, shared=False)
+    assert found.network == LinkNetwork(**lines, shared=False)
     run.facts["network"] = replace_nonfinite(asdict(slow(3)))
     assert not simulate(run).known
 
@@ -109,7 +108,7 @@ def test_a_resumed_run_has_the_costs_of_its_own_steps(tmp_path):
 
 def test_of_replicas_the_slowest_counts_and_of_the_end_of_a_step_the_least(tmp_path):
     step = make_run(tmp_path, network=slow(), told=True)
-    played = play(step, slow()).seconds
+    played = simulate_step(step, slow()).seconds
     end = counters(step, STEPS, 0.0)
     end += [{**rank, "rank": 2 + rank["rank"], "replica": 1} for rank in counters(step, STEPS, 0.0)]
     for rank, (compute_s, reduce_s, rest_s) in zip(end, [(1, 3, 4), (1, 4, 3), (2, 2, 5), (1, 5, 2)], strict=True):
@@ -130,7 +129,7 @@ def test_a_change_predicts_what_a_run_with_it_takes(tmp_path):
     assert len(tried) == len(found)
     assert [change.pays for change in found] == sorted((change.pays for change in found), reverse=True)
     fewer = Config.from_dict({"activations": {**AQSGD, "forward_bits": 2}})
-    truth = play(made_step(fewer), slow()).seconds
+    truth = simulate_step(made_step(fewer), slow()).seconds
     assert tried["forward_bits 3 → 2"].step_s == pytest.approx(truth, rel=0.01)
     assert tried["backward_bits 6 → 4"].pays
     assert not tried["method none"].pays
@@ -145,7 +144,7 @@ def test_an_uncompressed_run_over_a_slow_link_is_told_to_compress(tmp_path):
     run, now = simulated(tmp_path)
     (change,) = [change for change in changes(run, now) if change.what.startswith("method aqsgd")]
     config = Config.from_dict({"activations": {"method": "aqsgd", "forward_bits": 2, "backward_bits": 4}})
-    assert change.gain == pytest.approx(now.seconds / play(made_step(config), slow()).seconds, rel=0.02)
+    assert change.gain == pytest.approx(now.seconds / simulate_step(made_step(config), slow()).seconds, rel=0.02)
     assert change.pays
 
 
@@ -168,7 +167,7 @@ def test_uneven_stages_are_told_to_be_cut_elsewhere(tmp_path):
     assert change.pays
     assert "stage 1 computes 1.5 times" in change.why
     even = replace(COSTS, forward_s=2 * COSTS.forward_s, backward_s=2 * COSTS.backward_s)
-    assert change.step_s == pytest.approx(play(replace(now.step, stages=[even] * 2), now.network).seconds)
+    assert change.step_s == pytest.approx(simulate_step(replace(now.step, stages=[even] * 2), now.network).seconds)
 
 
 def test_smaller_micro_batches_take_half_as_long_each(tmp_path):
@@ -217,7 +216,7 @@ def test_first_visits_can_be_sent_with_fewer_bits(tmp_path):
     later = activation_bytes(Config.from_dict({"activations": AQSGD}), *size)
     share = (eight + later) / (full + later)
     made = replace(now.step, forward_bytes=[step.forward_bytes[0] * share])
-    assert change.step_s == pytest.approx(play(made, now.network).seconds, rel=1e-3)
+    assert change.step_s == pytest.approx(simulate_step(made, now.network).seconds, rel=1e-3)
 
 
 @pytest.mark.parametrize(
