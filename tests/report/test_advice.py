@@ -20,6 +20,7 @@ from pipecomp.report.simulated import Simulated, simulate
 from pipecomp.report.tables import tables
 from pipecomp.report.text import duration
 from pipecomp.report.words import planned, planned_seconds, summary, told
+from pipecomp.utils.serialization import replace_nonfinite
 from tests.report.runs import (
     AQSGD,
     COSTS,
