@@ -24,7 +24,6 @@ import tempfile
 import venv
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -67,36 +66,32 @@ def write_record(versions: Versions, found: Found) -> None:
 
 HEAD = """# Pipelines against unsplit training
 
-Does a model that is trained over K stages end with the same weights as without a pipeline? Each row below trains a
-small model with random weights for {steps} steps in float32, once as a pipeline (`pipecomp.initialize`, one process for
-each stage and replica, links and gradients uncompressed) and once unsplit, in one process: Hugging Face's model with
-its own loss, torch's optimizer and `clip_grad_norm_`, no DeepSpeed and no pipecomp. Both start from the same weights
-and see the same samples; the unsplit gradient is the mean over micro-batches and replicas.
+Does a model trained over K stages end with the same weights as without a pipeline? {count} small models with random
+weights train for {steps} steps in float32, once as a pipeline (`pipecomp.initialize`, one process per stage and
+replica, nothing compressed) and once unsplit in one process: Hugging Face's model with its own loss, torch's
+optimizer and `clip_grad_norm_`, without DeepSpeed and pipecomp. Both start from the same weights and see the same
+samples; the unsplit gradient is the mean over micro-batches and replicas.
 
-The difference is ‖p − q‖ / ‖q‖ in double precision, p a parameter of the pipeline after the last step, on any rank that
-holds it, and q the same one of the unsplit model; the table has the largest of all parameters. **It must be at most
-{limit:g}**, and so must the relative difference of every step's loss. Parameters move by {moved:.1g} of their norm
-(median over parameters and rows; {least:.0e} in the row with the least), so updates that are wrong by a thousandth are
-seen in {seen} rows. A factor that all gradients have in common shows only in rows that are not clipped. That the
-comparison can fail is tested with gradients that are a thousandth too large, that are divided by the number of stages,
-and with tied weights whose gradients are not summed (`tests/trust/test_trust.py`).
+The difference is the largest ‖p − q‖ / ‖q‖ of all parameters after the last step, in double precision, p on any
+rank of the pipeline and q unsplit. **It must be at most {limit:g}**, as must the relative difference of every
+step's loss. Parameters move by {moved:.1g} of their norm (median; least {least:.0e}), so {seen} conditions notice
+updates that are wrong by a thousandth; a factor common to all gradients shows only without clipping.
+`tests/trust/test_trust.py` checks that the comparison can fail.
 
 ```bash
-make trust                                      # all rows, with what is installed
-make trust VERSIONS="transformers==5.22.2"      # and with others, in an environment of their own
+make trust                                      # all conditions, with what is installed
+make trust VERSIONS="transformers==5.22.2"      # with other versions, in an environment of their own
 python scripts/trust.py --redraw                # this page, from docs/trust.jsonl
 ```
 
-Rows that are recorded for the same versions are not run again without `--again`. Eight rows more run in `make test`.
-Releases of DeepSpeed and transformers have changed gradients silently before: a new one is trusted when its rows hold.
-pipecomp asks for DeepSpeed 0.19.8 (`pyproject.toml`) and does not run with older ones, as the table of versions shows.
+`--again` repeats recorded rows; `make test` runs eight others. DeepSpeed and transformers have changed gradients
+silently before: a new release is trusted when all rows hold. pipecomp requires DeepSpeed 0.19.8 (`pyproject.toml`).
 
-**Conditions.** {count} rows, which together contain every possible pair of values of two columns
-(`tests/trust/conditions.py`). SGD has lr 0.1 and momentum 0.9. AdamW has lr 0.01, weight decay 0.01 and **eps 0.01**:
-with torch's 1e−8 it makes full steps of the *sign* of rounding noise where the true gradient is 0, as of the biases of
-attention keys, and any two correct programs differ then. Clipping is to a norm of 0.1, which is less than that of every
-step. "decays": the learning rate, by a torch scheduler. With left padding the label of a causal model's first real
-token is −100.
+**Conditions** (`tests/trust/conditions.py`) vary model, stages, replicas, micro-batches, padding, tied weights,
+clipping, activation checkpointing, ZeRO, optimizer and learning-rate schedule; every pair of values occurs. SGD has
+lr 0.1 and momentum 0.9; AdamW has lr 0.01, weight decay 0.01 and **eps 0.01**, because with 1e−8 it takes full
+steps of the sign of rounding noise where the true gradient is 0, and any two correct programs differ. The clipping
+norm of 0.1 is below every step's. With left padding, the label of a causal model's first real token is −100.
 """
 
 
@@ -117,40 +112,23 @@ def draw() -> str:
     for row, why in KNOWN.items():
         measured = _number(found[row]) if row in found else "not recorded yet"
         lines.append(f"- {row.model}, {row.stages} stages, padding {row.padding}: {measured}. {why}")
-    lines += ["", "## Rows", "", f"With {', '.join(map(' '.join, zip(PACKAGES, versions, strict=True)))}.", ""]
-    lines += ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-    lines += [_line(found[row]) for row in sorted(rows, key=_order) if row in found]
+    lines += [
+        "",
+        "## Models",
+        "",
+        f"With {', '.join(map(' '.join, zip(PACKAGES, versions, strict=True)))}; docs/trust.jsonl has each row.",
+        "",
+    ]
+    lines += ["| model | rows | largest difference | of |", "|---|---|---|---|"]
+    for model in FACTORS["model"]:
+        of_model = [found[row] for row in rows if row.model == model and row in found and row not in KNOWN]
+        if of_model:
+            worst = max(of_model, key=lambda f: f.difference)
+            lines.append(
+                f"| {model} | {len(of_model)} | {_number(worst)} | "
+                + (f"`{worst.parameter}` |" if worst.difference else "– |")
+            )
     return "\n".join(lines) + "\n"
-
-
-COLUMNS = (
-    "model",
-    "K",
-    "replicas",
-    "micro-batches",
-    "padding",
-    "tied",
-    "clipped",
-    "checkpointing",
-    "ZeRO",
-    "optimizer",
-    "rate",
-    "largest difference",
-    "of",
-)
-
-
-def _order(row: Row) -> tuple[Any, ...]:
-    return list(FACTORS["model"]).index(row.model), *dataclasses.astuple(row)
-
-
-def _line(found: Found) -> str:
-    r = found.row
-    yes = {True: "yes", False: "–"}
-    cells = [r.model, r.stages, r.replicas, r.micro_batches, r.padding, yes[r.tied], yes[r.clipped], yes[r.recomputed]]
-    cells += [r.zero, r.optimizer, "decays" if r.decay else "constant", _number(found)]
-    cells.append(f"`{found.parameter}`" if found.difference else "–")
-    return "| " + " | ".join(map(str, cells)) + " |"
 
 
 def _number(found: Found) -> str:

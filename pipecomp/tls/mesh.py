@@ -32,7 +32,7 @@ _TIMEOUT_S = 120.0
 _LAST_S = 5.0
 _READY_S = 180.0
 _SAID = 5  # refused connections that are printed
-_READY = "pipecomp/mesh/ready/{}"
+_READY = "pipecomp/tls/ready/{}"
 
 
 class Meeting(NamedTuple):

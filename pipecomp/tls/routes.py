@@ -27,7 +27,7 @@ DIRECT, RELAYED = "direct", "relayed by rank 0"
 _DIRECT_S = 3.0  # for a direct connection: behind NAT there is none, and nothing says so
 _HELLO_S = 10.0
 _ROUTE_S = 60.0  # for an attempt of both
-_KEY = "pipecomp/mesh/{}"
+_KEY = "pipecomp/tls/{}"
 
 
 def connect(

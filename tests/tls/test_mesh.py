@@ -356,7 +356,7 @@ class TestStore:
             "p/x/pipecomp/stopped/0",
             "pipecomp/start/3/12/0",
             "x/pipecomp/start/3/parted/0",
-            "pipecomp/mesh/address/0",
+            "pipecomp/tls/address/0",
         ],
     )
     def test_a_rank_cannot_speak_for_another(self, two, key):
