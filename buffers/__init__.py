@@ -1,4 +1,4 @@
-"""Message stores: where both ends of a link keep every sample's cached activation m."""
+"""Message stores: the cached activation m of every sample, at both ends of a link."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from pipecomp.buffers.base import CachedActivation, Held, MessageStore, StoreEnvironment
+from pipecomp.buffers.base import CachedActivation, CachedVersion, MessageStore, StoreEnvironment
 from pipecomp.buffers.lmdb_store import LmdbEnvironment, LmdbStore
 from pipecomp.buffers.memory import MemoryEnvironment, MemoryStore
 from pipecomp.errors import ConfigError
@@ -14,7 +14,7 @@ from pipecomp.kernels.staging import Staging
 
 __all__ = [
     "CachedActivation",
-    "Held",
+    "CachedVersion",
     "LmdbEnvironment",
     "LmdbStore",
     "MemoryEnvironment",
@@ -37,25 +37,27 @@ def open_environment(
     on_write_error: str = "stop",
     staging: Staging | None = None,
 ) -> StoreEnvironment:
-    """Open all message stores of one rank, as the configuration's "store" section asks.
+    """Open all message stores of one rank with the settings of the configuration's "store" section.
+
+    Damaged values are dropped, and a damaged file is set aside, each with a warning.
 
     Args:
-        backend: "lmdb" keeps them in `path`/rank-`rank`, "memory" in this process.
+        backend: "lmdb" stores in `path`/rank-`rank`, "memory" in this process.
         path: folder of the stores of all ranks; not used in memory.
-        rank: this process's; not used in memory.
+        rank: of this process; not used in memory.
         bits: z, bits of a stored value: 2, 4, 8, 16 or 32.
-        group_size: elements that share a scale, where z is 8 or less; None for a token's whole row.
-        max_bytes: budget of each link's endpoint; None for no limit.
+        group_size: elements that share a scale if z is 8 or less; None for a token's whole row.
+        max_bytes: budget of each end of a link; None for no limit.
         prefetch: micro-batches loaded ahead; 0 for none.
         on_write_error: "stop", or "continue" without the disk while it refuses writes (lmdb only).
-        staging: between the device that stages compute on and the host; None where that is the host.
+        staging: copies between the stages' device and the host; None if they compute on the host.
 
     Returns:
         The rank's stores; close them at the end.
 
     Raises:
-        ConfigError: an option.
-        StoreError: the folder is in use, cannot be written, or lost data in a power cut.
+        ConfigError: an option is invalid.
+        StoreError: the folder is in use, cannot be written, or has another program's file.
 
     Example::
 

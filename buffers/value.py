@@ -1,4 +1,4 @@
-"""The bytes of one cached activation: a versioned header, then m at z bits.
+"""Bytes of one stored activation: a versioned header, then m at z bits.
 
     offset  size  little-endian
     0       4     magic "PCMV"
@@ -14,8 +14,8 @@
     40            payload
 
 Payload, z = 2, 4, 8: float32 scales, a row's groups together, then the packed codes. z = 16: float16, saturated at
-±65504. Activations lie far inside that range, and float16 keeps 11 significant bits where bfloat16 keeps 8; that is
-what limits how close later deltas can come. z = 32: float32 as they are.
+±65504. Activations lie far inside that range, and float16 keeps 11 significant bits where bfloat16 keeps 8, which limit
+how close later deltas can come. z = 32: float32 unchanged.
 Shapes: n tokens, H hidden size, G groups in a row. Source of the z-bit store: arXiv:2206.01299, appendix H.5.
 """
 
@@ -30,8 +30,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipecomp.buffers.base import CachedActivation
-from pipecomp.errors import ConfigError, NonFiniteError, ShapeError, StoreError
+from pipecomp.buffers.base import CachedActivation, DamagedStoreError
+from pipecomp.errors import ConfigError, NonFiniteError, ShapeError
 from pipecomp.kernels import ops
 
 MAGIC = b"PCMV"
@@ -50,7 +50,7 @@ MAX_BYTES = 4_000_000_000  # of a value: `lmdb_file` numbers its pieces in 16 bi
 
 
 class ValueHeader(NamedTuple):
-    """What a stored value says about itself."""
+    """Decoded header of a stored value."""
 
     sample: int
     version: int
@@ -63,7 +63,7 @@ class ValueHeader(NamedTuple):
 
 @dataclass(frozen=True)
 class ValueFormat:
-    """How an endpoint stores m: z = `bits`, and the quantizer's grouping where z is 8 or less."""
+    """Stored form of m: z = `bits`, and the quantizer's group size if z is 8 or less."""
 
     bits: int = 32
     group_size: int | None = None
@@ -71,22 +71,31 @@ class ValueFormat:
     def __post_init__(self) -> None:
         if self.bits not in BITS or isinstance(self.bits, bool):
             raise ConfigError("store.bits", self.bits, ", ".join(map(str, BITS)))
-        ops.groups(1, self.group_size)  # ConfigError for a group size that is none
+        ops.groups(1, self.group_size)  # ConfigError for an invalid group size
 
     @property
     def grouping(self) -> int | None:
-        """The group size that takes effect; without quantization none does."""
+        """Effective group size: None without quantization."""
         return self.group_size if self.bits <= 8 else None
 
     def size(self, n: int, H: int) -> int:
-        """Bytes of a stored value of n tokens."""
+        """Return the bytes of a stored value of n tokens."""
         return HEADER_BYTES + _payload_bytes(n, H, self.bits, self.grouping)
 
     def check(self, sample: int, version: int, m_nH: Tensor, where: str, *, values: bool = True) -> None:
-        """Raise unless `pack` can store this; its values are not looked at without `values`.
+        """Raise unless `pack` can store this.
 
-        ConfigError for the numbers, ShapeError for the tensor, NonFiniteError for values that z bits cannot hold; 32
-        bits hold every float32, NaN included.
+        Args:
+            sample: id, for the error.
+            version: of m.
+            m_nH: float32 [n, H].
+            where: names store and sample in errors.
+            values: also check the values, which waits for a GPU.
+
+        Raises:
+            ConfigError: sample or version is out of range.
+            ShapeError: dtype or shape of the tensor.
+            NonFiniteError: values that z bits cannot hold; 32 bits hold every float32, NaN included.
         """
         for key, number in (("sample", sample), ("version", version)):
             if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number <= MAX_U64:
@@ -102,9 +111,9 @@ class ValueFormat:
                 raise NonFiniteError(f"{where}: values from {low} to {high}, allowed: within ±{limit}")
 
     def pack(self, sample: int, version: int, m_nH: Tensor, where: str) -> bytearray:
-        """Make the stored value of m [n, H], which `check` has passed and which lies on the host; m is not modified.
+        """Encode m [n, H], which lies on the host and has passed `check`; m is not modified.
 
-        Here, and only here, m is rounded to z bits.
+        The only place where m is rounded to z bits.
         """
         n, H = m_nH.shape
         fields = _FIELDS.pack(MAGIC, FORMAT, self.bits, 0, sample, version, n, H, self.grouping or 0)
@@ -126,62 +135,70 @@ class ValueFormat:
 
 
 def read_header(value: bytes | bytearray | memoryview, where: str) -> ValueHeader:
-    """Read the header of a stored value, whose first HEADER_BYTES at least are given. StoreError if it is none."""
+    """Decode the header of a stored value from at least its first HEADER_BYTES; DamagedStoreError if it is invalid."""
     if len(value) < HEADER_BYTES:
-        raise StoreError(f"{where}: {len(value)} bytes, a stored value has at least {HEADER_BYTES}")
+        raise DamagedStoreError(f"{where}: {len(value)} bytes, expected at least {HEADER_BYTES}")
     magic, version, bits, reserved, sample, m_version, n, H, group_size = _FIELDS.unpack_from(value)
     if magic != MAGIC:
-        raise StoreError(f"{where}: begins with {magic.hex()}, a stored value with {MAGIC.hex()}")
+        raise DamagedStoreError(f"{where}: begins with {magic.hex()}, expected {MAGIC.hex()}")
     if version != FORMAT:
-        raise StoreError(f"{where}: format version {version}, this program reads version {FORMAT}")
+        raise DamagedStoreError(f"{where}: format version {version}, expected {FORMAT}")
     header = ValueHeader(sample, m_version, n, H, bits, group_size, *_CRC.unpack_from(value, _FIELDS.size))
-    too_large = n * H * bits > 8 * MAX_BYTES  # whoever makes room for it takes all memory
+    too_large = n * H * bits > 8 * MAX_BYTES  # nobody may allocate that much for a damaged header
     if bits not in BITS or reserved or not H or (bits > 8 and group_size) or too_large:
-        raise StoreError(f"{where}: not a header of a stored value: {header}")
+        raise DamagedStoreError(f"{where}: not a header of a stored value: {header}")
     return header
 
 
 def stored_size(header: ValueHeader) -> int:
-    """Bytes of the whole value that a header begins."""
+    """Return the bytes of the whole value of a header."""
     return HEADER_BYTES + _payload_bytes(header.n, header.H, header.bits, header.group_size or None)
 
 
 def verify_value(value: bytearray | memoryview, where: str) -> ValueHeader:
-    """Check a whole stored value; returns its header. StoreError, naming `where`, if the length or the CRC is wrong."""
+    """Check length and CRC-32 of a stored value, and return its header; DamagedStoreError, naming `where`."""
     header = read_header(value, where)
     if stored_size(header) != len(value):
-        raise StoreError(f"{where}: {len(value)} bytes, its header says {stored_size(header)}")
-    if _checksum(value) != header.crc:
-        raise StoreError(f"{where}: damaged: CRC-32 {_checksum(value):#010x}, stored with {header.crc:#010x}")
+        raise DamagedStoreError(f"{where}: {len(value)} bytes, expected {stored_size(header)} by its header")
+    view = memoryview(value)
+    crc = ops.crc32(view[HEADER_BYTES:], zlib.crc32(view[: _FIELDS.size]))
+    if crc != header.crc:
+        raise DamagedStoreError(f"{where}: damaged: CRC-32 {crc:#010x}, expected {header.crc:#010x}")
     return header
 
 
 def unpack(value: bytearray | memoryview, where: str, *, alias: bool = False) -> CachedActivation:
-    """Decode a stored value. StoreError, naming `where`, if the length or the CRC-32 is wrong. alias: see `decoded`."""
-    return decoded(value, verify_value(value, where), alias=alias)
+    """Verify and decode a stored value.
 
+    Args:
+        value: header and payload.
+        where: names store and sample in errors.
+        alias: with 32 bits the tensor may share `value`'s memory, which has no other user.
 
-def decoded(value: bytearray | memoryview, header: ValueHeader, *, alias: bool = False) -> CachedActivation:
-    """Decode a value that `verify_value` has passed, or that never left this process's memory.
-
-    alias: with 32 bits the tensor may share `value`'s memory, which nobody else uses.
+    Raises:
+        DamagedStoreError: length or CRC-32 is wrong.
     """
+    return decode_value(value, verify_value(value, where), alias=alias)
+
+
+def decode_value(value: bytearray | memoryview, header: ValueHeader, *, alias: bool = False) -> CachedActivation:
+    """Decode a value that `verify_value` has passed, or that never left this process's memory; alias as in `unpack`."""
     n, H, bits, grouping = header.n, header.H, header.bits, header.group_size or None
     if n == 0:
         return CachedActivation(header.version, torch.empty(0, H, dtype=torch.float32))
     if bits == 32:
-        m_nH = _tensor(value, "<f4", n * H, HEADER_BYTES).view(n, H)
+        m_nH = _payload_tensor(value, "<f4", n * H).view(n, H)
         return CachedActivation(header.version, m_nH if alias else m_nH.clone())
     if bits == 16:
-        return CachedActivation(header.version, _tensor(value, "<f2", n * H, HEADER_BYTES).view(n, H).float())
+        return CachedActivation(header.version, _payload_tensor(value, "<f2", n * H).view(n, H).float())
     m_nH = torch.empty(n, H, dtype=torch.float32)
     payload = torch.from_numpy(np.frombuffer(value, np.uint8, offset=HEADER_BYTES))
     ops.decode_batch(payload, [ops.Arriving(m_nH, ops.Options(bits, grouping))])
     return CachedActivation(header.version, m_nH)
 
 
-def _tensor(value: bytearray | memoryview, dtype: str, count: int, start: int) -> Tensor:
-    array = np.frombuffer(value, dtype, count, start)
+def _payload_tensor(value: bytearray | memoryview, dtype: str, count: int) -> Tensor:
+    array = np.frombuffer(value, dtype, count, HEADER_BYTES)
     return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False))
 
 
@@ -189,8 +206,3 @@ def _payload_bytes(n: int, H: int, bits: int, group_size: int | None) -> int:
     if bits > 8:
         return n * H * bits // 8
     return n * ops.quantized_row_bytes(H, bits, group_size)
-
-
-def _checksum(value: bytearray | memoryview) -> int:
-    view = memoryview(value)
-    return ops.crc32(view[HEADER_BYTES:], zlib.crc32(view[: _FIELDS.size]))

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipecomp.buffers.base import CachedActivation, MessageStore, Put, Settled
+from pipecomp.buffers.base import CachedActivation, MessageStore, Put, PutCheck
 from pipecomp.utils.files import atomic_write, atomic_write_text
 from pipecomp.utils.serialization import serializable
 
@@ -132,10 +132,10 @@ class TracedStore:
         self._trace.add("load", began, time.perf_counter())
         return found
 
-    def put_many(self, puts: Sequence[Put], settled: Settled | None = None) -> None:
+    def put_many(self, puts: Sequence[Put], check: PutCheck | None = None) -> None:
         """See MessageStore."""
         began = time.perf_counter()
-        self._store.put_many(puts, settled)
+        self._store.put_many(puts, check)
         self._trace.add("keep", began, time.perf_counter())
 
 

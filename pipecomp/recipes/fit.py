@@ -21,9 +21,9 @@ from pipecomp.recipes.report import Report
 from pipecomp.recipes.resume import REPLICAS, SAMPLES, STAGES, RunCheckpoints, hold_folder
 from pipecomp.recipes.steps import Plan, complete
 from pipecomp.recipes.trackers import Trackers
-from pipecomp.report.page import try_write_report
-from pipecomp.report.progress import LinkMeter
-from pipecomp.report.recorder import Recorder, counted, default_folder
+from pipecomp.report.command import try_report
+from pipecomp.report.live import LinkMeter
+from pipecomp.report.record import Recorder, counted, default_folder
 from pipecomp.stats import Traffic
 
 
@@ -94,13 +94,8 @@ class Fit:
         args, rank = self.args, dist.get_rank()
         self._goes_on = self._checkpoints.find()
         store, method = self.settings.store, self.settings.activations.method
-        mended = None
-        if method == "aqsgd" and store.backend == "lmdb":
-            if self._checkpoints.step:
-                mended = self._checkpoints.mend_store(store, rank)
-            else:
-                forget(store.path, rank)
-        self._mended = mended
+        if method == "aqsgd" and store.backend == "lmdb" and not self._checkpoints.step:
+            forget(store.path, rank)
         folder = args.run or default_folder(args.recipe)
         after = self._checkpoints.step
         self._recorder = Recorder(folder if rank == 0 else None, after=after, required=args.run is not None)
@@ -150,8 +145,6 @@ class Fit:
             report.start(args, plan, self.settings, self.stages, samples, held_out)
             report.resumed(self._goes_on)
             report.resumed(checkpoints.load(engine))
-            for rank, mended in enumerate(gathered(self._mended)):
-                report.resumed(f"rank {rank}: {mended}" if mended else "")
             facts = {"recipe": args.recipe, "unit": self._unit, **engine.describe()}
             self._recorder.start(plan.steps, kind="recipe", **facts)
             trackers.begin(facts)
@@ -175,7 +168,7 @@ class Fit:
             stats = self._exchange(engine)[0]
             self._recorder.end(stats, engine.gather_last_step())
             folder = self._recorder.folder if args.report else None
-            report.end(Traffic.of(stats), args.save, None if folder is None else try_write_report([folder]))
+            report.end(Traffic.of(stats), args.save, None if folder is None else try_report([folder]))
         engine.close()
 
     def _step(self, engine: Any, step: int, units: Callable[[], float]) -> str | None:

@@ -15,11 +15,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipecomp.buffers.mending import mend
 from pipecomp.checkpoint import manifest
 from pipecomp.checkpoint.run_id import model_values
 from pipecomp.checkpoint.writing import private
-from pipecomp.config import Store
 from pipecomp.distributed.collectives import gathered, while_others_wait
 from pipecomp.distributed.consistency import differences
 from pipecomp.distributed.preemption import say_here
@@ -249,16 +247,6 @@ class RunCheckpoints:
             f"a folder without checkpoints: this one has step {words}; --resume auto goes on from the last good one"
         )
         require(not there, "--checkpoint", str(folder), allowed)
-
-    def mend_store(self, store: Store, rank: int) -> str | None:
-        """Let a run go on whose message store was damaged, on this rank: with the checkpoint's copy, or with less.
-
-        Returns:
-            What was done, in words; None if nothing was damaged.
-        """
-        assert self.folder is not None
-        copy = manifest.messages_copy(self.folder / f"global_step{self.step}", rank)
-        return mend(store.path, rank, copy=copy)
 
     def _check(self, folder: Path) -> None:
         """Before anything of the checkpoint is used, or anything of its run is overwritten."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from pipecomp.buffers.base import CachedActivation, MessageStore, Settled, entry_id
+from pipecomp.buffers.base import CachedActivation, MessageStore, PutCheck, entry_id
 
 
 class Changes:
@@ -30,7 +30,7 @@ class Changes:
     def may_keep(self, sample: int) -> bool:
         """Whether this end keeps what it is about to hold: not a new sample while the disk refuses writes."""
         now = self._new if sample in self._new else self._held
-        return now[sample] is not None or self._store.keeps_new()
+        return now[sample] is not None or self._store.accepts_new()
 
     def hold(self, sample: int, cached: CachedActivation | None) -> None:
         """Hold this of a sample, None for nothing."""
@@ -50,7 +50,7 @@ class Changes:
         """Samples that this end will hold nothing of."""
         return {sample for sample, cached in self._new.items() if cached is None}
 
-    def make(self, verdict: Settled | None = None) -> list[int]:
+    def make(self, verdict: PutCheck | None = None) -> list[int]:
         """Change the store; which entries were put. verdict: see `MessageStore.put_many`."""
         kept = [(self._entry(sample), *cached) for sample, cached in self._new.items() if cached is not None]
         self._store.drop(self._entry(sample) for sample in self.dropped())

@@ -20,7 +20,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from pipecomp.buffers.base import Settled
+from pipecomp.buffers.base import PutCheck
 from pipecomp.codecs.clustered import Clustered
 from pipecomp.codecs.wire import Form, Header, Kind, Sample
 from pipecomp.errors import BaseMismatchError, LinkError, StoreError, WireError
@@ -40,7 +40,7 @@ class Clusters:
     def __init__(self, end: Endpoint) -> None:
         self._end = end
         self._book: Codebook | None = None
-        self._unsettled: list[Settled] = []  # raise if a packet of this step had what must not be kept
+        self._unsettled: list[PutCheck] = []  # raise if a packet of this step had what must not be kept
 
     @property
     def _codec(self) -> Clustered:

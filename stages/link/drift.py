@@ -33,7 +33,7 @@ def check_drift(end: LinkEnd, step: int) -> list[int]:
     check too: then something is broken, and repairing it would hide that.
     """
     assert end.store is not None
-    table = as_table(line for line in end.store.held(sorted(end.changed)) if line is not None)
+    table = as_table(line for line in end.store.versions(sorted(end.changed)) if line is not None)
     end.changed.clear()
     mine = _DIGEST.pack(len(table), hashlib.blake2b(table.tobytes(), digest_size=16).digest())
     end.stats.drift_checks += 1

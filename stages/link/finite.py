@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pipecomp.buffers.base import Settled
+from pipecomp.buffers.base import PutCheck
 from pipecomp.errors import WireError
 from pipecomp.kernels import ops
 from pipecomp.stages.link.endpoint import Endpoint, Position
 
 
-def check_finite(end: Endpoint, x_TH: Tensor, at: Position, what: str) -> Settled | None:
+def check_finite(end: Endpoint, x_TH: Tensor, at: Position, what: str) -> PutCheck | None:
     """Raise WireError for NaN or Inf in what has been decoded, [T, H], before anything of it is kept.
 
     On a GPU nobody waits for that: the stage computes with what it got, and what is returned raises the error. A store

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from pipecomp.buffers.base import Held, MessageStore
+from pipecomp.buffers.base import CachedVersion, MessageStore
 from pipecomp.codecs.wire import Header, Kind, Method, encode, packet_bytes
 from pipecomp.errors import LinkError, WireError
 from pipecomp.stages.link.endpoint import Position
@@ -34,7 +34,7 @@ def summarize(store: MessageStore) -> tuple[int, int, bytes]:
     return _summary(as_table(store.inventory()))
 
 
-def as_table(lines: Iterable[Held]) -> np.ndarray:
+def as_table(lines: Iterable[CachedVersion]) -> np.ndarray:
     """Rows of sample, version and digest, as they travel."""
     return np.array([(h.sample, h.version, h.digest) for h in lines], dtype=_ROW)
 

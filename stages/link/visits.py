@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from pipecomp.buffers.base import CachedActivation, Settled
+from pipecomp.buffers.base import CachedActivation, PutCheck
 from pipecomp.codecs.codecs import Quantized, torch_dtype
 from pipecomp.codecs.link_codecs import VisitCodecs
 from pipecomp.codecs.wire import Form, Header, Kind, Sample
@@ -183,7 +183,7 @@ class Visits:
             bases[sample] = None if form is Form.NOT_KEPT else (version, shape)
         return samples
 
-    def _keep(self, changes: Changes, settled: Settled | None) -> None:
+    def _keep(self, changes: Changes, settled: PutCheck | None) -> None:
         """Change the store; settled: raises, on a GPU, if nothing may be kept. See `MessageStore.put_many`."""
         put = changes.make(None if self._end.staging.immediate else settled)
         if self._end.compares:

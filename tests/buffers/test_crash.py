@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pipecomp.buffers import LmdbEnvironment
-from pipecomp.buffers.lmdb_check import unsound
+from pipecomp.buffers.lmdb_file import find_damage
 from tests.limits import HANG_S
 
 SAMPLES, LINKS = 24, 2
@@ -113,7 +113,7 @@ def test_a_killed_process_leaves_whole_steps(tmp_path, host, bits):
     last = 0
     for _ in range(KILLS):  # each time on what the last victim left
         committed = host.kill_one(folder, bits, rng.randint(0, 3), rng.uniform(0.0, 0.05))
-        assert unsound(folder) is None
+        assert find_damage(folder) is None
         environment = LmdbEnvironment(folder, bits=bits)
         stores = [environment.link(f"link-{i}", {}) for i in range(LINKS)]
         steps = {line.version for store in stores for line in store.inventory()}

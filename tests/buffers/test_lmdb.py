@@ -16,7 +16,6 @@ import torch
 
 from pipecomp.buffers import LmdbEnvironment, admin, lmdb_folder
 from pipecomp.buffers.lmdb_file import ValueFile, piece_sizes
-from pipecomp.buffers.lmdb_folder import UNSYNCED_FILE
 from pipecomp.buffers.value import HEADER_BYTES, ValueFormat
 from pipecomp.errors import ConfigError, StoreError
 from tests.children import in_child
@@ -114,7 +113,7 @@ class TestSteps:
         store.commit()
         store.flush()
         assert [entry.value for entry in store._entries.values()] == [None] * 3
-        assert [entry._m for entry in store._entries.values()] == [None] * 3
+        assert [entry._copy for entry in store._entries.values()] == [None] * 3
 
     def test_slots_that_are_free_are_used_after_opening_again(self, opened):
         """Slots that only grew would be taken for damage one day."""
@@ -279,7 +278,7 @@ class TestReading:
         store.put_many([(sample, 1, message(sample, 1)) for sample in (0, 1)])
         store.commit()
         store.flush()
-        reading = store._reading
+        reading = store._reader
 
         @contextmanager
         def slowly():
@@ -289,7 +288,7 @@ class TestReading:
                 environment.writer.drain()
                 yield read
 
-        monkeypatch.setattr(store, "_reading", slowly)
+        monkeypatch.setattr(store, "_reader", slowly)
         first, second = store.get([0, 1])
         assert (first.version, second.version) == (1, 2)
         assert torch.equal(first.m_nH, message(0, 1))
@@ -303,7 +302,7 @@ class TestReading:
         assert [file.read(table, sample) for sample in (0, 1)] == list(values.values())
         last = len(piece_sizes(len(values[0]), file._page)) - 1
         file._transact(lambda txn: txn.delete((0).to_bytes(8, "big") + last.to_bytes(2, "big"), db=table.handle))
-        with pytest.raises(StoreError, match=r"sample 0: .* bytes are there"):
+        with pytest.raises(StoreError, match=r"sample 0: .* bytes"):
             file.read(table, 0)
         assert file.read(table, 1) == values[1]
         file.close()
@@ -315,7 +314,7 @@ class TestReading:
         value = ValueFormat(32).pack(0, 1, message(0, 1), "here")
         file.write({table: dict.fromkeys(range(6), value)})
         file.write({table: dict.fromkeys((1, 3))})
-        before = (table.end, sorted(table.free), dict(table.places))
+        before = (table.end, sorted(table.free), dict(table.locations))
 
         def refused(*args):
             raise OSError(errno.ENOSPC, "full")
@@ -325,7 +324,7 @@ class TestReading:
             for _ in range(3):
                 with pytest.raises(StoreError, match="full"):
                     file.write({table: {**dict.fromkeys(range(10, 15), value), 5: value, 0: None}})
-        assert (table.end, sorted(table.free), table.places) == before
+        assert (table.end, sorted(table.free), table.locations) == before
         file.write({table: dict.fromkeys(range(10, 15), value)})
         assert table.end == 9
         assert all(file.read(table, sample) == value for sample in (0, 5, 10, 14))
@@ -333,26 +332,47 @@ class TestReading:
 
 
 class TestErrors:
-    def test_damage_is_found_and_named(self, opened, tmp_path):
-        store = opened().link("link-0", SETTINGS)
+    def test_a_value_that_is_damaged_in_use_is_dropped(self, opened, tmp_path):
+        environment = opened(prefetch=1)
+        store = environment.link("link-0", SETTINGS)
         for sample in (3, 4):
             store.put(sample, 1, torch.full((60, 64), float(sample)))
         store.commit()
         store.flush()
-        opened().close()
         file = tmp_path / "rank-0" / "data.mdb"
-        damage(file, torch.full((64,), 4.0).numpy().tobytes())
-        environment = opened(prefetch=1)
-        store = environment.link("link-0", SETTINGS)
+        with file.open("r+b") as handle:  # the pages that LMDB has mapped
+            pattern = torch.full((64,), 4.0).numpy().tobytes()
+            handle.seek(file.read_bytes().index(pattern))
+            handle.write(bytes([pattern[0] ^ 1]))
         assert torch.equal(store.get([3])[0].m_nH, torch.full((60, 64), 3.0))
         store.prefetch([4])
-        for _ in range(2):
-            with pytest.raises(StoreError, match=r"link-0, sample 4.*CRC-32.*verify"):
-                store.get([4])
+        with pytest.warns(UserWarning, match=r"link-0, sample 4.*CRC-32.*first visits"):
+            assert store.get([4]) == [None]
+        assert store.get([4]) == [None]
+        assert versions(store) == {3: 1}
+        store.commit()
+        opened().close()
+        assert admin.verify(tmp_path).damaged == []
+        store = opened().link("link-0", SETTINGS)
         store.put(4, 2, message(4, 2))
         assert torch.equal(store.get([4])[0].m_nH, message(4, 2))
 
-    def test_a_damaged_header_is_found_when_opening(self, opened, tmp_path):
+    def test_damaged_values_are_dropped_when_opening(self, opened, tmp_path):
+        store = opened().link("link-0", SETTINGS)
+        for sample in (3, 4):
+            store.put(sample, 1, torch.full((60, 64), float(sample)))
+        store.commit()
+        opened().close()
+        damage(tmp_path / "rank-0" / "data.mdb", torch.full((64,), 4.0).numpy().tobytes())
+        environment = opened()
+        with pytest.warns(UserWarning, match=r"link-0, sample 4.*CRC-32.*1 damaged values are dropped"):
+            store = environment.link("link-0", SETTINGS)
+        assert versions(store) == {3: 1}
+        store.put_many([(sample, 2, message(sample, 2)) for sample in (3, 4, 5)])
+        store.commit()
+        assert versions(opened().link("link-0", SETTINGS)) == dict.fromkeys((3, 4, 5), 2)
+
+    def test_a_value_with_a_damaged_header_is_dropped_when_opening(self, opened, tmp_path):
         store = opened().link("link-0", SETTINGS)
         store.put(3, 1, message(3, 1))
         store.commit()
@@ -365,15 +385,18 @@ class TestErrors:
             data = bytearray(whole)
             data[at + offset] ^= 1
             file.write_bytes(data)
-            with pytest.raises(StoreError, match="link-0, sample 3"):
-                opened().link("link-0", SETTINGS)
+            environment = opened()
+            with pytest.warns(UserWarning, match="link-0, sample 3"):
+                assert versions(environment.link("link-0", SETTINGS)) == {}
+            opened().close()
 
-    def test_foreign_files_are_refused(self, tmp_path):
+    def test_foreign_files_are_set_aside(self, tmp_path):
         folder = tmp_path / "rank-0"
         folder.mkdir()
         (folder / "data.mdb").write_bytes(b"something else " * 1000)
-        with pytest.raises(StoreError, match=r"rank-0.*prune"):
-            LmdbEnvironment(folder)
+        with pytest.warns(UserWarning, match=r"set aside as .*rank-0/data.mdb.damaged"):
+            LmdbEnvironment(folder).close()
+        assert (folder / "data.mdb.damaged").read_bytes() == b"something else " * 1000
         with pytest.raises(StoreError, match="cannot use it"):
             LmdbEnvironment(folder / "data.mdb")
 
@@ -389,13 +412,11 @@ class TestErrors:
     @pytest.mark.parametrize("slot", [1 << 40, (1 << 64) - 1])
     def test_a_damaged_slot_is_found_before_room_is_made_for_those_below(self, opened, tmp_path, slot):
         move_the_last_of_four(opened, tmp_path, slot=slot, sample=3)
-        for call in (admin.verify, admin.info):
+        for call in (admin.verify, admin.info, admin.prune):
             said = str([d.problem for d in call(tmp_path).damaged] if call is admin.verify else raised(call, tmp_path))
-            assert f"no beginning of a value at {slot:016x}" in said
-        assert "no beginning of a value" in raised(opened().link, "link-0", SETTINGS)
-        opened().close()
-        assert admin.prune(tmp_path).kept == 3
-        assert versions(opened().link("link-0", SETTINGS)) == dict.fromkeys(range(3), 1)
+            assert f"damaged key {slot:016x}" in said
+        with pytest.warns(UserWarning, match="damaged key .* set aside"):
+            assert versions(opened().link("link-0", SETTINGS)) == {}
 
     def test_a_value_under_another_samples_key_is_found(self, opened, tmp_path):
         move_the_last_of_four(opened, tmp_path, slot=3, sample=9)
@@ -411,7 +432,7 @@ class TestErrors:
             LmdbEnvironment(tmp_path / "rank-0")
 
         def other_process():
-            lmdb_folder._held.clear()  # what a forked child inherits and a process of its own does not have
+            lmdb_folder._used.clear()  # what a forked child inherits and a process of its own does not have
             with pytest.raises(StoreError) as caught:
                 LmdbEnvironment(tmp_path / "rank-0")
             return str(caught.value)
@@ -511,67 +532,24 @@ class TestRestart:
         store.commit()
         return environment, store
 
-    def test_the_mark_lasts_from_the_first_write_to_the_close(self, opened, tmp_path):
-        mark = tmp_path / "rank-0" / UNSYNCED_FILE
-        environment = opened()
-        assert mark.exists()  # what a store says about itself is in its file, too
-        environment.link("link-0", SETTINGS)
-        environment.close()
-        assert not mark.exists()
-        environment = opened()
-        environment.link("link-0", SETTINGS)
-        assert not mark.exists()
-        environment.bind("run")
-        assert mark.exists()
-        environment.close()
-        environment, _ = self.fill(opened)
-        environment.writer.drain()
-        assert mark.exists()
-        environment.flush()
-        assert mark.exists()
-        environment.close()
-        assert not mark.exists()
-
     def test_a_store_that_was_about_to_be_made_is_used(self, opened, tmp_path):
-        """Its process was killed when it had made the file, and the mark, but not yet written that."""
+        """Its process was killed when it had made the file, but not yet written to it."""
         folder = tmp_path / "rank-0"
         folder.mkdir()
         ValueFile(folder).close()
-        (folder / UNSYNCED_FILE).touch()
         self.fill(opened)[0].close()
-        assert not (folder / UNSYNCED_FILE).exists()
+        lmdb.open(str(tmp_path / "rank-1")).close()
+        LmdbEnvironment(tmp_path / "rank-1").close()
 
-    def test_a_sound_store_is_used_after_the_machine_restarted(self, opened, tmp_path):
+    def test_a_store_with_a_page_that_never_reached_the_disk_is_set_aside(self, opened, tmp_path):
         self.fill(opened)[0].close()
-        mark = tmp_path / "rank-0" / UNSYNCED_FILE
-        mark.write_text("another boot\n")
-        environment = opened()
-        assert versions(environment.link("link-0", SETTINGS)) == dict.fromkeys(range(5), 1)
-        environment.close()
-        assert not mark.exists()
-
-    def test_a_mark_that_nobody_can_read_is_not_of_this_boot(self, opened, tmp_path):
-        self.fill(opened)[0].close()
-        mark = tmp_path / "rank-0" / UNSYNCED_FILE
-        mark.write_bytes(b"\xff\xfe")
-        opened().close()
-        assert not mark.exists()
-
-    @pytest.mark.parametrize("where", ["value", "page"])
-    def test_a_damaged_one_is_refused(self, opened, tmp_path, where):
-        self.fill(opened)[0].close()
-        folder = tmp_path / "rank-0"
-        if where == "value":
-            damage(folder / "data.mdb", torch.full((64,), 3.0).numpy().tobytes())
-        else:
-            data = bytearray((folder / "data.mdb").read_bytes())
-            start = data.index(torch.full((1000,), 3.0).numpy().tobytes()) // 4096 * 4096
-            data[start : start + 4096] = bytes(4096)  # a page that never reached the disk
-            (folder / "data.mdb").write_bytes(data)
-        (folder / UNSYNCED_FILE).write_text("another boot\n")
-        with pytest.raises(StoreError, match=r"machine stopped.*prune"):
-            opened()
-        (folder / UNSYNCED_FILE).unlink()
+        file = tmp_path / "rank-0" / "data.mdb"
+        data = bytearray(file.read_bytes())
+        start = data.index(torch.full((1000,), 3.0).numpy().tobytes()) // 4096 * 4096
+        data[start : start + 4096] = bytes(4096)
+        file.write_bytes(data)
+        with pytest.warns(UserWarning, match=r"damaged pages.*set aside"):
+            assert versions(opened().link("link-0", SETTINGS)) == {}
 
 
 def raised(call, *args) -> str:

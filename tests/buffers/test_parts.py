@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipecomp.buffers.base import CachedActivation
-from pipecomp.buffers.store import STEPS_BEHIND, Budget, Prefetcher, Writer, sample_hash
+from pipecomp.buffers.store import MAX_UNWRITTEN_STEPS, BackgroundWriter, Budget, Prefetcher, sample_hash
 from pipecomp.errors import ConfigError, StoreError
 
 WAIT_S = 600.0  # guards against a hang: nothing here takes a second on a quiet machine
@@ -159,9 +159,9 @@ def ahead(source):
 
 def settle(prefetcher, count):
     """Wait until `count` samples are loaded."""
-    with prefetcher._changed:
-        ok = prefetcher._changed.wait_for(
-            lambda: sum(len(b.samples) for b in prefetcher._batches if b.state.name == "LOADED") == count, WAIT_S
+    with prefetcher._loaded:
+        ok = prefetcher._loaded.wait_for(
+            lambda: sum(len(b.samples) for b in prefetcher._requests if b.state.name == "LOADED") == count, WAIT_S
         )
     assert ok
 
@@ -305,7 +305,7 @@ class TestPrefetch:
 
 class TestWriter:
     def test_jobs_run_in_order_and_drain_waits(self):
-        writer, done = Writer("test"), []
+        writer, done = BackgroundWriter("test"), []
         for i in range(50):
             (writer.submit if i % 2 else writer.submit_step)(lambda i=i: done.append(i))
         writer.drain()
@@ -314,7 +314,7 @@ class TestWriter:
         writer.close()
 
     def test_close_runs_what_is_queued(self):
-        writer, gate, done = Writer("test"), threading.Event(), []
+        writer, gate, done = BackgroundWriter("test"), threading.Event(), []
         writer.submit(lambda: gate.wait(WAIT_S))
         writer.submit(lambda: done.append(1))
         gate.set()
@@ -325,8 +325,8 @@ class TestWriter:
         writer.drain()  # and waits for nobody
 
     def test_steps_wait_when_the_disk_is_behind(self):
-        writer, gate = Writer("test"), threading.Event()
-        for _ in range(STEPS_BEHIND):
+        writer, gate = BackgroundWriter("test"), threading.Event()
+        for _ in range(MAX_UNWRITTEN_STEPS):
             assert writer.submit_step(lambda: gate.wait(WAIT_S)) < WAIT_S / 2
         writer.submit(lambda: None)  # packing never waits
         waiting = threading.Thread(target=lambda: writer.submit_step(lambda: None))
@@ -339,7 +339,7 @@ class TestWriter:
         writer.close()
 
     def test_the_first_error_stops_everything_and_is_told_every_time(self):
-        writer, ran = Writer("test"), []
+        writer, ran = BackgroundWriter("test"), []
 
         def fail():
             raise ZeroDivisionError("the reason")
@@ -358,13 +358,13 @@ class TestWriter:
         writer.close()
 
     def test_an_error_frees_who_waits_and_close_tells_it_if_nobody_did(self):
-        writer, gate = Writer("test"), threading.Event()
+        writer, gate = BackgroundWriter("test"), threading.Event()
 
         def fail():
             gate.wait(WAIT_S)
             raise MemoryError("none left")
 
-        for _ in range(STEPS_BEHIND):
+        for _ in range(MAX_UNWRITTEN_STEPS):
             writer.submit_step(fail)
         problems = []
 
@@ -380,7 +380,7 @@ class TestWriter:
         waiting.join(WAIT_S)
         assert len(problems) == 1
 
-        silent = Writer("test")
+        silent = BackgroundWriter("test")
         silent.submit(fail)
         with pytest.raises(StoreError, match="none left"):
             silent.close()

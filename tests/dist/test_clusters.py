@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from pipecomp.buffers.lmdb_folder import DATA_FILE
-from pipecomp.buffers.mending import mend
 from pipecomp.distributed.local_launcher import run_ranks
 from tests.dist.reliability_work import losses, make, messages
 from tests.dist.small import samples
@@ -47,9 +47,12 @@ def trained(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
 
     dist.barrier()
     if rank == 1:
-        out["mended"] = _damage(Path(folder, "m", "rank-1", DATA_FILE), f"{folder}/m")
+        _damage(Path(folder, "m", "rank-1", DATA_FILE))
     dist.barrier()
-    engine = engine_in(f"{folder}/m")
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        engine = engine_in(f"{folder}/m")
+    out["warnings"] = [str(warning.message) for warning in given if folder in str(warning.message)]
     out["kept"] = messages(engine)
     engine.run.loaded(engine.run.id)
     out["on anyhow"] = losses(engine, 2)
@@ -66,13 +69,12 @@ def _evaluation() -> list[Any]:
     return list(eval_batches(samples(6), 2))
 
 
-def _damage(file: Path, store: str) -> str | None:
-    """Flip a bit of a stored center, and let what a resume does look for it."""
+def _damage(file: Path) -> None:
+    """Flip a bit of a stored center."""
     data = bytearray(file.read_bytes())
     at = data.find(b"PCMV")
     data[at + 60] ^= 1
     file.write_bytes(data)
-    return mend(store, 1, copy=file.parent / "none")
 
 
 def test_both_ends_hold_the_same_centers_and_go_on_bit_for_bit(tmp_path: Path) -> None:
@@ -87,7 +89,8 @@ def test_both_ends_hold_the_same_centers_and_go_on_bit_for_bit(tmp_path: Path) -
     assert one["again"] == one["on"]
     assert one["then again"] == one["then"]
     assert one["drifts"] == ([0], [2])
-    assert "was damaged" in other["mended"]
+    assert one["warnings"] == []
+    assert len(other["warnings"]) == 1
     assert 0 < len(one["kept"][0]) < len(one["then"][0])
     assert len(one["on anyhow"]) == 2
     assert one["without ids"] == other["without ids"] > 0

@@ -142,7 +142,7 @@ def _exchange(
     down.recv_activation(Position(2, 0), training=False)
     names = ["first visit", "gradient", "later visit", "gradient again", "evaluation"]
     if stores[0] is not None and not store:
-        stores[0].keeps_new = lambda: False  # type: ignore[method-assign]
+        stores[0].accepts_new = lambda: False  # type: ignore[method-assign]
         layout, at = replace(layout, ids=(4, 5)), Position(3, 0)
         up.send_activation(torch.randn(2, 5, hidden, generator=generator), layout, at)
         down.send_gradient(down.recv_activation(at)[0], layout, at)

@@ -116,14 +116,14 @@ def test_a_new_sample_twice_in_a_micro_batch_where_one_end_keeps_none(lacks):
     a, b = loopback_pair(timeout_s=0.2)
     up, down = LinkSender(0, config, a, MemoryStore("link-0")), LinkReceiver(0, config, b, MemoryStore("link-0"))
     full = {"sender": up, "receiver": down}[lacks]
-    full.store.keeps_new = lambda: False
+    full.store.accepts_new = lambda: False
     for step in range(2):
         x_BSH = torch.randn(B, S, H)
         assert torch.equal(pass_over(up, down, x_BSH, layout((1, 2, 1)), step), x_BSH)
         down.send_gradient(x_BSH, layout((1, 2, 1)), Position(step, 0))
         up.recv_gradient(layout((1, 2, 1)), Position(step, 0))
         assert held(up) == held(down) == {}
-    del full.store.keeps_new
+    del full.store.accepts_new
     for step in range(2, 4):
         pass_over(up, down, torch.randn(B, S, H), layout((1, 2, 1)), step)
         assert_same_messages(up, down)
