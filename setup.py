@@ -48,7 +48,7 @@ setup(
     package_data={
         "pipecomp": ["py.typed"],
         "pipecomp.kernels": ["*.cpp", "*.h"],
-        "pipecomp.report": ["*.css", "*.js"],
+        "pipecomp.report": ["*.css", "*.js", "*.j2"],
         RECIPES: ["*.md", "*/*.py", "*/*.json", "*/*.md"],
     },
     cmdclass={"build_ext": BuildKernels},

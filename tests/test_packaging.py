@@ -67,7 +67,11 @@ class TestSdist:
         assert sorted(found) == ["throughput.jsonl", "trust.jsonl"]  # which tests read
 
 
-PAGE = ("pipecomp/report/page.css", "pipecomp/report/page.js")  # what reports are made of beside modules
+PAGE = (
+    "pipecomp/report/page.css",
+    "pipecomp/report/page.js",
+    "pipecomp/report/page.html.j2",
+)  # what reports are made of beside modules
 
 
 @pytest.mark.soak

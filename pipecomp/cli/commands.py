@@ -85,7 +85,7 @@ def demo(
     from pipecomp.demo.plot import notes, result_table
     from pipecomp.demo.run import run_demo
     from pipecomp.demo.settings import Settings
-    from pipecomp.report.command import try_report
+    from pipecomp.report.page import try_write_report
 
     smaller: dict[str, Any] = {"width": 64, "training": 64, "epochs": 3, "pretraining": 128} if quick else {}
     forward, backward = whole_numbers("bits", bits, 2)
@@ -115,7 +115,7 @@ def demo(
         console.print(note, highlight=False)
     console.print(f"\nWrote {out}/demo.json and {out}/losses.png", highlight=False, soft_wrap=True)
     shown = [Path(out) / method for method in settings.methods]
-    console.print(f"Report: {try_report(shown, Path(out) / 'report.html')}", highlight=False, soft_wrap=True)
+    console.print(f"Report: {try_write_report(shown, Path(out) / 'report.html')}", highlight=False, soft_wrap=True)
     if found["sentence"] is not None:
         console.print(f"\n{found['sentence']}", style="bold", highlight=False)
     if quick:
@@ -323,7 +323,7 @@ def report(
     ] = None,
 ) -> None:
     """Show a run, or several side by side, on one HTML page: losses, bytes, where the time went, what to change."""
-    from pipecomp.report.command import write_report
+    from pipecomp.report.page import write_report
 
     console.print(f"Wrote {write_report(runs, out)}", highlight=False, soft_wrap=True)
 

@@ -203,7 +203,7 @@ def check_arguments(given: dict[str, Any], data: list[Path], out: Path | None) -
 
 def arguments(given: dict[str, Any], data: list[Path], out: Path | None, report_to: list[str]) -> list[str]:
     """Make the command line of each rank. given: by the rank's arguments; None is left out, True is a switch."""
-    from pipecomp.report.record import CHECKPOINTS, default_folder
+    from pipecomp.report.recorder import CHECKPOINTS, default_folder
 
     folder = str(out or default_folder("train"))
     places = {"--deepspeed_config": f"{folder}/ds_config.json", "--run": folder, "--save": f"{folder}/model"}

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipecomp.errors import DataError
-from pipecomp.report.record import METRICS, RUN
+from pipecomp.report.recorder import METRICS, RUN
 from pipecomp.utils.files import atomic_write_text
 
 

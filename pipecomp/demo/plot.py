@@ -10,8 +10,8 @@ from rich.table import Table
 
 from pipecomp.demo.results import epoch_means
 from pipecomp.demo.settings import NAMES, WARM_UP
-from pipecomp.report.text import duration
 from pipecomp.utils.tables import table
+from pipecomp.utils.units import format_duration
 
 _HEADINGS = (
     "method",
@@ -48,7 +48,7 @@ def result_table(found: dict[str, Any]) -> Table:
     rows = []
     for r in found["results"]:
         mark = "*" if r["measured_steps"] < len(r["losses"]) else ""
-        until = f"{duration(r['seconds'][r['reached'] - 1])}{mark}" if r["reached"] else "not reached"
+        until = f"{format_duration(r['seconds'][r['reached'] - 1])}{mark}" if r["reached"] else "not reached"
         row = (
             label(r),
             f"{r['train_loss']:.3f}",

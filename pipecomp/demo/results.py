@@ -9,9 +9,8 @@ from typing import Any
 
 from pipecomp.demo.lengthen import lengthened, seconds_per_step
 from pipecomp.demo.settings import NAMES, WARM_UP, Settings
-from pipecomp.report.text import duration, times
 from pipecomp.stats import total_bytes
-from pipecomp.utils.units import format_nominal_rate, parse_rate
+from pipecomp.utils.units import format_duration, format_nominal_rate, format_ratio, parse_rate
 
 
 def summary(settings: Settings, ranks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -110,11 +109,11 @@ def _sentence(found: dict[str, Any]) -> str | None:
         needs = "needs" if first["measured_steps"] < len(first["losses"]) else "needed"
         theirs = seconds_until(first)
         parts = [
-            f"{link}, {NAMES[first['method']]} {needs} {duration(theirs)} to reach the training loss that AQ-SGD "
-            f"reached in {duration(mine)}: {times(theirs / mine)} as long"
+            f"{link}, {NAMES[first['method']]} {needs} {format_duration(theirs)} to reach the training loss that "
+            f"AQ-SGD reached in {format_duration(mine)}: {format_ratio(theirs / mine)} as long"
         ]
     else:
-        parts = [f"{link}, AQ-SGD reached a training loss of {found['loss']:.3f} in {duration(mine)}"]
-    parts += [f"{NAMES[r['method']]} reached it in {duration(seconds_until(r))}" for r in arrived]
+        parts = [f"{link}, AQ-SGD reached a training loss of {found['loss']:.3f} in {format_duration(mine)}"]
+    parts += [f"{NAMES[r['method']]} reached it in {format_duration(seconds_until(r))}" for r in arrived]
     parts += [f"{NAMES[r['method']]} did not reach it" for r in others if r["reached"] is None]
     return "; ".join(parts) + "."

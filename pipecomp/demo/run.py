@@ -27,7 +27,7 @@ from pipecomp.distributed.local_launcher import preload_large_packages, run_rank
 from pipecomp.errors import writable
 from pipecomp.netlab.shape import read_shape
 from pipecomp.netlab.software import VARIABLE, SoftwareNetwork
-from pipecomp.report.record import Recorder
+from pipecomp.report.recorder import Recorder
 from pipecomp.utils.serialization import replace_nonfinite
 from pipecomp.utils.units import format_nominal_rate, parse_rate
 

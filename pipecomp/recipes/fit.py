@@ -21,9 +21,9 @@ from pipecomp.recipes.report import Report
 from pipecomp.recipes.resume import REPLICAS, SAMPLES, STAGES, RunCheckpoints, hold_folder
 from pipecomp.recipes.steps import Plan, complete
 from pipecomp.recipes.trackers import Trackers
-from pipecomp.report.command import try_report
-from pipecomp.report.live import LinkMeter
-from pipecomp.report.record import Recorder, counted, default_folder
+from pipecomp.report.page import try_write_report
+from pipecomp.report.progress import LinkMeter
+from pipecomp.report.recorder import Recorder, counted, default_folder
 from pipecomp.stats import Traffic
 
 
@@ -168,7 +168,7 @@ class Fit:
             stats = self._exchange(engine)[0]
             self._recorder.end(stats, engine.gather_last_step())
             folder = self._recorder.folder if args.report else None
-            report.end(Traffic.of(stats), args.save, None if folder is None else try_report([folder]))
+            report.end(Traffic.of(stats), args.save, None if folder is None else try_write_report([folder]))
         engine.close()
 
     def _step(self, engine: Any, step: int, units: Callable[[], float]) -> str | None:

@@ -34,7 +34,7 @@ from pipecomp.plan.report import precision
 from pipecomp.plan.search import AVERAGES
 from pipecomp.recipes import language, run, text
 from pipecomp.recipes.resume import hold_folder
-from pipecomp.report.record import CHECKPOINTS, PLAN
+from pipecomp.report.recorder import CHECKPOINTS, PLAN
 from pipecomp.utils.files import atomic_write_text
 
 _BATCH = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")

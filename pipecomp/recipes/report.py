@@ -15,10 +15,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from pipecomp.config import Activations, Config
 from pipecomp.config.activations import bits_text
 from pipecomp.recipes.written import Curves, Lines, Written
-from pipecomp.report.live import LinkMeter, in_words
-from pipecomp.report.text import size
+from pipecomp.report.progress import LinkMeter, format_progress
 from pipecomp.stats import DIRECTIONS, WEIGHTS, BitsMeter, Traffic
-from pipecomp.utils.units import format_count
+from pipecomp.utils.units import format_count, format_size
 
 PLAIN_EVERY_S = 10.0
 LINKS_EVERY_S = 2.0  # in a terminal
@@ -158,13 +157,13 @@ class Report:
             self._progress.update(self._task, completed=step, epoch=epoch, loss=f"{loss:.4f}", speed=speed)
             if time.perf_counter() - self._last_line >= LINKS_EVERY_S:
                 self._last_line = time.perf_counter()
-                self._progress.update(self._task, links=in_words(self._meter.since_last(stats)))
+                self._progress.update(self._task, links=format_progress(self._meter.since_last(stats)))
         elif step in (1, self._steps) or time.perf_counter() - self._last_line >= PLAIN_EVERY_S:
             self._last_line = time.perf_counter()
             width = len(str(self._steps))
             self._say(
                 f"step {step:{width}}/{self._steps}  {self._period} {epoch}  loss {loss:.4f}  lr {lr:.2e}  "
-                f"{per_s:,.0f} {self._unit}/s  {in_words(self._meter.since_last(stats))}".rstrip()
+                f"{per_s:,.0f} {self._unit}/s  {format_progress(self._meter.since_last(stats))}".rstrip()
             )
 
     def epoch(self, step: int, epoch: int, measures: dict[str, float] | None, traffic: Traffic) -> None:
@@ -292,5 +291,5 @@ def _in_words(settings: Config) -> str:
 
 def _saving(what: str, raw: int, sent: int) -> str:
     if sent >= 0.98 * raw:  # headers make it a little more
-        return f"{what} {size(sent)}, not compressed"
-    return f"{what} {size(sent)} for {size(raw)}, {raw / sent:.1f} times less"
+        return f"{what} {format_size(sent)}, not compressed"
+    return f"{what} {format_size(sent)} for {format_size(raw)}, {raw / sent:.1f} times less"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from pipecomp.errors import ConfigError, writable
-from pipecomp.report.record import lines_until
+from pipecomp.report.recorder import lines_until
 from pipecomp.utils.serialization import json_line
 
 

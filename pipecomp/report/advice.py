@@ -1,9 +1,12 @@
-"""What to change next: settings tried one by one in the planner's simulation of the run's own step."""
+"""Advice on what to change: settings tried one by one in the planner's simulation of the run's own step.
+
+The simulated step has the run's measured costs and bytes, over links of known or fitted rates.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
 from typing import Any
@@ -16,28 +19,196 @@ from pipecomp.errors import PipecompError
 from pipecomp.plan.packet_sizes import activation_bytes, gradient_bytes, with_bits
 from pipecomp.plan.prediction import best_in_flight
 from pipecomp.plan.search import ALMOST, PAYS, choose_bits
-from pipecomp.plan.simulation import LinkNetwork, simulate_step
-from pipecomp.report.read import Run
-from pipecomp.report.simulated import Simulated
+from pipecomp.plan.simulation import (
+    Channel,
+    LinkNetwork,
+    StageCosts,
+    StepSpec,
+    measured_costs,
+    measured_end,
+    simulate_step,
+    uniform,
+)
+from pipecomp.report.reader import RunRecord, number
+from pipecomp.stats import counted_since
+
+_FITTED = 0.002  # relative tolerance of a fitted network's step time
+_SLOWEST, _FASTEST = 1e4, 1e12  # bits per second: the range in which a link's rate is fitted
+_LIMITS = 1.02  # links limit a step that takes this much longer than without limits
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSimulation:
+    """The planner's simulation of the later half of a run.
+
+    Attributes:
+        step: Measured costs and bytes of a step.
+        network: The links.
+        known: Whether the links' rates were known. If not, all links have the rate at which a simulated step takes the
+            measured seconds.
+        measured_s: Measured mean seconds of a step.
+        seconds: Simulated seconds of a step.
+        raw_bytes: Bytes of a micro-batch's activations in the training dtype, for each link.
+        new_share: Share of samples sent without reference to a cached activation, for each link.
+        mean_bits: Mean bits per quantized value forward and back, for each link; None where nothing is quantized.
+    """
+
+    step: StepSpec
+    network: LinkNetwork
+    known: bool
+    measured_s: float
+    seconds: float
+    raw_bytes: list[float]
+    new_share: list[float]
+    mean_bits: list[tuple[float | None, float | None]]
+
+    @property
+    def limited(self) -> bool:
+        """Whether infinitely fast links would make a step noticeably faster."""
+        return self.seconds > _LIMITS * simulate_step(self.step, uniform(len(self.step.stages), math.inf)).seconds
+
+
+def simulate(run: RunRecord) -> RunSimulation | str:
+    """Simulate a run's step.
+
+    Returns:
+        The simulation, or the reason why there is none.
+    """
+    stats = run.ranks.get("end")
+    most, K = run.facts.get("micro_batches"), run.facts.get("stages")
+    if not stats or not isinstance(most, int) or not isinstance(K, int):
+        return "the run did not finish, or did not record its ranks"
+    if K < 2:
+        return "one stage has no links"
+    if len(stats) < K:
+        return "ranks are missing"
+    first = int(number(run.ranks.get("first_step")) or 0)
+    later = _since(stats, run.ranks.get("halfway"), first)
+    begin, end = stats[0]["steps"] - later[0]["steps"], stats[0]["steps"]
+    spent = [number(line.get("step_s")) for line in run.steps if begin < line["step"] <= end]
+    measured = [s for s in spent if s is not None]
+    if not measured or len(measured) != later[0]["steps"]:
+        return "the seconds of its steps are not known"
+    ranks = [[r for r in later if r["stage"] == k] for k in range(K)]
+    if not all(ranks):
+        return "ranks are missing"
+    measured_s = mean(measured)
+    links = [_link(ranks[k], f"{k}->{k + 1}") for k in range(K - 1)]
+    if any(link["messages"] == 0 for link in links):
+        return "nothing crossed its links"
+    # An epoch's last step may have fewer than configured: the mean step is simulated.
+    micro_batches = max(1, round(links[0]["messages"] / (later[0]["steps"] * len(ranks[0]))))
+    step = StepSpec(
+        stages=[_slowest([measured_costs(r, micro_batches) for r in found]) for found in ranks],
+        micro_batches=micro_batches,
+        forward_bytes=[link["forward"] for link in links],
+        backward_bytes=[link["backward"] for link in links],
+        in_flight=[int(found[0].get("in_flight") or 1) for found in ranks],
+        together_s=measured_end(later) + min(_rest(r, measured_s) for r in later),
+    )
+    known = _network(run.facts.get("network"), K)
+    network = known or _fit(step, measured_s)
+    return RunSimulation(
+        step=step,
+        network=network,
+        known=known is not None,
+        measured_s=measured_s,
+        seconds=simulate_step(step, network).seconds,
+        raw_bytes=[link["raw"] for link in links],
+        new_share=[link["new"] for link in links],
+        mean_bits=[(link.get("forward_bits"), link.get("backward_bits")) for link in links],
+    )
+
+
+def _since(stats: Sequence[dict[str, Any]], halfway: Any, first: int) -> list[dict[str, Any]]:
+    """Counters since half time, or else since the start or resumption of the run."""
+    if not halfway or halfway[0]["steps"] >= stats[0]["steps"]:
+        return [{**rank, "steps": rank["steps"] - first} for rank in stats]
+    before = {rank["rank"]: rank for rank in halfway}
+    return [counted_since(before[rank["rank"]], rank) for rank in stats]
+
+
+def _link(ranks: Sequence[Mapping[str, Any]], name: str) -> dict[str, float]:
+    """Means over a link's packets of all replicas, as counted by its sending stage."""
+    ends = [rank["links"][name] for rank in ranks]
+    found: dict[str, float] = {}
+    for way in ("forward", "backward"):
+        messages = sum(end[way]["messages"] for end in ends)
+        found[way] = sum(end[way]["bytes_sent"] for end in ends) / max(1, messages)
+        values = sum(end[way].get("values_quantized", 0) for end in ends)  # older versions count none
+        if values:
+            found[f"{way}_bits"] = sum(end[way]["code_bits"] for end in ends) / values
+        if way == "forward":
+            found["messages"] = messages
+            found["raw"] = sum(end[way]["bytes_raw"] for end in ends) / max(1, messages)
+    new, old = sum(end["full_samples"] for end in ends), sum(end["delta_samples"] for end in ends)
+    found["new"] = new / (new + old) if new + old else 1.0
+    return found
+
+
+def _slowest(costs: Sequence[StageCosts]) -> StageCosts:
+    """Costs of the slowest replica, which the others wait for."""
+    return max(costs, key=lambda c: c.forward_s + c.backward_s)
+
+
+def _rest(rank: Mapping[str, Any], measured_s: float) -> float:
+    """Seconds of a step that no part counts: data loading and work between steps."""
+    return max(0.0, measured_s - sum(rank["seconds"].values()) / rank["steps"])
+
+
+def _network(found: Any, stages: int) -> LinkNetwork | None:
+    """The links of a network lab, if the run recorded them."""
+    if not isinstance(found, Mapping):
+        return None
+    try:
+        lines = {
+            way: tuple(
+                Channel(bits_per_s=number(line["bits_per_s"]) or math.inf, latency_s=float(line["latency_s"]))
+                for line in found[way]
+            )
+            for way in ("forward", "backward")
+        }
+        made = LinkNetwork(forward=lines["forward"], backward=lines["backward"], shared=bool(found["shared"]))
+    except (KeyError, TypeError, ValueError):
+        return None
+    return made if len(made.forward) == stages - 1 else None
+
+
+def _fit(step: StepSpec, measured_s: float) -> LinkNetwork:
+    """Links of the one rate at which the step takes the measured time; unlimited if links cost nothing."""
+    K = len(step.stages)
+    if simulate_step(step, uniform(K, math.inf)).seconds * _LIMITS >= measured_s:
+        return uniform(K, math.inf)
+    low, high = math.log(_SLOWEST), math.log(_FASTEST)
+    for _ in range(60):
+        middle = (low + high) / 2
+        seconds = simulate_step(step, uniform(K, math.exp(middle))).seconds
+        if abs(seconds - measured_s) <= _FITTED * measured_s:
+            break
+        low, high = (middle, high) if seconds > measured_s else (low, middle)
+    return uniform(K, math.exp(middle))
+
+
+# -- changes
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _OF_A_MICRO_BATCH = ("forward_s", "backward_s", "encode_s", "decode_s")
 _LEAST = (2, 4)  # forward and backward bits, the fewest of AQ-SGD's paper
-_FIRST_VISIT = 8  # bits that training does not notice: benchmarks/results/first_visit.md
+_FIRST_VISIT = 8  # as good as uncompressed: benchmarks/results/first_visit.md
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
-    """One change and what it predicts.
+class SettingChange:
+    """A changed setting and its predicted effect.
 
     Attributes:
-        what: The change, as a setting: "forward_bits 3 → 2".
-        step_s: Seconds of a step with it, for as many samples as now.
-        gain: How many times as fast as now.
-        why: What speaks for it, or against.
-        costs_nothing: Whether it is worth making though it is not faster, as more bits are.
-        setting: Whether it is one, and not another network.
-        assumes: Whether the prediction takes something for granted that a run may not have.
+        what: The change: "forward_bits 3 → 2".
+        step_s: Predicted seconds of a step with as many samples as now.
+        gain: Speed relative to now.
+        why: Reason for or against it.
+        costs_nothing: Whether it is worth making at equal speed, as more bits are.
+        setting: False for another network.
+        assumes: Whether the prediction rests on an assumption that may not hold.
     """
 
     what: str
@@ -50,25 +221,25 @@ class Change:
 
     @property
     def pays(self) -> bool:
-        """Whether it is to be recommended."""
+        """Whether the change is recommended."""
         return self.setting and (self.gain >= PAYS or (self.costs_nothing and self.gain * ALMOST >= 1))
 
 
-def changes(run: Run, now: Simulated) -> list[Change]:
-    """Try changes in the simulation, those that pay first, by what they gain."""
-    packets = _Packets.of(run, now)
+def try_changes(run: RunRecord, now: RunSimulation) -> list[SettingChange]:
+    """Try changes in the simulation; those that pay come first, ordered by gain."""
+    packets = _PacketModel.of(run, now)
     found = [*_bits(packets, now), *_others(run, packets, now)]
     if now.limited:
-        seconds, why = simulate_step(now.step, _faster(now.network)).seconds, "what a faster line is worth"
+        seconds, why = simulate_step(now.step, _faster(now.network)).seconds, "the value of a faster line"
         found.append(_change(now, "links of twice the rate", seconds, why, setting=False))
     return sorted(found, key=lambda change: (not change.pays, change.costs_nothing, change.assumes, -change.gain))
 
 
-def _change(now: Simulated, what: str, step_s: float, why: str, **more: bool) -> Change:
-    return Change(what=what, step_s=step_s, gain=now.seconds / step_s, why=why, **more)
+def _change(now: RunSimulation, what: str, step_s: float, why: str, **more: bool) -> SettingChange:
+    return SettingChange(what=what, step_s=step_s, gain=now.seconds / step_s, why=why, **more)
 
 
-def _bits(packets: _Packets | None, now: Simulated) -> Iterator[Change]:
+def _bits(packets: _PacketModel | None, now: RunSimulation) -> Iterator[SettingChange]:
     """Other methods and bits of activations."""
     if packets is None:
         return
@@ -87,24 +258,24 @@ def _bits(packets: _Packets | None, now: Simulated) -> Iterator[Change]:
             yield _change(now, f"{key} {old} → {new}", packets.seconds(made), why)
     if len(fewer) == 2 and all(old > least for (_, old, _, _), least in zip(fewer, _LEAST, strict=True)):
         why = "the paper's fewest; the loss may end higher"
-        yield _change(now, _in_words(_LEAST), packets.seconds(with_bits(config, *_LEAST)), why)
+        yield _change(now, _describe_bits(_LEAST), packets.seconds(with_bits(config, *_LEAST)), why)
     if not any(isinstance(bits, ConstantError) for k in range(len(now.mean_bits)) for bits in a.bits(k)):
         pair = _chosen(packets, config)
         if pair != (f, b) and _sum(pair) > _sum((f, b)):
             seconds, why = packets.seconds(with_bits(config, *pair)), "the most bits that cost no time"
-            yield _change(now, _in_words(pair), seconds, why, costs_nothing=True)
+            yield _change(now, _describe_bits(pair), seconds, why, costs_nothing=True)
     why = "exact, and without a message store"
     yield _change(now, "method none", packets.seconds(Config()), why, costs_nothing=True)
 
 
-def _compressed(packets: _Packets) -> Iterator[Change]:
+def _compressed(packets: _PacketModel) -> Iterator[SettingChange]:
     config = Config.from_dict({"activations": {"method": "aqsgd", "forward_bits": 4, "backward_bits": 8}})
     pair = _chosen(packets, config)
-    why = "after the first epoch; the time of quantizing is not in it"
-    yield _change(packets.now, f"method aqsgd, {_in_words(pair)}", packets.seconds(with_bits(config, *pair)), why)
+    why = "after the first epoch; without the time of quantizing"
+    yield _change(packets.now, f"method aqsgd, {_describe_bits(pair)}", packets.seconds(with_bits(config, *pair)), why)
 
 
-def _others(run: Run, packets: _Packets | None, now: Simulated) -> Iterator[Change]:
+def _others(run: RunRecord, packets: _PacketModel | None, now: RunSimulation) -> Iterator[SettingChange]:
     step, K = now.step, len(now.step.stages)
     new_share = max(now.new_share, default=0.0)
     if packets is not None and new_share > 0.02 and packets.config.store.clusters is None:
@@ -124,7 +295,7 @@ def _others(run: Run, packets: _Packets | None, now: Simulated) -> Iterator[Chan
             in_flight=None,
         )
         words = f"micro-batches of {samples // 2} instead of {samples}, twice as many"
-        why = "stages wait less at both ends of a step; taken as if small ones computed as fast"
+        why = "stages wait less at both ends of a step; assumes that small ones compute as fast"
         yield _change(now, words, best_in_flight(smaller, now.network)[1].seconds, why, assumes=True)
     if isinstance(run.facts.get("settings", {}).get("in_flight"), int):
         seconds = best_in_flight(step, now.network)[1].seconds
@@ -144,18 +315,18 @@ def _others(run: Run, packets: _Packets | None, now: Simulated) -> Iterator[Chan
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Packets:
-    """Packets of other settings: the run's own bytes, scaled as the planner's formulas say."""
+class _PacketModel:
+    """Packet sizes under other settings: the run's own bytes, scaled by the planner's formulas."""
 
     config: Config
     counts: list[list[int]]  # tokens of each sample of a micro-batch, for each link
     hidden: int
     dtype: torch.dtype
-    now: Simulated
+    now: RunSimulation
 
     @classmethod
-    def of(cls, run: Run, now: Simulated) -> _Packets | None:
-        """None for plain modules, and for settings that this version does not know."""
+    def of(cls, run: RunRecord, now: RunSimulation) -> _PacketModel | None:
+        """None for plain modules and for settings unknown to this version."""
         hidden, dtype = run.facts.get("hidden"), _DTYPES.get(str(run.facts.get("dtype")))
         samples = run.facts.get("micro_batch")
         if not isinstance(hidden, int) or hidden < 1 or dtype is None or not isinstance(samples, int) or samples < 1:
@@ -170,7 +341,7 @@ class _Packets:
         return cls(config=config, counts=[[n] * samples for n in tokens], hidden=hidden, dtype=dtype, now=now)
 
     def seconds(self, made: Config) -> float:
-        """Of a step with these settings."""
+        """Predict the seconds of a step with these settings."""
         links = range(len(self.now.network.forward))
         forward = [self._forward(made, k) / self._forward(self.config, k) for k in links]
         backward = [self._back(made, k) / self._back(self.config, k) for k in links]
@@ -183,12 +354,12 @@ class _Packets:
         return simulate_step(scaled, self.now.network).seconds
 
     def _forward(self, config: Config, link: int) -> float:
-        """Bytes of a packet, with the run's share of samples that are new, and its bits where they follow an error."""
+        """Bytes of a packet with the run's share of new samples and, for bits by error, its mean bits."""
         size = (self.counts[link], self.hidden, self.dtype)
         own, mean_bits = self.config.activations, self.now.mean_bits[link][0]
         new = self.now.new_share[link] if own.method == "aqsgd" else 0.0
         first = activation_bytes(config, link, *size, first_visit=True, mean_bits=mean_bits)
-        if mean_bits is not None and isinstance(own.first_visit, int) and new < 1:  # the mean is over these, too
+        if mean_bits is not None and isinstance(own.first_visit, int) and new < 1:  # the mean includes them
             mean_bits = max(1.0, (mean_bits - new * own.first_visit) / (1 - new))
         return new * first + (1 - new) * activation_bytes(config, link, *size, mean_bits=mean_bits)
 
@@ -204,15 +375,15 @@ def _faster(network: LinkNetwork) -> LinkNetwork:
     return replace(network, forward=twice(network.forward), backward=twice(network.backward))
 
 
-def _chosen(packets: _Packets, config: Config) -> tuple[Bits, Bits]:
-    """What `auto` would choose here."""
+def _chosen(packets: _PacketModel, config: Config) -> tuple[Bits, Bits]:
+    """The bits that "auto" would choose here."""
     return choose_bits(lambda *bits: packets.seconds(with_bits(config, *bits)), packets.now.network)[:2]
 
 
-def _in_words(pair: tuple[Bits, Bits]) -> str:
+def _describe_bits(pair: tuple[Bits, Bits]) -> str:
     return f"{bits_text(pair[0])} bits forward, {bits_text(pair[1])} back"
 
 
 def _sum(pair: tuple[Any, Any]) -> float:
-    """How gentle they are: their mean over the links, both ways."""
+    """Sum of both directions' mean bits over the links."""
     return sum(bits if isinstance(bits, int) else mean(bits) for bits in pair)

@@ -1,4 +1,4 @@
-"""The page: one HTML file with all in it. What comes from runs is escaped; only this page's own scripts may run."""
+"""Renders runs as one HTML file, and writes it for `pipecomp report` and at the end of a run."""
 
 from __future__ import annotations
 
@@ -7,112 +7,234 @@ import hashlib
 import json
 from collections.abc import Sequence
 from datetime import datetime
-from html import escape
 from importlib import resources
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
-from pipecomp.report import figures, tables, words
-from pipecomp.report.figures import COLORS, Chart
-from pipecomp.report.read import Run
-from pipecomp.report.timeline import timeline
+from pipecomp.errors import writable
+from pipecomp.report import charts, metrics
+from pipecomp.report.advice import RunSimulation
+from pipecomp.report.charts import COLORS, Chart
+from pipecomp.report.reader import RunRecord, read_runs
+from pipecomp.report.recorder import PAGE
+from pipecomp.report.summary import RunSummary, comparison, describe_network, summarize
+from pipecomp.utils.files import atomic_write_text
 from pipecomp.utils.serialization import replace_nonfinite
+from pipecomp.utils.units import format_duration, format_ratio, format_share, format_size
 
-_MOST_TIMELINES = 6
-_WIDE_FROM = 3  # so many runs make charts with a row for each link or rank too tall for half the width
+_MAX_TIMELINES = 6
+_WIDE_FROM = 3  # with so many runs, charts with a row per link or rank are too tall for half the width
+_SETTINGS = {
+    "model": "model",
+    "stages": "stages",
+    "replicas": "replicas",
+    "cuts": "cuts",
+    "micro_batch": "micro-batch",
+    "micro_batches": "micro-batches",
+    "dtype": "precision",
+}
+_RIGHT_ALIGNED = (
+    "predicted step", "speed", "forward", "back", "uncompressed", "less", "waited", "store hits", "measured",
+    "simulated", "planned", *metrics.PARTS,
+)  # fmt: skip
+
+Row = dict[str, str]
 
 
-def make_page(runs: Sequence[Run]) -> str:
-    """Return the page of one run, or of several side by side."""
+def write_report(paths: Sequence[str | Path], out: str | Path | None = None) -> Path:
+    """Write the page of runs.
+
+    Args:
+        paths: Runs, as for `read_runs`.
+        out: The file. Default: `PAGE` in the only path if that is a folder, else in the current folder.
+
+    Returns:
+        The file.
+
+    Raises:
+        ConfigError: If a path is not a run, or the file cannot be written.
+        DataError: If a run has no step, or is of a newer version.
+    """
+    only = Path(paths[0]) if len(paths) == 1 else Path()
+    target = Path(out) if out is not None else (only if only.is_dir() else Path()) / PAGE
+    page = render_page(read_runs(paths))
+    with writable("--out", target, "a file"):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write_text(target, page)
+    return target
+
+
+def try_write_report(paths: Sequence[str | Path], out: str | Path | None = None) -> str:
+    """Write the page of runs that just ended, as `write_report` does, but never raise.
+
+    Returns:
+        The file, or why there is none.
+    """
+    try:
+        return str(write_report(paths, out))
+    except Exception as error:  # a failed report must not fail the run
+        return f"not written: {type(error).__name__}: {error}"
+
+
+def render_page(runs: Sequence[RunRecord]) -> str:
+    """Render the page of one run, or of several side by side."""
+    from jinja2 import Environment, StrictUndefined
     from plotly.offline import get_plotlyjs
 
-    all_told = [words.told(run) for run in runs]
-    charts = _charts(all_told)
-    library, own = get_plotlyjs(), _text("page.js")
-    values = [{"key": c.key, "height": c.height, "figure": c.figure} for c in charts]
-    parts = [
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">',
-        f'<meta http-equiv="Content-Security-Policy" content="{_policy(library, own)}">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>pipecomp: {escape(_names(runs))}</title><style>{_text('page.css')}</style></head><body><main>",
-        f"<h1>{escape(_heading(runs))}</h1><p class='soft'>{escape(_made(runs))}</p>",
-        *_summaries(all_told),
-        "<h2>Charts</h2><div class='charts'>",
-        *(_place(chart, wide=chart.key.startswith("time-") or len(runs) >= _WIDE_FROM) for chart in charts),
-        "</div>",
-        *tables.tables(all_told),
-        *_notes(runs),
-        f"<footer class='soft'>Made by pipecomp {escape(_version())}. This file needs no network.</footer></main>",
-        f'<script type="application/json" id="charts">{_json(values)}</script>',
-        f"<script>{library}</script><script>{own}</script></body></html>\n",
-    ]
-    return "\n".join(parts[:-1]) + parts[-1]
-
-
-def _charts(all_told: Sequence[words.Told]) -> list[Chart]:
-    found = [
-        figures.losses(all_told, over="steps"),
-        figures.losses(all_told, over="seconds"),
-        figures.link_bytes(all_told),
-        figures.rank_times(all_told),
-        *(timeline(one.run, f"time-{i}") for i, one in enumerate(all_told[:_MOST_TIMELINES])),
-        figures.predicted(all_told),
-        figures.hit_rates(all_told),
-        figures.bits(all_told),
-    ]
-    made = [chart for chart in found if chart is not None]
-    if len(all_told) > 1:
-        names = {f"time-{i}": one.run.name for i, one in enumerate(all_told)}
-        made = [Chart(**{**vars(c), "title": f"{c.title}: {names[c.key]}"}) if c.key in names else c for c in made]
-    return made
-
-
-def _place(chart: Chart, *, wide: bool) -> str:
-    """A chart's heading and the element that it is drawn in."""
-    return (
-        f"<section class='card{' wide' if wide else ''}'><h3>{escape(chart.title)}</h3>"
-        f"<p class='note'>{escape(chart.note)}</p>"
-        f"<div class='chart' id='{chart.key}' style='height:{chart.height}px'></div></section>"
+    summaries = [summarize(run) for run in runs]
+    made = _charts(summaries)
+    library, script = get_plotlyjs(), _resource("page.js")
+    changes = [(one, change) for one in summaries for change in one.changes]
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    return environment.from_string(_resource("page.html.j2")).render(
+        policy=_content_policy(library, script),
+        css=_resource("page.css"),
+        library=library,
+        script=script,
+        summaries=summaries,
+        several=len(runs) > 1,
+        several_wide=len(runs) >= _WIDE_FROM,
+        heading=runs[0].name if len(runs) == 1 else f"{len(runs)} runs side by side",
+        made=_made(runs),
+        comparison=comparison(summaries),
+        colors=COLORS,
+        charts=made,
+        chart_values=_json([{"key": c.key, "height": c.height, "figure": c.figure} for c in made]),
+        right=_RIGHT_ALIGNED,
+        changes=[
+            {
+                "run": one.run.name,
+                "change": change.what,
+                "predicted step": format_duration(change.step_s),
+                "speed": format_ratio(change.gain),
+                "why": change.why,
+            }
+            for one, change in changes
+        ],
+        best_changes=[i for i, (_, change) in enumerate(changes) if change.pays],
+        changes_note=_changes_note(summaries),
+        steps=[_step_row(one) for one in summaries],
+        links=[_link_row(one.run, link) for one in summaries for link in one.links],
+        ranks=[_rank_row(one.run, rank) for one in summaries for rank in one.ranks],
+        settings=[_settings_row(one.run) for one in summaries],
+        notes=[note if len(runs) == 1 else f"{run.name}: {note}" for run in runs for note in run.notes],
+        version=_version(),
     )
 
 
-def _summaries(all_told: Sequence[words.Told]) -> list[str]:
-    compared = words.comparison(all_told)
-    out = [f"<p class='card lead'>{escape(compared)}</p>"] if compared else []
-    out.append("<div class='runs'>")
-    for i, one in enumerate(all_told):
-        said = words.summary(one)
-        items = "".join(
-            f"<li{' class=next' if sentence.startswith('Next:') else ''}>{escape(sentence)}</li>" for sentence in said
-        )
-        dot = f"<span class='dot' style='background:{COLORS[i % len(COLORS)]}'></span>"
-        out.append(f"<section class='card'><h3>{dot}{escape(one.run.name)}</h3><ul>{items}</ul></section>")
-    return [*out, "</div>"]
+def _charts(summaries: Sequence[RunSummary]) -> list[Chart]:
+    timelines = [charts.timeline(one.run, f"time-{i}") for i, one in enumerate(summaries[:_MAX_TIMELINES])]
+    if len(summaries) > 1:
+        timelines = [
+            chart and Chart(**{**vars(chart), "title": f"{chart.title}: {one.run.name}"})
+            for chart, one in zip(timelines, summaries, strict=False)
+        ]
+    made = [
+        charts.losses(summaries, over="steps"),
+        charts.losses(summaries, over="seconds"),
+        charts.link_bytes(summaries),
+        charts.rank_times(summaries),
+        *timelines,
+        charts.predicted(summaries),
+        charts.hit_rates(summaries),
+        charts.bits(summaries),
+    ]
+    return [chart for chart in made if chart is not None]
 
 
-def _notes(runs: Sequence[Run]) -> list[str]:
-    """What is missing, run by run."""
-    noted = [(run.name, note) for run in runs for note in run.notes]
-    if not noted:
-        return []
-    items = "".join(f"<li>{escape(note if len(runs) == 1 else f'{name}: {note}')}.</li>" for name, note in noted)
-    return [f"<h2>Missing here</h2><section class='card' id='missing'><ul>{items}</ul></section>"]
-
-
-def _names(runs: Sequence[Run]) -> str:
-    return ", ".join(run.name for run in runs)
-
-
-def _heading(runs: Sequence[Run]) -> str:
-    return runs[0].name if len(runs) == 1 else f"{len(runs)} runs side by side"
-
-
-def _made(runs: Sequence[Run]) -> str:
+def _made(runs: Sequence[RunRecord]) -> str:
     made = f"pipecomp report of {datetime.now():%Y-%m-%d %H:%M}"
     started = runs[0].facts.get("started")
     if len(runs) > 1 or not isinstance(started, str):
         return made
-    return f"{made}; run begun {started[:16].replace('T', ' ')}"
+    return f"{made}; run started {started[:16].replace('T', ' ')}"
+
+
+# -- rows of tables
+
+
+def _changes_note(summaries: Sequence[RunSummary]) -> str:
+    networks = [
+        (one.run.name, describe_network(one.simulation))
+        for one in summaries
+        if isinstance(one.simulation, RunSimulation)
+    ]
+    equal = len({network for _, network in networks}) == 1
+    notes = [f"{networks[0][1]}."] if equal else [f"{name}: {network}." for name, network in networks]
+    return "Each change alone, in the planner’s simulation of the run’s second half; bold ones pay. " + " ".join(notes)
+
+
+def _step_row(one: RunSummary) -> Row:
+    measured, planned = metrics.step_seconds(one.run), one.planned_seconds()
+    simulated = "the link’s rate is unknown"
+    if isinstance(one.simulation, str):
+        simulated = one.simulation
+    elif one.simulation.known:
+        simulated = format_duration(one.simulation.seconds)
+    return {
+        "run": one.run.name,
+        "measured": "–" if measured is None else format_duration(measured),
+        "simulated": simulated,
+        "planned": "no plan.json with these settings" if planned is None else format_duration(planned),
+    }
+
+
+def _link_row(run: RunRecord, link: metrics.LinkUse) -> Row:
+    return {
+        "run": run.name,
+        "link": link.name,
+        "forward": format_size(link.forward[1]),
+        "back": format_size(link.backward[1]),
+        "uncompressed": format_size(link.raw),
+        "less": format_ratio(link.raw / link.sent) if link.sent else "–",
+        "waited": "–" if link.waited is None else format_share(link.waited),
+        "store hits": "–" if link.hit_rate is None else format_share(link.hit_rate),
+    }
+
+
+def _rank_row(run: RunRecord, rank: metrics.RankTime) -> Row:
+    return {
+        "run": run.name,
+        "rank": f"{rank.rank} (stage {rank.stage}, replica {rank.replica})",
+        **{part: f"{rank.parts[part]:.2f} s" for part in metrics.PARTS},
+    }
+
+
+def _settings_row(run: RunRecord) -> Row:
+    facts = {name: run.facts.get(key) for key, name in _SETTINGS.items()}
+    return {
+        "run": run.name,
+        **{name: "–" if value is None else str(value)[:80] for name, value in facts.items()},
+        "activations": describe_activations(run.facts),
+        "folder": str(run.folder),
+    }
+
+
+def describe_activations(facts: dict[str, Any]) -> str:
+    """Describe the activation settings of a run's facts in a few words."""
+    a = facts.get("settings", {}).get("activations", {})
+    if not isinstance(a, dict) or "method" not in a:
+        return "–"
+    if a["method"] not in ("direct", "aqsgd"):
+        return str(a["method"])
+    forward, back, first = (_describe_bits(a.get(key)) for key in ("forward_bits", "backward_bits", "first_visit"))
+    text = f"{a['method']}, {forward} bits forward, {back} back"
+    clusters = facts["settings"].get("store", {}).get("clusters")
+    if clusters is not None:
+        return f"{text}, from {clusters} cluster centers"
+    return text + (f", first visit {first}" if a["method"] == "aqsgd" else "")
+
+
+def _describe_bits(value: Any) -> str:
+    if isinstance(value, list):  # one for each link
+        return "/".join(map(_describe_bits, value))
+    if isinstance(value, dict):
+        return f"{value.get('min')} to {value.get('max')} (error {value.get('error')})"
+    return str(value)
+
+
+# -- parts of the file
 
 
 def _version() -> str:
@@ -122,17 +244,17 @@ def _version() -> str:
         return "(not installed)"
 
 
-def _text(name: str) -> str:
+def _resource(name: str) -> str:
     return resources.files("pipecomp.report").joinpath(name).read_text(encoding="utf-8")
 
 
 def _json(value: Any) -> str:
-    """JSON inside a script element, which ends at the first "</script" or opens a comment at "<!--"."""
+    """JSON for a script element, which ends at the first "</script" or opens a comment at "<!--"."""
     return json.dumps(replace_nonfinite(value), separators=(",", ":")).replace("<", "\\u003c")
 
 
-def _policy(*scripts: str) -> str:
-    """Only these scripts run, and nothing is loaded from anywhere, whatever a run's files say."""
+def _content_policy(*scripts: str) -> str:
+    """A policy under which only these scripts run and nothing is loaded, whatever a run's files contain."""
     digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts]
     allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
     return f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:"

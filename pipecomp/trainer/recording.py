@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipecomp.distributed.collectives import broadcast
-from pipecomp.report.command import try_report
-from pipecomp.report.live import LinkMeter
-from pipecomp.report.record import Recorder
+from pipecomp.report.page import try_write_report
+from pipecomp.report.progress import LinkMeter
+from pipecomp.report.recorder import Recorder
 from pipecomp.stats import counted_since
 
 _log = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class Recording:
         self._flush(stats)
         self._recorder.end(self._counted(stats), last_step)
         if page and self._recorder.folder is not None:
-            _log.info("report: %s", try_report([self._recorder.folder]))
+            _log.info("report: %s", try_write_report([self._recorder.folder]))
 
     def _flush(self, stats: Sequence[Mapping[str, Any]] | None = None) -> None:
         if self._step is not None:

@@ -78,3 +78,33 @@ def format_count(number: int, thing: str) -> str:
 def wire_bytes(size: int) -> int:
     """Return the bytes on the wire for `size` bytes of a TCP connection, without acknowledgements."""
     return size + FRAME_HEADERS * -(-size // SEGMENT)
+
+
+def format_size(count: float) -> str:
+    """Format bytes: "12.3 MB"."""
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"
+
+
+def format_duration(seconds: float) -> str:
+    """Format seconds: "0.843 s", "42 s", "3 min 20 s", "2 h 05 min"."""
+    if seconds < 10:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+
+
+def format_share(share: float) -> str:
+    """Format a share as a percentage: "41 %"."""
+    return f"{100 * share:.0f} %" if share >= 0.01 or share == 0 else f"{100 * share:.1g} %"
+
+
+def format_ratio(ratio: float) -> str:
+    """Format a ratio: "7.9×"."""
+    return f"{ratio:.0f}×" if ratio >= 20 else f"{ratio:.1f}×" if ratio >= 2 else f"{ratio:.2f}×"

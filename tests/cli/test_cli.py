@@ -18,7 +18,7 @@ import pipecomp
 from pipecomp.cli import app
 from pipecomp.cli.common import console, plain_errors, say, write_json
 from pipecomp.errors import ConfigError, PipecompError
-from pipecomp.report.read import read_runs
+from pipecomp.report.reader import read_runs
 from pipecomp.utils.tables import COMPACT, table
 from tests.limits import HANG_S
 

@@ -177,7 +177,7 @@ def planned(folder: str) -> dict[str, Any]:
     """What each rank of `pipecomp train` does, after measurements that are shorter."""
     from pipecomp.plan import measure
     from pipecomp.recipes import planned as recipe
-    from pipecomp.report.record import PLAN
+    from pipecomp.report.recorder import PLAN
 
     measure.time_average = partial(measure.time_average, values=1 << 10)  # type: ignore[assignment]
     model, text, run = f"{folder}/../../model", f"{folder}/../../text.txt", f"{folder}/run"

@@ -16,8 +16,8 @@ import torch
 import tests.dist.trainer_work as work
 from pipecomp.distributed.local_launcher import run_ranks
 from pipecomp.errors import ConfigError, PipecompError
-from pipecomp.report.measures import link_use, rank_times
-from pipecomp.report.read import read_runs
+from pipecomp.report.metrics import link_use, rank_times
+from pipecomp.report.reader import read_runs
 from tests.dist.small import gpt2, samples
 from tests.limits import HANG_S
 

@@ -15,10 +15,10 @@ from transformers.trainer_callback import ExportableState
 import tests.dist.trainer_work as work
 from pipecomp.distributed.local_launcher import run_ranks
 from pipecomp.errors import PipecompError
-from pipecomp.report.measures import link_use
-from pipecomp.report.read import read_runs
-from pipecomp.report.record import METRICS
-from pipecomp.report.simulated import simulate
+from pipecomp.report.advice import simulate
+from pipecomp.report.metrics import link_use
+from pipecomp.report.reader import read_runs
+from pipecomp.report.recorder import METRICS
 from tests.dist.small import gpt2
 from tests.limits import HANG_S
 

@@ -14,7 +14,7 @@ from pipecomp.recipes import fit
 from pipecomp.recipes.fit import Fit
 from pipecomp.recipes.report import Report
 from pipecomp.recipes.steps import Plan
-from pipecomp.report.live import LinkMeter
+from pipecomp.report.progress import LinkMeter
 from tests.report.runs import AQSGD, MICRO_BATCHES, counters, made_step
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipecomp.report.read import read_runs
-from pipecomp.report.record import METRICS, PAGE, RANKS, RUN, TRACE
+from pipecomp.report.reader import read_runs
+from pipecomp.report.recorder import METRICS, PAGE, RANKS, RUN, TRACE
 from tests.recipes.recipe_runs import Ended, launch, launch_deepspeed, run_script
 
 ROOT = Path(__file__).resolve().parents[2]

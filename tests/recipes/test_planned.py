@@ -14,7 +14,7 @@ from pipecomp.distributed.rendezvous import AllRanks
 from pipecomp.errors import ConfigError, DataError, writable
 from pipecomp.plan.options import PlanOptions
 from pipecomp.recipes import planned
-from pipecomp.report.record import PLAN
+from pipecomp.report.recorder import PLAN
 
 
 def arguments(folder: Path, *more: str) -> argparse.Namespace:

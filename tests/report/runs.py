@@ -12,7 +12,7 @@ from pipecomp.config import Config
 from pipecomp.engine.trace import Event, chrome_events
 from pipecomp.plan.packet_sizes import activation_bytes, gradient_bytes
 from pipecomp.plan.simulation import LinkNetwork, StageCosts, StepSpec, simulate_step, uniform
-from pipecomp.report.record import Recorder
+from pipecomp.report.recorder import Recorder
 from pipecomp.utils.serialization import replace_nonfinite
 
 HIDDEN, TOKENS, SAMPLES, MICRO_BATCHES, STEPS = 256, 64, 4, 8, 20

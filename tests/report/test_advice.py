@@ -12,15 +12,14 @@ from pipecomp.config import Config
 from pipecomp.plan.packet_sizes import activation_bytes
 from pipecomp.plan.prediction import best_in_flight
 from pipecomp.plan.simulation import Channel, LinkNetwork, StageCosts, simulate_step, uniform
-from pipecomp.report.advice import changes
-from pipecomp.report.figures import predicted
-from pipecomp.report.read import read_runs
-from pipecomp.report.record import METRICS, RANKS, RUN
-from pipecomp.report.simulated import Simulated, simulate
-from pipecomp.report.tables import tables
-from pipecomp.report.text import duration
-from pipecomp.report.words import planned, planned_seconds, summary, told
+from pipecomp.report.advice import RunSimulation, simulate, try_changes
+from pipecomp.report.charts import predicted
+from pipecomp.report.page import render_page
+from pipecomp.report.reader import read_runs
+from pipecomp.report.recorder import METRICS, RANKS, RUN
+from pipecomp.report.summary import planned_row, summarize
 from pipecomp.utils.serialization import replace_nonfinite
+from pipecomp.utils.units import format_duration
 from tests.report.runs import (
     AQSGD,
     COSTS,
@@ -39,7 +38,7 @@ from tests.report.runs import (
 def simulated(folder):
     (run,) = read_runs([folder])
     found = simulate(run)
-    assert isinstance(found, Simulated), found
+    assert isinstance(found, RunSimulation), found
     return run, found
 
 
@@ -66,7 +65,7 @@ def test_links_that_cost_no_time_are_seen_not_to(tmp_path):
     run, found = simulated(tmp_path)
     assert not found.limited
     assert found.network.slowest == float("inf")
-    assert "though not for its rate" in " ".join(summary(told(run)))
+    assert "but not because of its rate" in " ".join(summarize(run).sentences())
 
 
 def test_links_of_a_lab_are_taken_as_they_were(tmp_path):
@@ -125,7 +124,7 @@ def test_of_replicas_the_slowest_counts_and_of_the_end_of_a_step_the_least(tmp_p
 def test_a_change_predicts_what_a_run_with_it_takes(tmp_path):
     make_run(tmp_path, network=slow(), told=True)
     run, now = simulated(tmp_path)
-    found = changes(run, now)
+    found = try_changes(run, now)
     tried = {change.what: change for change in found}
     assert len(tried) == len(found)
     assert [change.pays for change in found] == sorted((change.pays for change in found), reverse=True)
@@ -136,14 +135,14 @@ def test_a_change_predicts_what_a_run_with_it_takes(tmp_path):
     assert not tried["method none"].pays
     assert not tried["links of twice the rate"].pays  # it is no setting
     assert tried["links of twice the rate"].gain > 1.2
-    (said,) = [sentence for sentence in summary(told(run)) if sentence.startswith("Next:")]
+    (said,) = [sentence for sentence in summarize(run).sentences() if sentence.startswith("Next:")]
     assert "2 bits forward, 4 back predicts" in said
 
 
 def test_an_uncompressed_run_over_a_slow_link_is_told_to_compress(tmp_path):
     make_run(tmp_path, {"method": "none"}, network=slow(), told=True)
     run, now = simulated(tmp_path)
-    (change,) = [change for change in changes(run, now) if change.what.startswith("method aqsgd")]
+    (change,) = [change for change in try_changes(run, now) if change.what.startswith("method aqsgd")]
     config = Config.from_dict({"activations": {"method": "aqsgd", "forward_bits": 2, "backward_bits": 4}})
     assert change.gain == pytest.approx(now.seconds / simulate_step(made_step(config), slow()).seconds, rel=0.02)
     assert change.pays
@@ -152,7 +151,7 @@ def test_an_uncompressed_run_over_a_slow_link_is_told_to_compress(tmp_path):
 def test_fast_links_are_offered_more_bits_or_none(tmp_path):
     make_run(tmp_path, network=uniform(2, 1e10), told=True)
     run, now = simulated(tmp_path)
-    free = {change.what for change in changes(run, now) if change.pays and change.costs_nothing}
+    free = {change.what for change in try_changes(run, now) if change.pays and change.costs_nothing}
     assert free == {"8 bits forward, 8 back", "method none"}
 
 
@@ -164,7 +163,7 @@ def test_uneven_stages_are_told_to_be_cut_elsewhere(tmp_path):
             ranks[when][1]["seconds"][key] *= 3
     (tmp_path / RANKS).write_text(json.dumps(ranks))
     run, now = simulated(tmp_path)
-    (change,) = [change for change in changes(run, now) if change.what == "other cuts"]
+    (change,) = [change for change in try_changes(run, now) if change.what == "other cuts"]
     assert change.pays
     assert "stage 1 computes 1.5 times" in change.why
     even = replace(COSTS, forward_s=2 * COSTS.forward_s, backward_s=2 * COSTS.backward_s)
@@ -182,19 +181,19 @@ def test_smaller_micro_batches_take_half_as_long_each(tmp_path):
         backward_bytes=[size / 2 for size in step.backward_bytes],
         in_flight=None,
     )
-    tried = {change.what: change for change in changes(run, now)}
+    tried = {change.what: change for change in try_changes(run, now)}
     change = tried["micro-batches of 2 instead of 4, twice as many"]
     assert change.step_s == pytest.approx(best_in_flight(half, slow())[1].seconds, rel=1e-3)
     run.facts["micro_batch"] = 5
-    assert not [change for change in changes(run, now) if change.what.startswith("micro-batches")]
+    assert not [change for change in try_changes(run, now) if change.what.startswith("micro-batches")]
 
 
 def test_a_number_in_flight_that_is_too_small_is_told(tmp_path):
     make_run(tmp_path, network=uniform(2, 5e6, 0.1), told=True)
     run, now = simulated(tmp_path)
-    assert "in_flight auto" not in {change.what for change in changes(run, now)}
+    assert "in_flight auto" not in {change.what for change in try_changes(run, now)}
     run.facts["settings"]["in_flight"] = 2
-    (change,) = [change for change in changes(run, now) if change.what == "in_flight auto"]
+    (change,) = [change for change in try_changes(run, now) if change.what == "in_flight auto"]
     assert change.step_s == best_in_flight(now.step, now.network)[1].seconds < now.seconds
     assert change.gain == now.seconds / change.step_s
 
@@ -203,12 +202,12 @@ def test_first_visits_can_be_sent_with_fewer_bits(tmp_path):
     settings = {**AQSGD, "first_visit": "full"}
     step = make_run(tmp_path, settings, network=slow(), told=True)
     run, now = simulated(tmp_path)
-    assert "first_visit 8" not in {change.what for change in changes(run, now)}
+    assert "first_visit 8" not in {change.what for change in try_changes(run, now)}
     for rank in (*run.ranks["halfway"], *run.ranks["end"]):
         for link in rank["links"].values():
             link["full_samples"] = link["delta_samples"]
     now = simulate(run)
-    (change,) = [change for change in changes(run, now) if change.what == "first_visit 8"]
+    (change,) = [change for change in try_changes(run, now) if change.what == "first_visit 8"]
     assert change.why == "50% of the samples were new to a link"
     size = (0, [TOKENS] * SAMPLES, HIDDEN, torch.float32)
     full, eight = (
@@ -222,14 +221,14 @@ def test_first_visits_can_be_sent_with_fewer_bits(tmp_path):
 
 @pytest.mark.parametrize(
     ("facts", "said"),
-    [({"stages": 1}, "one stage"), ({"micro_batches": None}, "did not write"), ({"stages": 3}, "missing")],
+    [({"stages": 1}, "one stage"), ({"micro_batches": None}, "did not record"), ({"stages": 3}, "missing")],
 )
 def test_without_what_it_needs_there_is_no_advice_but_a_reason(tmp_path, facts, said):
     make_run(tmp_path, network=slow())
     (run,) = read_runs([tmp_path])
     run.facts |= facts
     assert said in simulate(run)
-    assert said in " ".join(summary(told(run)))
+    assert said in " ".join(summarize(run).sentences())
 
 
 def test_settings_that_are_not_known_give_no_advice_on_bits(tmp_path):
@@ -238,7 +237,7 @@ def test_settings_that_are_not_known_give_no_advice_on_bits(tmp_path):
     facts["settings"]["activations"]["new_key"] = 1
     (tmp_path / RUN).write_text(json.dumps(facts))
     run, now = simulated(tmp_path)
-    assert not [change for change in changes(run, now) if "bits" in change.what]
+    assert not [change for change in try_changes(run, now) if "bits" in change.what]
 
 
 @pytest.mark.parametrize("bits", [3, {"error": 0.05, "min": 2, "max": 3}])
@@ -254,7 +253,7 @@ def test_a_plan_is_compared_where_it_is_of_the_runs_settings(bits, tmp_path):
     ]
     (tmp_path / "plan.json").write_text(json.dumps({"methods": rows}))
     (run,) = read_runs([tmp_path])
-    assert planned(run)["step_s"] == 0.3
+    assert planned_row(run)["step_s"] == 0.3
 
 
 @pytest.mark.parametrize(("new", "first", "seconds"), [(1.0, True, 0.8), (0.5, True, 0.3), (1.0, False, 0.3)])
@@ -268,8 +267,8 @@ def test_a_run_of_first_visits_is_compared_with_the_plans_first_epoch(tmp_path, 
         for link in rank["links"].values():
             samples = link["delta_samples"]
             link |= {"full_samples": new * samples, "delta_samples": (1 - new) * samples}
-    one = told(run)
-    assert planned_seconds(one) == seconds
+    one = summarize(run)
+    assert one.planned_seconds() == seconds
     traces = {trace["name"]: trace["x"] for trace in predicted([one]).figure["data"]}
     assert traces["planned"] == [seconds]
-    assert f"data-label='planned'>{duration(seconds)}<" in "".join(tables([one]))
+    assert f"data-label='planned'>{format_duration(seconds)}<" in render_page([one.run])

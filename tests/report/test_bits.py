@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
-from pipecomp.report import figures
-from pipecomp.report.advice import changes
-from pipecomp.report.command import write_report
-from pipecomp.report.measures import bits
-from pipecomp.report.read import read_runs
-from pipecomp.report.record import METRICS, RANKS, RUN
-from pipecomp.report.simulated import Simulated, simulate
-from pipecomp.report.words import told
+from pipecomp.report import charts
+from pipecomp.report.advice import RunSimulation, simulate, try_changes
+from pipecomp.report.metrics import bits
+from pipecomp.report.page import write_report
+from pipecomp.report.reader import read_runs
+from pipecomp.report.recorder import METRICS, RANKS, RUN
+from pipecomp.report.summary import summarize
 from pipecomp.stats import code_bits
 from tests.report.runs import AQSGD, make_run, slow
 
@@ -52,7 +51,7 @@ def test_bits_over_time(folder: Path) -> None:
     steps, (forward, back) = bits(run)
     assert steps[0] == 1
     assert (forward[0], forward[-1], set(back)) == (5.0, 3.0, {None})
-    chart = figures.bits([told(run)])
+    chart = charts.bits([summarize(run)])
     assert chart is not None
     assert [trace["name"] for trace in chart.figure["data"]] == ["run, forward"]
     assert "5.0" in str(chart.figure["data"][0]["y"])
@@ -62,7 +61,7 @@ def test_bits_that_never_change_have_no_chart(tmp_path: Path) -> None:
     make_run(tmp_path, network=slow())
     (run,) = read_runs([tmp_path])
     assert set(bits(run)[1][0]) == {4.0}
-    assert figures.bits([told(run)]) is None
+    assert charts.bits([summarize(run)]) is None
 
 
 @pytest.mark.parametrize("new", [0.0, 0.5, 1.0])
@@ -88,18 +87,18 @@ def test_advice_counts_the_bits_that_packets_had(tmp_path: Path, new: float) -> 
         (folder / RANKS).write_text(json.dumps(ranks))
         (run,) = read_runs([folder])
         now = simulate(run)
-        assert isinstance(now, Simulated)
+        assert isinstance(now, RunSimulation)
         assert now.mean_bits == [(3.0 + 5.0 * new, 6.0)]
         assert now.new_share == [new]
-        seconds[name] = {change.what: change.step_s for change in changes(run, now)}
+        seconds[name] = {change.what: change.step_s for change in try_changes(run, now)}
     assert seconds["errors"]["method none"] == pytest.approx(seconds["numbers"]["method none"])
 
 
 def test_a_page_says_the_error_and_advises_no_number_instead(folder: Path) -> None:
     (run,) = read_runs([folder])
     now = simulate(run)
-    assert isinstance(now, Simulated)
-    tried = [change.what for change in changes(run, now)]
+    assert isinstance(now, RunSimulation)
+    tried = [change.what for change in try_changes(run, now)]
     assert tried
     assert not any(what.startswith("forward_bits") or "bits forward" in what for what in tried)
     page = Path(write_report([folder], folder / "page.html")).read_text(encoding="utf-8")

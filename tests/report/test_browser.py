@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipecomp.report.command import write_report
+from pipecomp.report.page import write_report
 from tests.limits import HANG_S, until
 from tests.report.runs import make_run, slow
 

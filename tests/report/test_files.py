@@ -15,10 +15,9 @@ import pytest
 
 from pipecomp.config import Config
 from pipecomp.errors import ConfigError, DataError
-from pipecomp.report import figures, text
-from pipecomp.report import timeline as timeline_module
-from pipecomp.report.command import try_report, write_report
-from pipecomp.report.measures import (
+from pipecomp.report import charts
+from pipecomp.report import charts as timeline_module
+from pipecomp.report.metrics import (
     common_loss,
     hit_rates,
     link_use,
@@ -27,11 +26,12 @@ from pipecomp.report.measures import (
     step_seconds,
     training_curve,
 )
-from pipecomp.report.read import Run, read_runs
-from pipecomp.report.record import METRICS, PAGE, PLAN, RANKS, RUN, TRACE, Recorder, hits, waits
-from pipecomp.report.tables import tables
-from pipecomp.report.words import comparison, summary, told
+from pipecomp.report.page import render_page, try_write_report, write_report
+from pipecomp.report.reader import RunRecord, read_runs
+from pipecomp.report.recorder import METRICS, PAGE, PLAN, RANKS, RUN, TRACE, Recorder, hits, waits
+from pipecomp.report.summary import comparison, summarize
 from pipecomp.stats import GroupStats, counted_since
+from pipecomp.utils import units
 from pipecomp.utils.files import atomic_write_text
 from tests.report.runs import AQSGD, COSTS, MICRO_BATCHES, STEPS, counters, made_step, make_run, slow
 
@@ -170,7 +170,7 @@ def test_a_reduction_counts_what_a_ring_sends():
 
 def test_while_a_run_goes_on_its_ranks_times_are_written_now_and_then(tmp_path, monkeypatch):
     clock, seen = [0.0], []
-    monkeypatch.setattr("pipecomp.report.record.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr("pipecomp.report.recorder.time", SimpleNamespace(perf_counter=lambda: clock[0]))
     recorder = Recorder(tmp_path)
     recorder.start(100)
     for step, clock[0] in enumerate((1.0, 31.0, 40.0, 61.0), 1):
@@ -179,7 +179,7 @@ def test_while_a_run_goes_on_its_ranks_times_are_written_now_and_then(tmp_path, 
     assert [ranks["end"][0]["steps"] if ranks else None for ranks in seen] == [None, 2, 2, 4]
     recorder.interrupted()
     (run,) = read_runs([tmp_path])
-    assert "the run is marked as interrupted: it goes on, or it was ended after step 4" in run.notes
+    assert "the run is marked as interrupted: it is still running, or it ended after step 4" in run.notes
     assert run.facts["seconds"] == 61.0
 
 
@@ -204,7 +204,7 @@ def numbers(tmp_path):
     (tmp_path / RUN).write_text(json.dumps({"name": "numbers", "seconds": 61.0, "unit": "samples", "remark": "Odd."}))
     (tmp_path / RANKS).write_text(json.dumps({"first_step": 2, "end": [rank]}))
     (run,) = read_runs([tmp_path])
-    return told(run)
+    return summarize(run)
 
 
 def test_numbers_of_a_run(numbers):
@@ -216,24 +216,24 @@ def test_numbers_of_a_run(numbers):
     assert list(rank.parts.values()) == [3, 0.75, 0.5, 0.75, 1, 2.0]
     assert rank.total == 8.0
     assert step_seconds(numbers.run) == 4.0
-    assert summary(numbers) == [
+    assert numbers.sentences() == [
         "4 steps in 1 min 01 s; training loss 2.000 → 2.000; 30 samples/s.",
-        "The links carried 60 B in place of 300 B: 5.0× less.",
-        "Besides, ranks sent each other 1.5 kB of gradients and weights in place of 4.5 kB.",
+        "The links carried 60 B instead of 300 B: 5.0× less.",
+        "Ranks also exchanged 1.5 kB of gradients and weights instead of 4.5 kB.",
         "At link 1->2 a stage waited for packets 100 % of the time.",
-        "No advice: the run did not end in order, or did not write what its ranks did.",
+        "No advice: the run did not finish, or did not record its ranks.",
         "Odd.",
     ]
     numbers.run.steps[1]["seconds"] = None
     assert training_curve(numbers.run).seconds is None
     del numbers.run.facts["seconds"]
-    assert "4 steps in 40 s" in summary(numbers)[0]
+    assert "4 steps in 40 s" in numbers.sentences()[0]
     numbers.run.ranks["end"][0]["seconds"]["wait"] = 1e3
     assert rank_times(numbers.run)[0].parts["other"] == 0.0
 
 
 def test_tables_and_charts_have_the_same_numbers(numbers):
-    cells = re.findall(r"data-label='(.*?)'>(.*?)<", "".join(tables([numbers])))
+    cells = re.findall(r"data-label='(.*?)'>(.*?)<", render_page([numbers.run]))
     row = {"forward": "10 B", "back": "20 B", "uncompressed": "150 B", "less": "5.0×"}
     first = {"link": "0-&gt;1", **row, "waited": "40 %", "store hits": "25 %"}
     second = {"link": "1-&gt;2", **row, "waited": "100 %", "store hits": "–"}
@@ -241,32 +241,32 @@ def test_tables_and_charts_have_the_same_numbers(numbers):
     rank = {"rank": "3 (stage 1, replica 1)", "compute": "3.00 s", "quantize + store": "0.75 s"}
     rank |= {"wait for packets": "0.50 s", "reduce": "0.75 s", "update": "1.00 s", "other": "2.00 s"}
     assert cells[17:24] == list(rank.items())
-    no_simulation = "the run did not end in order, or did not write what its ranks did"
+    no_simulation = "the run did not finish, or did not record its ranks"
     assert cells[:3] == [("measured", "4 s"), ("simulated", no_simulation), cells[2]]
-    pale, full = figures.link_bytes([numbers]).figure["data"]
+    pale, full = charts.link_bytes([numbers]).figure["data"]
     assert (pale["name"], pale["x"]) == ("uncompressed", [100, 50] * 2)
     assert (full["name"], full["x"]) == ("sent", [10, 20] * 2)
     assert full["hovertext"][0] == "0-&gt;1 forward<br>10 B sent, 100 B uncompressed<br>10.0× less"
-    shares = [trace["x"] for trace in figures.rank_times([numbers]).figure["data"]]
+    shares = [trace["x"] for trace in charts.rank_times([numbers]).figure["data"]]
     assert shares == [[37.5], [9.375], [6.25], [9.375], [12.5], [25.0]]
-    (curve,) = figures.losses([numbers], over="seconds").figure["data"]
+    (curve,) = charts.losses([numbers], over="seconds").figure["data"]
     assert curve["x"] == [10.0, 20.0, 30.0, 40.0]
-    (rates,) = figures.hit_rates([numbers]).figure["data"]
+    (rates,) = charts.hit_rates([numbers]).figure["data"]
     assert (rates["x"], rates["y"]) == ([2, 3], [0.0, 50.0])
 
 
 def test_numbers_for_people():
-    assert [text.size(n) for n in (0, 999, 1_500, 12_345_678, 5e12)] == [
+    assert [units.format_size(n) for n in (0, 999, 1_500, 12_345_678, 5e12)] == [
         "0 B",
         "999 B",
         "1.5 kB",
         "12.3 MB",
         "5000.0 GB",
     ]
-    spent = [text.duration(s) for s in (0.8431, 42.4, 200, 7500)]
+    spent = [units.format_duration(s) for s in (0.8431, 42.4, 200, 7500)]
     assert spent == ["0.843 s", "42 s", "3 min 20 s", "2 h 05 min"]
-    assert [text.percent(share) for share in (0, 0.0012, 0.414, 1)] == ["0 %", "0.1 %", "41 %", "100 %"]
-    assert [text.times(ratio) for ratio in (0.976, 7.94, 24.6)] == ["0.98×", "7.9×", "25×"]
+    assert [units.format_share(share) for share in (0, 0.0012, 0.414, 1)] == ["0 %", "0.1 %", "41 %", "100 %"]
+    assert [units.format_ratio(ratio) for ratio in (0.976, 7.94, 24.6)] == ["0.98×", "7.9×", "25×"]
 
 
 def test_a_disk_that_is_full_when_a_run_is_resumed_keeps_the_lines_of_the_first_part(folder, caplog):
@@ -278,7 +278,7 @@ def test_a_disk_that_is_full_when_a_run_is_resumed_keeps_the_lines_of_the_first_
             Recorder(folder, after=STEPS).step(STEPS + 1, loss=1.0)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
-    assert "goes on without it" in caplog.text
+    assert "continues without it" in caplog.text
     assert (folder / METRICS).read_text() == before
 
 
@@ -301,7 +301,7 @@ def test_what_is_missing_or_broken_is_noted_and_the_rest_is_shown(folder):
     assert len(run.steps) == STEPS
     noted = " ".join(run.notes)
     assert "metrics.jsonl: 1 line(s)" in noted
-    assert "trace.json is not what this version" in noted
+    assert "trace.json does not have the form that this version" in noted
     assert "ranks.json cannot be read" in noted
     assert write_report([folder]).stat().st_size > 1e6
 
@@ -311,7 +311,7 @@ def test_ranks_of_another_form_are_left_out(folder, changed):
     (folder / RANKS).write_text(changed)
     (run,) = read_runs([folder])
     assert run.ranks == {}
-    assert "ranks.json is not what this version" in " ".join(run.notes)
+    assert "ranks.json does not have the form that this version" in " ".join(run.notes)
 
 
 def changed(value, path, new):
@@ -383,7 +383,7 @@ def test_a_newer_version_is_an_error(folder):
     (folder / RUN).write_text(json.dumps({**facts, "format": 99}))
     with pytest.raises(DataError, match="99"):
         read_runs([folder])
-    assert "99" in try_report([folder])  # at the end of a run it is only said
+    assert "99" in try_write_report([folder])  # at the end of a run it is only said
     assert not (folder / PAGE).exists()
 
 
@@ -399,7 +399,7 @@ def test_a_folder_that_cannot_be_written_ends_only_a_run_that_asked_for_it(tmp_p
         Recorder(tmp_path / "file" / "run", required=True)
     with caplog.at_level(logging.WARNING):
         recorder = Recorder(tmp_path / "file" / "run")
-    assert "goes on without it" in caplog.text
+    assert "continues without it" in caplog.text
     recorder.start(1)
     recorder.step(1, loss=1.0)
     recorder.end([])
@@ -407,15 +407,15 @@ def test_a_folder_that_cannot_be_written_ends_only_a_run_that_asked_for_it(tmp_p
 
 @pytest.mark.parametrize("full", [RANKS, TRACE, RUN])
 def test_a_disk_that_is_full_at_the_end_of_a_run_does_not_end_it_with_an_error(tmp_path, monkeypatch, caplog, full):
-    def write(path, text):
+    def write(path, units):
         if path.name == full:
             raise OSError(errno.ENOSPC, "No space left on device")
-        atomic_write_text(path, text)
+        atomic_write_text(path, units)
 
     recorder = Recorder(tmp_path)
     recorder.start(1)
     recorder.step(1, loss=1.0)
-    monkeypatch.setattr("pipecomp.report.record.atomic_write_text", write)
+    monkeypatch.setattr("pipecomp.report.recorder.atomic_write_text", write)
     with caplog.at_level(logging.WARNING):
         recorder.end([], [{"name": "step"}])
     assert caplog.text.count("cannot be written (No space left on device)") == 1
@@ -428,20 +428,20 @@ def test_runs_with_long_and_similar_names_have_bars_of_their_own(tmp_path):
     names = [f"gpt2-wikitext2-lr-{rate}-batch-32-seed-1" for rate in ("1e-3", "3e-3")]
     for name in (*names, "short"):
         make_run(tmp_path / name, network=slow(), told=True)
-    all_told = [told(run) for run in read_runs([tmp_path / name for name in (*names, "short")])]
-    for chart, rows in ((figures.link_bytes, 6), (figures.rank_times, 6), (figures.predicted, 3)):
-        for trace in chart(all_told).figure["data"]:
+    summaries = [summarize(run) for run in read_runs([tmp_path / name for name in (*names, "short")])]
+    for chart, rows in ((charts.link_bytes, 6), (charts.rank_times, 6), (charts.predicted, 3)):
+        for trace in chart(summaries).figure["data"]:
             assert len(set(trace["y"])) == len(trace["y"]) == rows
-    curves = figures.losses(all_told, over="steps").figure["data"]
+    curves = charts.losses(summaries, over="steps").figure["data"]
     assert [curve["name"][:6] for curve in curves[::2]] == ["1. gpt", "2. gpt", "3. sho"]
-    assert figures.losses(all_told[1:], over="steps").figure["data"][-1]["name"] == "short, held out"
+    assert charts.losses(summaries[1:], over="steps").figure["data"][-1]["name"] == "short, held out"
 
 
 def test_runs_that_are_named_by_numbers_have_bars_of_their_own(tmp_path):
     """On an axis of numbers bars of the runs 7 and 20260301 are too thin to be seen."""
     for name in ("7", "20260301"):
         make_run(tmp_path / name, network=slow(), told=True)
-    chart = figures.predicted(list(map(told, read_runs([tmp_path]))))
+    chart = charts.predicted(list(map(summarize, read_runs([tmp_path]))))
     assert chart.figure["layout"]["yaxis"]["type"] == "category"
 
 
@@ -449,7 +449,7 @@ def test_a_folder_that_has_only_the_later_part_of_a_run_says_so(folder):
     """A recipe that goes on makes a folder of its own, unless --run names the one of before."""
     lines = (folder / METRICS).read_text().splitlines()
     (folder / METRICS).write_text("\n".join(lines[6:]) + "\n")
-    assert read_runs([folder])[0].notes == ["nothing before step 7: seconds and bytes are counted from there"]
+    assert read_runs([folder])[0].notes == ["nothing before step 7: seconds and bytes count from there"]
 
 
 def test_of_a_folder_of_runs_those_without_a_step_are_left_out(tmp_path):
@@ -457,7 +457,7 @@ def test_of_a_folder_of_runs_those_without_a_step_are_left_out(tmp_path):
     make_run(tmp_path / "runs" / "whole", network=slow())
     Recorder(tmp_path / "runs" / "ended").start(5, kind="recipe")
     assert [run.name for run in read_runs([tmp_path / "runs"])] == ["whole"]
-    with pytest.raises(DataError, match="no step in it"):
+    with pytest.raises(DataError, match="it has no step"):
         read_runs([tmp_path / "runs" / "ended"])
 
 
@@ -465,10 +465,10 @@ def test_a_long_curve_has_its_ends_and_what_stands_out_in_few_points(tmp_path):
     steps, peaks = 20_000, {7_001: 9.0, 7_500: 9.5, 12_345: 0.5}
     lines = [{"step": i, "seconds": i / 2, "loss": peaks.get(i, 2 + i % 2)} for i in range(1, steps + 1)]
     (tmp_path / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (one,) = map(told, read_runs([tmp_path]))
+    (one,) = map(summarize, read_runs([tmp_path]))
     smooth = dict(zip(one.curve.steps, one.curve.smooth(), strict=True))
     for over, per_step in (("steps", 1), ("seconds", 0.5)):
-        (curve,) = figures.losses([one], over=over).figure["data"]
+        (curve,) = charts.losses([one], over=over).figure["data"]
         drawn = dict(zip([x / per_step for x in curve["x"]], curve["y"], strict=True))
         assert len(curve["x"]) == len(drawn) < 4_100
         assert curve["x"] == sorted(curve["x"])
@@ -483,7 +483,7 @@ def test_a_long_curve_has_its_ends_and_what_stands_out_in_few_points(tmp_path):
 
 def test_of_a_long_run_few_steps_keep_their_counters(tmp_path, monkeypatch):
     """Evenly spaced ones, the first and the last; losses and evaluations stay."""
-    monkeypatch.setattr("pipecomp.report.read._MOST_COUNTED", 4)
+    monkeypatch.setattr("pipecomp.report.reader._MAX_COUNTED", 4)
     lines = []
     for step in range(1, 13):
         lines.append({"step": step, "loss": 2.0, **({"links": {}, "hits": {"0->1": [step, step]}} if step > 1 else {})})
@@ -499,15 +499,15 @@ def test_of_a_long_run_few_steps_keep_their_counters(tmp_path, monkeypatch):
 
 def test_of_a_long_step_every_rank_has_its_end(monkeypatch):
     """Events come rank by rank."""
-    monkeypatch.setattr(timeline_module, "MOST", 6)
+    monkeypatch.setattr(timeline_module, "MAX_EVENTS", 6)
     events = [
         {"ph": "X", "name": "forward", "pid": rank, "ts": 1e3 * i, "dur": 500, "args": {"step": 7}}
         for rank in (0, 1)
         for i in range(5)
     ]
-    whole = timeline_module.timeline(Run(name="", folder=Path(), events=events[2:5] + events[7:]), "time-0")
+    whole = timeline_module.timeline(RunRecord(name="", folder=Path(), events=events[2:5] + events[7:]), "time-0")
     assert whole.note.startswith("The last step.")
-    chart = timeline_module.timeline(Run(name="", folder=Path(), events=events), "time-0")
+    chart = timeline_module.timeline(RunRecord(name="", folder=Path(), events=events), "time-0")
     assert chart.note.startswith("The end of the last step.")
     (trace,) = chart.figure["data"]
     for row in ("rank 0 compute", "rank 1 compute"):
@@ -533,11 +533,11 @@ def test_of_a_run_without_seconds_it_is_not_said_that_it_missed_a_loss(tmp_path)
     with open(tmp_path / "c.jsonl", "w") as file:
         file.writelines(json.dumps({k: v for k, v in line.items() if k != "seconds"}) + "\n" for line in lines)
     runs = read_runs([tmp_path / "a", tmp_path / "b", tmp_path / "c.jsonl"])
-    said = comparison([told(run) for run in runs])
+    said = comparison([summarize(run) for run in runs])
     assert " was reached by a in " in said or " was reached by b in " in said
     assert "did not reach" not in said
     assert [run.notes for run in runs[:2]] == [[], []]
-    assert runs[2].notes == ["steps without seconds: no loss over seconds, and no time to a loss that is compared"]
+    assert runs[2].notes == ["steps without seconds: no loss over seconds, and no time to a common loss"]
 
 
 def test_a_loss_is_reached_by_whole_means_only(tmp_path):
@@ -567,18 +567,18 @@ def test_a_loss_that_is_no_number_is_said(tmp_path, value):
         make_run(tmp_path / name, network=slow(), name=name)
     with_losses(tmp_path / "lost", dict.fromkeys(range(6, 21), value))
     with_losses(tmp_path / "lost", {20: value}, "eval")
-    fine, lost = map(told, read_runs([tmp_path]))
-    assert (lost.curve.lost, lost.curve.steps) == (list(range(6, 21)), list(range(1, 6)))
-    assert fine.curve.lost == fine.held_out.lost == []
-    assert "training loss 4.800 → " in summary(fine)[0]
-    said = summary(lost)[0]
-    assert "; the training loss was no number in 15 of 20 steps, first in step 6" in said
+    fine, lost = map(summarize, read_runs([tmp_path]))
+    assert (lost.curve.not_finite, lost.curve.steps) == (list(range(6, 21)), list(range(1, 6)))
+    assert fine.curve.not_finite == fine.held_out.not_finite == []
+    assert "training loss 4.800 → " in fine.sentences()[0]
+    said = lost.sentences()[0]
+    assert "; the training loss was not finite in 15 of 20 steps, first in step 6" in said
     assert ", the held-out loss in 1 of 1 evaluations, first in step 20" in said
     assert "→" not in said
     with_losses(tmp_path / "lost", {step: 0.1 for step in range(6, 19)})
-    compared = comparison(list(map(told, read_runs([tmp_path]))))
-    assert compared.endswith(" But lost's loss was no number in 2 of 20 steps, first in step 19.")
+    compared = comparison(list(map(summarize, read_runs([tmp_path]))))
+    assert compared.endswith(" But lost's loss was not finite in 2 of 20 steps, first in step 19.")
     assert "no number" not in comparison([fine, fine])
     with_losses(tmp_path / "lost", dict.fromkeys(range(1, 21), 2.0))
-    (lost,) = map(told, read_runs([tmp_path / "lost"]))
-    assert "loss 2.000 → 2.000, the held-out loss was no number in 1 of 1 evaluations, first" in summary(lost)[0]
+    (lost,) = map(summarize, read_runs([tmp_path / "lost"]))
+    assert "loss 2.000 → 2.000, the held-out loss was not finite in 1 of 1 evaluations, first" in lost.sentences()[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipecomp.config import Config
-from pipecomp.report.live import LinkMeter, in_words
+from pipecomp.report.progress import LinkMeter, format_progress
 from tests.report.runs import AQSGD, MICRO_BATCHES, counters, made_step
 
 
@@ -41,7 +41,7 @@ def test_the_link_where_a_stage_waited_longest():
 
 def test_in_words():
     figures = {"forward_mb_per_s": 1.25, "backward_mb_per_s": 0.5, "compression": 7.94, "slowest_link": "0->1"}
-    text = in_words({**figures, "slowest_wait": 0.412})
+    text = format_progress({**figures, "slowest_wait": 0.412})
     assert text == "1.2 MB/s forward  500.0 kB/s back  7.9× less  link 0->1 waits 41 %"
-    assert "less" not in in_words({**figures, "compression": 1.0, "slowest_wait": 0.0})
-    assert in_words({}) == ""
+    assert "less" not in format_progress({**figures, "compression": 1.0, "slowest_wait": 0.0})
+    assert format_progress({}) == ""

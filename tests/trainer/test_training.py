@@ -17,7 +17,7 @@ from pipecomp.checkpoint.writing import Attempts
 from pipecomp.config import Config
 from pipecomp.data import MicroBatch, ShardedSampler
 from pipecomp.errors import ConfigError, DataError
-from pipecomp.report.read import read_runs
+from pipecomp.report.reader import read_runs
 from pipecomp.stages import split
 from pipecomp.trainer import checkpoints, setup
 from pipecomp.trainer.evaluation import BatchResult, Evaluation

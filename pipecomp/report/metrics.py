@@ -1,4 +1,4 @@
-"""What a run's files say, computed: curves, bytes of links, where ranks' time went, how long a loss took."""
+"""Figures computed from a run's files: loss curves, bytes per link, time per rank, time to a loss."""
 
 from __future__ import annotations
 
@@ -7,42 +7,41 @@ from dataclasses import dataclass, field
 from statistics import fmean, mean
 from typing import Any
 
-from pipecomp.report.read import Run, number
+from pipecomp.report.reader import RunRecord, number
 
 SMOOTH = 8  # steps
-_POINTS = 60  # of a curve over the whole run, at least where there are as many steps
+_POINTS = 60  # points of a curve, if the run has as many steps
 PARTS = ("compute", "quantize + store", "wait for packets", "reduce", "update", "other")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """Losses over steps, and over seconds since the start where these are known.
+    """Losses over steps and, if known, over seconds since the start.
 
-    lost: Steps whose loss was noted and is no number; what is written of NaN and Infinity is null.
+    not_finite: Steps whose recorded loss is NaN or infinite (null in the file).
     """
 
     steps: list[int]
     seconds: list[float] | None
     losses: list[float]
-    lost: list[int] = field(default_factory=list)
+    not_finite: list[int] = field(default_factory=list)
 
     def smooth(self) -> list[float]:
-        """Means of the last `SMOOTH` steps, at the beginning of those there are."""
+        """Return means over the last `SMOOTH` steps, over fewer at the beginning."""
         return [fmean(self.losses[max(0, i - SMOOTH + 1) : i + 1]) for i in range(len(self.losses))]
 
 
-def training_curve(run: Run) -> Curve:
-    """Losses of all steps that have one."""
+def training_curve(run: RunRecord) -> Curve:
+    """Return the losses of all steps that have one."""
     return _curve([(line, line) for line in run.steps])
 
 
-def held_out_curve(run: Run) -> Curve:
-    """Losses of the evaluations."""
+def held_out_curve(run: RunRecord) -> Curve:
+    """Return the losses of the evaluations."""
     return _curve([(line, line["eval"]) for line in run.evaluations])
 
 
 def _curve(found: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> Curve:
-    """Of lines, each with what has its loss."""
     losses = [(line, number(holder.get("loss"))) for line, holder in found]
     known = [(line, loss) for line, loss in losses if loss is not None]
     seconds = [number(line.get("seconds")) for line, _ in known]
@@ -50,12 +49,12 @@ def _curve(found: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> Curve:
         steps=[line["step"] for line, _ in known],
         seconds=[s for s in seconds if s is not None] if seconds and None not in seconds else None,
         losses=[loss for _, loss in known],
-        lost=[line["step"] for line, holder in found if "loss" in holder and number(holder["loss"]) is None],
+        not_finite=[line["step"] for line, holder in found if "loss" in holder and number(holder["loss"]) is None],
     )
 
 
 def seconds_to(curve: Curve, loss: float) -> float | None:
-    """When the mean of `SMOOTH` steps first was so low; None if it never was, or the time is not known."""
+    """Return when the mean of `SMOOTH` steps first reached the loss; None if never, or if times are unknown."""
     if curve.seconds is None:
         return None
     whole = zip(curve.seconds[SMOOTH - 1 :], curve.smooth()[SMOOTH - 1 :], strict=True)
@@ -63,7 +62,7 @@ def seconds_to(curve: Curve, loss: float) -> float | None:
 
 
 def common_loss(curves: Sequence[Curve]) -> float | None:
-    """The lowest loss that at least two of the runs reach; None if fewer have a curve over seconds."""
+    """Return the lowest loss that at least two runs reach; None if fewer have a curve over seconds."""
     means = [curve.smooth()[SMOOTH - 1 :] for curve in curves if curve.seconds]
     lowest = sorted(min(found) for found in means if found)
     return lowest[1] if len(lowest) > 1 else None
@@ -74,12 +73,11 @@ def common_loss(curves: Sequence[Curve]) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkUse:
-    """One link since the start of the run: bytes raw and sent, each way.
+    """Traffic of one link since the start of the run: bytes raw and sent in each direction.
 
     Attributes:
-        waited: The share of the training time for which the endpoint that waited longest has waited; None where that
-            is not known.
-        hit_rate: The share of samples that crossed it as a change of a cached activation.
+        waited: Share of the training time that the endpoint with the longest wait waited; None if unknown.
+        hit_rate: Share of samples that crossed as a change of a cached activation.
     """
 
     name: str
@@ -90,17 +88,17 @@ class LinkUse:
 
     @property
     def raw(self) -> int:
-        """Both ways."""
+        """Bytes in the training dtype, both directions."""
         return self.forward[0] + self.backward[0]
 
     @property
     def sent(self) -> int:
-        """Both ways."""
+        """Bytes sent, both directions."""
         return self.forward[1] + self.backward[1]
 
 
-def link_use(run: Run) -> list[LinkUse]:
-    """All links, by the last step that tells of them."""
+def link_use(run: RunRecord) -> list[LinkUse]:
+    """Return all links as of the last step with counters."""
     last = _last_counters(run)
     spent = sum(number(line.get("step_s")) or 0.0 for line in run.steps if line["step"] <= last.get("step", 0))
     found = []
@@ -121,23 +119,23 @@ def link_use(run: Run) -> list[LinkUse]:
     return found
 
 
-def exchanged(run: Run) -> tuple[int, int]:
-    """Bytes raw and sent of gradients and weights that ranks exchanged, all of them together, since the start."""
+def exchanged(run: RunRecord) -> tuple[int, int]:
+    """Return raw and sent bytes of gradients and weights exchanged between ranks since the start."""
     groups = _last_counters(run).get("groups", {}).values()
     raw, sent = (sum(int(counts[kind]) for counts in groups) for kind in ("bytes_raw", "bytes_sent"))
     return raw, sent
 
 
-def _last_counters(run: Run) -> dict[str, Any]:
-    """The last step's line that has any."""
+def _last_counters(run: RunRecord) -> dict[str, Any]:
+    """The last step's line with counters."""
     return next((line for line in reversed(run.steps) if isinstance(line.get("links"), dict)), {})
 
 
-def hit_rates(run: Run) -> tuple[list[int], list[float]]:
-    """The store's hit rate over the run, over all links: steps, and the rate since the one before."""
-    told = [line for line in run.steps if isinstance(line.get("hits"), dict) and line["hits"]]
+def hit_rates(run: RunRecord) -> tuple[list[int], list[float]]:
+    """Return steps and the store's hit rate over all links since the previous of these steps."""
+    lines = [line for line in run.steps if isinstance(line.get("hits"), dict) and line["hits"]]
     steps, rates, before = [], [], (0, 0)
-    for line in told[:: max(1, len(told) // _POINTS)]:
+    for line in lines[:: max(1, len(lines) // _POINTS)]:
         now = tuple(sum(int(pair[i]) for pair in line["hits"].values()) for i in (0, 1))
         if now[1] > before[1]:
             steps.append(line["step"])
@@ -146,21 +144,21 @@ def hit_rates(run: Run) -> tuple[list[int], list[float]]:
     return steps, rates
 
 
-def bits(run: Run) -> tuple[list[int], list[list[float | None]]]:
-    """Bits of a quantized value over the run, over all links: steps; forward and back the means since the one before.
+def bits(run: RunRecord) -> tuple[list[int], list[list[float | None]]]:
+    """Return steps and, forward and back, the mean bits per quantized value since the previous of these steps.
 
     None where nothing was quantized.
     """
-    told = [line for line in run.steps if isinstance(line.get("bits"), dict) and line["bits"]]
+    lines = [line for line in run.steps if isinstance(line.get("bits"), dict) and line["bits"]]
     steps: list[int] = []
     means: list[list[float | None]] = [[], []]
     before = [0, 0, 0, 0]
-    for line in told[:: max(1, len(told) // _POINTS)]:
+    for line in lines[:: max(1, len(lines) // _POINTS)]:
         now = [sum(int(counts[i]) for counts in line["bits"].values()) for i in range(4)]
         steps.append(line["step"])
-        for way, told_means in enumerate(means):
+        for way, series in enumerate(means):
             spent, values = (now[2 * way + i] - before[2 * way + i] for i in (0, 1))
-            told_means.append(spent / values if values > 0 else None)
+            series.append(spent / values if values > 0 else None)
         before = now
     return steps, means
 
@@ -170,7 +168,7 @@ def bits(run: Run) -> tuple[list[int], list[list[float | None]]]:
 
 @dataclass(frozen=True, kw_only=True)
 class RankTime:
-    """Where a rank's training time went: seconds by `PARTS`, all of them together the seconds of its steps."""
+    """Seconds of a rank's training steps by `PARTS`."""
 
     rank: int
     stage: int
@@ -179,12 +177,12 @@ class RankTime:
 
     @property
     def total(self) -> float:
-        """Of its steps."""
+        """Seconds of all its steps."""
         return sum(self.parts.values())
 
 
-def rank_times(run: Run) -> list[RankTime]:
-    """All ranks since the start of the run, or since it was resumed."""
+def rank_times(run: RunRecord) -> list[RankTime]:
+    """Return the times of all ranks since the run started or resumed."""
     stats = run.ranks.get("end") or run.ranks.get("halfway") or []
     first = int(number(run.ranks.get("first_step")) or 0)
     steps = {rank["steps"] for rank in stats}
@@ -207,13 +205,13 @@ def _parts(seconds: Mapping[str, float], spent: float) -> dict[str, float]:
     return {**known, "other": max(0.0, spent - sum(known.values()))}
 
 
-def step_seconds(run: Run) -> float | None:
-    """Mean seconds of a step in the second half of the run; None where they are not known."""
+def step_seconds(run: RunRecord) -> float | None:
+    """Return the mean seconds of a step in the second half of the run; None if unknown."""
     later = run.steps[len(run.steps) // 2 :]
     known = [s for s in (number(line.get("step_s")) for line in later) if s is not None]
     return mean(known) if known else None
 
 
-def seconds(run: Run) -> float | None:
-    """Of the whole run, evaluations included."""
+def seconds(run: RunRecord) -> float | None:
+    """Return the seconds of the whole run, evaluations included."""
     return number(run.facts.get("seconds")) or number(run.steps[-1].get("seconds"))

@@ -1,7 +1,7 @@
-"""A run's folder: what happened in each step, where each rank's time went, and the last step, as files of JSON.
+"""Records a run's folder: steps, evaluations, times per rank and the last step's trace, as JSON files.
 
-All but the trace and the report are written while the run goes on, so that one that was killed has them too. A run is
-worth more than its report: once one of these files cannot be written, that is said, and the run goes on without them.
+All but the trace and the report are written during the run, so a killed run has them too. If one cannot be written, the
+recorder logs one warning, and the run continues without it.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ from pipecomp.utils.files import atomic_write_text
 from pipecomp.utils.serialization import json_line
 
 FORMAT = 1
-RUN = "run.json"  # what was run: model, stages, settings, links
-METRICS = "metrics.jsonl"  # a line for each step: loss, seconds, bytes and bits of codes of each link since the start
-RANKS = "ranks.json"  # where each rank's time went: half way, and at the end
-TRACE = "trace.json"  # what every rank did in the last step, in Chrome's trace format
-PLAN = "plan.json"  # what was predicted before: of `pipecomp train`, or put there by `pipecomp plan --json`
+RUN = "run.json"  # model, stages, settings, links
+METRICS = "metrics.jsonl"  # per step: loss, seconds, and bytes and bits of each link since the start
+RANKS = "ranks.json"  # times per rank, half way and at the end
+TRACE = "trace.json"  # the last step of every rank, in Chrome's trace format
+PLAN = "plan.json"  # the prediction of `pipecomp train` or `pipecomp plan --json`
 PAGE = "report.html"
-CHECKPOINTS = "checkpoints"  # beside them, of `pipecomp train`
-_EVERY_S = 30.0  # so often the ranks' times are written while the run goes on
+CHECKPOINTS = "checkpoints"  # of `pipecomp train`
+_EVERY_S = 30.0  # interval at which times per rank are written during the run
 _log = logging.getLogger(__name__)
 
 
 def default_folder(name: str) -> Path:
-    """Name a folder for a run that is given none: runs/NAME-DATE-TIME, with a number where that is taken."""
+    """Return a free default folder: runs/NAME-DATE-TIME, with a number if that exists."""
     base = Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
     return next(p for p in (base, *(Path(f"{base}-{n}") for n in range(2, 1000))) if not p.exists())
 
 
 class Recorder:
-    """Write a run's folder, on one rank.
+    """Record a run's folder, on one rank.
 
     Args:
-        folder: Made if it is not there; None records nothing, as on all ranks but one.
-        after: The step that an earlier part of the run has reached: its lines up to there stay, and its bytes and
-            seconds are added to those of this part.
-        required: Whether a folder that cannot be written is an error, and not merely said.
+        folder: Created if missing; None records nothing, as on all other ranks.
+        after: Last step of the earlier part of a resumed run. Its lines up to that step are kept, and its bytes and
+            seconds are added to this part's.
+        required: Whether an unwritable folder is an error rather than a warning.
 
     Attributes:
-        kept: Those lines, without counters but for the last that has any.
+        kept: The kept lines; only the last one with counters still has them.
 
     Raises:
-        ConfigError: If the folder cannot be written and is `required`.
+        ConfigError: If `required` and the folder cannot be written.
     """
 
     def __init__(self, folder: str | Path | None, *, after: int = 0, required: bool = False) -> None:
@@ -78,9 +78,9 @@ class Recorder:
             self._give_up(error)
 
     def start(self, steps: int, **facts: Any) -> None:
-        """Write what is run. steps: of the whole run, 0 where that is not known. facts: JSON values by name.
+        """Write run.json. steps: of the whole run, 0 if unknown. facts: JSON values by name.
 
-        Of a run that is started again after its last step, all stays as it is.
+        A finished run that is started again is left as it is.
         """
         earlier = self._earlier()
         if 0 < steps <= self._after and earlier.get("status") == "finished":
@@ -98,9 +98,9 @@ class Recorder:
 
         Args:
             step: From 1.
-            stats: `engine.gather_comm_stats()`, None where it was not gathered at this step.
-            record: What else is known, as "loss", "lr", "step_s" (seconds of this step) and "per_s"; "seconds" where
-                the step has not just ended.
+            stats: `engine.gather_comm_stats()`, or None if not gathered at this step.
+            record: Further values such as "loss", "lr", "step_s" (seconds of this step) and "per_s"; "seconds" if the
+                step ended earlier.
         """
         if self._metrics is None:
             return
@@ -113,12 +113,12 @@ class Recorder:
     def evaluated(
         self, step: int, measures: Mapping[str, float], stats: Sequence[Mapping[str, Any]] | None = None
     ) -> None:
-        """Write what an evaluation after this step found, "loss" among it. stats: with its traffic, as of `step`."""
+        """Write an evaluation after this step. measures: "loss" and others. stats: as for `step`, with its traffic."""
         counters = {} if stats is None else self._counters(stats)
         self._write({"step": step, "seconds": self.seconds(), "eval": dict(measures), **counters})
 
     def end(self, stats: Sequence[Mapping[str, Any]], last_step: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Write the end of a run that reached it.
+        """Write the end of a finished run.
 
         Args:
             stats: `engine.gather_comm_stats()`.
@@ -134,17 +134,17 @@ class Recorder:
         self._close()
 
     def interrupted(self) -> None:
-        """Write that the run was asked to stop, and may go on."""
+        """Mark the run as interrupted; it may be resumed."""
         self._save(RUN, {**self._facts, "status": "interrupted", "seconds": self.seconds()})
 
     # -- what a line has
 
     def seconds(self) -> float:
-        """Tell how long the run has taken, its earlier part included."""
+        """Return the seconds since the start, including an earlier part of the run."""
         return round(time.perf_counter() - self._began + float(self._last.get("seconds", 0.0)), 4)
 
     def _counters(self, stats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Bytes, waits, store hits and bits of codes since the start of the run, by link."""
+        """Bytes, waits, store hits and code bits of each link since the start of the run."""
         before = Traffic(self._last.get("links", {}), self._last.get("groups", {}))
         traffic = before.plus(Traffic.of(stats))
         counters: dict[str, Any] = {"links": traffic.links, "groups": traffic.groups}
@@ -154,7 +154,7 @@ class Recorder:
         return counters
 
     def _keep(self, stats: Sequence[Mapping[str, Any]], *, halfway: bool) -> None:
-        """Keep the ranks' times: those at half time for good, the others until there are newer ones."""
+        """Keep the times per rank at half time, and write the latest ones now and then."""
         if halfway and "halfway" not in self._ranks:
             self._ranks["halfway"] = counted(stats)
         elif time.perf_counter() - self._written >= _EVERY_S:
@@ -177,7 +177,7 @@ class Recorder:
             atomic_write_text(self.folder / name, json_line(value))
 
     def _earlier(self) -> dict[str, Any]:
-        """What was written of an earlier part of the run, empty without one."""
+        """The run.json of an earlier part of the run, or empty."""
         return read_object(self.folder / RUN, []) if self.folder is not None and self._after else {}
 
     def _remove(self, *names: str) -> None:
@@ -189,7 +189,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def _giving_up(self) -> Iterator[None]:
-        """Inside, an OSError ends the recording."""
+        """End the recording on an OSError inside."""
         try:
             yield
         except OSError as error:
@@ -198,18 +198,18 @@ class Recorder:
     def _close(self) -> None:
         metrics, self._metrics = self._metrics, None
         if metrics is not None:
-            with contextlib.suppress(OSError):  # it writes again what was refused
+            with contextlib.suppress(OSError):  # it flushes what was refused
                 metrics.close()
 
     def _give_up(self, error: OSError) -> None:
         self._close()
-        _log.warning("%s cannot be written (%s): the run goes on without it", self.folder, error.strerror or error)
+        _log.warning("%s cannot be written (%s); the run continues without it", self.folder, error.strerror or error)
 
 
 def read_object(path: Path, notes: list[str], without: str = "") -> dict[str, Any]:
-    """Read a JSON object, empty where there is none.
+    """Read a JSON object; empty if there is none.
 
-    notes: gets why it cannot be read, and `without` where it is not there.
+    notes: Receives the reason if it cannot be read, and `without` if the file is missing.
     """
     if not path.is_file():
         if without:
@@ -218,19 +218,19 @@ def read_object(path: Path, notes: list[str], without: str = "") -> dict[str, An
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        notes.append(f"{path.name} cannot be read and is left out ({type(error).__name__}: it was cut off, or changed)")
+        notes.append(f"{path.name} cannot be read and is left out ({type(error).__name__}: truncated or changed)")
         return {}
     if not isinstance(found, dict):
-        notes.append(f"{path.name} is no JSON object and is left out")
+        notes.append(f"{path.name} is not a JSON object and is left out")
         return {}
     return found
 
 
 def lines_until(path: Path, step: int) -> tuple[list[dict[str, Any]], int]:
-    """Read the complete lines of a metrics file that is there, up to a step; none for step 0.
+    """Read the complete lines of a metrics file up to a step; none for step 0.
 
     Returns:
-        They, with counters only in the last one that has any, and the bytes of the file that they take.
+        The lines, with counters only in the last one that has any, and their bytes in the file.
     """
     found: list[dict[str, Any]] = []
     end, before = 0, dict[str, Any]()
@@ -241,7 +241,7 @@ def lines_until(path: Path, step: int) -> tuple[list[dict[str, Any]], int]:
                     record = json.loads(line.decode(errors="replace"))
                     later = record["step"] > step
                 except (ValueError, KeyError, TypeError):
-                    break  # a run that was killed while it wrote, or another program's file
+                    break  # the run was killed while writing, or the file is another program's
                 if later or not line.endswith(b"\n"):
                     break
                 if "links" in record:
@@ -253,13 +253,13 @@ def lines_until(path: Path, step: int) -> tuple[list[dict[str, Any]], int]:
 
 
 def drop_counters(line: dict[str, Any]) -> None:
-    """Take away what a line of metrics has counted since the start: of a long run, many times the rest."""
+    """Remove a metrics line's counters since the start, which take most of its memory."""
     for name in ("links", "groups", "waits", "hits", "bits"):
         line.pop(name, None)
 
 
 def waits(stats: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Seconds that the endpoint that waited longest has waited, by link; of replicas the mean."""
+    """Return each link's seconds waited by the endpoint that waited longer, averaged over replicas."""
     ends: dict[str, dict[int, list[float]]] = {}
     for rank in stats:
         for name, link in rank["links"].items():
@@ -271,7 +271,7 @@ def waits(stats: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def hits(stats: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
-    """Count the samples that crossed each link as a change of a cached activation, and all samples."""
+    """Return for each link the samples that crossed as changes, and all samples."""
     ends = {(rank["replica"], name): link for rank in stats for name, link in rank["links"].items()}
     found: dict[str, list[int]] = {}
     for (_, name), link in sorted(ends.items()):
@@ -288,5 +288,5 @@ def _plus(now: Any, then: Any) -> Any:
 
 
 def counted(stats: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Leave what is counted since the start; the last step's micro-batches are in the trace."""
+    """Return the counters since the start, without the last step's micro-batches, which the trace has."""
     return [{key: value for key, value in rank.items() if key != "micro_batches"} for rank in stats]

@@ -1,4 +1,4 @@
-"""Reading runs: their folders, or a file of metrics alone. What is missing, cut off or of another version is noted."""
+"""Reads the folder of a run, or a metrics file alone; notes what is missing, truncated or of another version."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from pathlib import Path
 from typing import Any
 
 from pipecomp.errors import ConfigError, DataError
-from pipecomp.report.record import FORMAT, METRICS, PLAN, RANKS, RUN, TRACE, drop_counters, read_object
+from pipecomp.report.recorder import FORMAT, METRICS, PLAN, RANKS, RUN, TRACE, drop_counters, read_object
 
 _MAX_TRACE_BYTES = 256 << 20
-_MOST_COUNTED = 4000  # steps whose counters are kept, many times the points of a chart: others' take gigabytes
+_MAX_COUNTED = 4000  # steps whose counters are kept, many times the points of a chart: others' take gigabytes
 _WAYS, _BYTES = ("forward", "backward"), ("bytes_raw", "bytes_sent")
 _SECONDS = ("forward", "backward", "encode", "decode", "wait", "reduce", "update")  # that a rank counts
 _OF_ANOTHER_FORM = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError)
 
 
 @dataclass(kw_only=True)
-class Run:
-    """What is known of one run.
+class RunRecord:
+    """Everything that a run recorded.
 
     Attributes:
-        name: For people; anything can be in it.
-        folder: Where it was read.
-        facts: Of run.json; empty where there is none.
-        steps: A line for each optimizer step.
-        evaluations: A line for each evaluation.
-        ranks: Of ranks.json: "first_step", "halfway", "end"; empty where there is none.
-        events: The trace, in Chrome's form.
-        plan: What `pipecomp plan --json` wrote.
-        notes: What is missing or was left out, and how to have it.
+        name: Display name; arbitrary text.
+        folder: Folder that it was read from.
+        facts: Contents of run.json, or empty.
+        steps: One record per optimizer step.
+        evaluations: One record per evaluation.
+        ranks: Contents of ranks.json ("first_step", "halfway", "end"), or empty.
+        events: Trace events in Chrome's format.
+        plan: Output of `pipecomp plan --json`, or empty.
+        notes: What is missing or was left out, and how to get it.
     """
 
     name: str
@@ -46,16 +46,15 @@ class Run:
     notes: list[str] = field(default_factory=list)
 
 
-def read_runs(paths: Sequence[str | Path]) -> list[Run]:
-    """Read runs, in the order of `paths`, each with a name of its own.
+def read_runs(paths: Sequence[str | Path]) -> list[RunRecord]:
+    """Read runs in the order of `paths` and give them distinct names.
 
     Args:
-        paths: Folders of runs, folders with such folders in them, of which those without a step are left out, or files
-            of metrics.
+        paths: Folders of runs, folders that contain such folders (those without a step are skipped), or metrics files.
 
     Raises:
-        ConfigError: For a path that is neither.
-        DataError: For a run without one step, or of a newer version of pipecomp.
+        ConfigError: If a path is neither.
+        DataError: If a run has no step, or is of a newer version of pipecomp.
     """
     found = [_read(place) for path in paths for place in _places(Path(path))]
     names: dict[str, int] = {}
@@ -67,13 +66,13 @@ def read_runs(paths: Sequence[str | Path]) -> list[Run]:
 
 
 def number(value: Any) -> float | None:
-    """Return a JSON value as a finite number, None if it is none: Python reads NaN and Infinity too."""
+    """Return a JSON value as a finite number, or None: Python also reads NaN and Infinity."""
     known = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     return float(value) if known else None
 
 
 def _places(path: Path) -> Iterator[Path]:
-    """The runs that a path means."""
+    """The runs at a path."""
     if path.is_file() or _is_run(path):
         yield path
         return
@@ -89,7 +88,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def _is_empty(metrics: Path) -> bool:
-    """Whether a run was ended before its first step."""
+    """Whether a run ended before its first step."""
     return metrics.is_file() and metrics.stat().st_size == 0
 
 
@@ -97,58 +96,60 @@ def _started(folder: Path) -> str:
     return str(read_object(folder / RUN, []).get("started", ""))
 
 
-def _read(place: Path) -> Run:
+def _read(place: Path) -> RunRecord:
     folder, metrics = (place.parent, place) if place.is_file() else (place, place / METRICS)
-    run = Run(name=place.stem if place.is_file() else place.resolve().name, folder=folder)
+    run = RunRecord(name=place.stem if place.is_file() else place.resolve().name, folder=folder)
     if place.is_dir():
-        run.facts = read_object(folder / RUN, run.notes, "what was run is not known")
+        run.facts = read_object(folder / RUN, run.notes, "model and settings are unknown")
         _check_version(run, folder / RUN)
         _check(run, "facts", RUN, _check_facts)
         run.name = str(run.facts.get("name") or run.name)
-        run.ranks = read_object(folder / RANKS, run.notes, "no times of ranks, and no advice: the run was not finished")
+        run.ranks = read_object(folder / RANKS, run.notes, "no times per rank and no advice; the run did not finish")
         _check(run, "ranks", RANKS, _check_ranks)
         run.plan = read_object(folder / PLAN, run.notes)
         _check(run, "plan", PLAN, _check_plan)
         _read_trace(run, folder / TRACE)
     _read_metrics(run, metrics)
     if not run.steps:
-        raise DataError(f"{metrics}: no step in it: the run was ended before its first one, or this is no such file")
+        raise DataError(
+            f"{metrics}: it has no step: the run ended before its first one, or this is another kind of file"
+        )
     if run.steps[0]["step"] > 1:
-        run.notes.append(f"nothing before step {run.steps[0]['step']}: seconds and bytes are counted from there")
+        run.notes.append(f"nothing before step {run.steps[0]['step']}: seconds and bytes count from there")
     if any(number(line.get("seconds")) is None for line in run.steps):
-        run.notes.append("steps without seconds: no loss over seconds, and no time to a loss that is compared")
+        run.notes.append("steps without seconds: no loss over seconds, and no time to a common loss")
     status = run.facts.get("status", "finished")
     if status != "finished":
         run.notes.append(
-            f"the run is marked as {status}: it goes on, or it was ended after step {run.steps[-1]['step']}"
+            f"the run is marked as {status}: it is still running, or it ended after step {run.steps[-1]['step']}"
         )
     return run
 
 
-def _check_version(run: Run, path: Path) -> None:
+def _check_version(run: RunRecord, path: Path) -> None:
     found = run.facts.get("format", FORMAT)
     if not isinstance(found, int) or found > FORMAT:
-        raise DataError(f"{path}: its format is {found!r}, this pipecomp knows {FORMAT}: use the version that ran it")
+        raise DataError(
+            f"{path}: its format is {found!r}, this version of pipecomp reads {FORMAT}; use the version that wrote it"
+        )
 
 
-def _read_metrics(run: Run, path: Path) -> None:
+def _read_metrics(run: RunRecord, path: Path) -> None:
     if not path.is_file():
         return
     try:
         with path.open(encoding="utf-8", errors="replace") as lines:
             counted = sum('"links"' in line for line in lines)
         with path.open(encoding="utf-8", errors="replace") as lines:
-            broken = _read_lines(run, lines, 1 + counted // _MOST_COUNTED)
+            broken = _read_lines(run, lines, 1 + counted // _MAX_COUNTED)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error
     if broken:
-        run.notes.append(
-            f"{path.name}: {broken} line(s) that are no step of this run (cut off, or changed) are left out"
-        )
+        run.notes.append(f"{path.name}: {broken} line(s) that are not steps (truncated or changed) are left out")
 
 
-def _read_lines(run: Run, lines: Iterable[str], every: int) -> int:
-    """Take up lines; of steps with counters, only every so many and the last one keep them. Tells how many are none."""
+def _read_lines(run: RunRecord, lines: Iterable[str], every: int) -> int:
+    """Add lines to the run, keeping the counters of every n-th step and the last; return the number of bad lines."""
     broken = told = 0
     before: dict[str, Any] = {}  # the last step with counters
     for line in lines:
@@ -172,24 +173,24 @@ def _read_lines(run: Run, lines: Iterable[str], every: int) -> int:
     return broken
 
 
-def _read_trace(run: Run, path: Path) -> None:
+def _read_trace(run: RunRecord, path: Path) -> None:
     if not path.is_file():
-        run.notes.append(f"no {TRACE}, so no time line: it is written when a run has ended")
+        run.notes.append(f"no {TRACE} and no time line: it is written when a run ends")
         return
     if path.stat().st_size > _MAX_TRACE_BYTES:
-        run.notes.append(f"{TRACE} has more than {_MAX_TRACE_BYTES >> 20} MiB: open it in a browser's tracing page")
+        run.notes.append(f"{TRACE} is larger than {_MAX_TRACE_BYTES >> 20} MiB: open it in a browser's tracing page")
         return
     run.events = read_object(path, run.notes).get("traceEvents", run.events)
     _check(run, "events", TRACE, _check_events)
 
 
-def _check(run: Run, attribute: str, file: str, check: Callable[[Any], None]) -> None:
-    """Leave out, with a note, what does not have the form that this version writes."""
+def _check(run: RunRecord, attribute: str, file: str, check: Callable[[Any], None]) -> None:
+    """Leave out, with a note, what does not have this version's form."""
     try:
         check(getattr(run, attribute))
     except _OF_ANOTHER_FORM:
-        setattr(run, attribute, getattr(Run(name="", folder=Path()), attribute))
-        run.notes.append(f"{file} is not what this version of pipecomp writes, and is left out")
+        setattr(run, attribute, getattr(RunRecord(name="", folder=Path()), attribute))
+        run.notes.append(f"{file} does not have the form that this version of pipecomp writes, and is left out")
 
 
 def _check_facts(facts: Mapping[str, Any]) -> None:
@@ -198,7 +199,7 @@ def _check_facts(facts: Mapping[str, Any]) -> None:
 
 
 def _check_counters(line: Mapping[str, Any]) -> None:
-    """Of a step's line: what links and groups counted, waits, hits, and codes' bits."""
+    """Check a step's counters of links and groups, waits, hits and bits."""
     for link in line.get("links", {}).values():
         _numbers(link[f"{way}_{key}"] for way in _WAYS for key in _BYTES)
     for group in line.get("groups", {}).values():

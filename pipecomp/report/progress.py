@@ -1,22 +1,22 @@
-"""What to say of a run while it goes on: bytes a second each way, compression, and which link waits how long."""
+"""Progress figures of a running training: bytes per second, compression, and the link with the longest wait."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pipecomp.report.record import waits
-from pipecomp.report.text import percent, size, times
+from pipecomp.report.recorder import waits
 from pipecomp.stats import BitsMeter, Traffic
+from pipecomp.utils.units import format_ratio, format_share, format_size
 
 _WAYS = ("forward", "backward")
 
 
 class LinkMeter:
-    """Figures of all links together, each time since the last one.
+    """Figures of all links since the previous call.
 
     Attributes:
-        spent: Seconds of training steps since the last figures, to which whoever makes steps adds those of each.
+        spent: Seconds of training steps since the previous figures; the training loop adds each step's.
     """
 
     def __init__(self) -> None:
@@ -26,16 +26,16 @@ class LinkMeter:
         self._bits = BitsMeter()
 
     def since_last(self, stats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return figures by name; none without traffic.
+        """Return figures by name; empty without traffic.
 
         Args:
             stats: `engine.gather_comm_stats()`.
 
         Returns:
-            "forward_mb_per_s", "backward_mb_per_s": megabytes sent a second of training steps, evaluations not counted.
-            "compression": bytes in the training dtype by bytes sent. "forward_bits", "backward_bits": of a quantized
-            value, if any. "slowest_link", "slowest_wait": the link whose stage waited longest for packets, and the
-            share of these seconds.
+            "forward_mb_per_s", "backward_mb_per_s": megabytes sent per second of training steps, without evaluations.
+            "compression": bytes in the training dtype over bytes sent. "forward_bits", "backward_bits": mean bits of a
+            quantized value, if any. "slowest_link", "slowest_wait": the link whose stage waited longest for packets,
+            and its share of these seconds.
         """
         spent, self.spent = self.spent, 0.0
         links = Traffic.of(stats).links.values()
@@ -59,11 +59,11 @@ class LinkMeter:
         }
 
 
-def in_words(figures: Mapping[str, Any]) -> str:
-    """Write what `since_last` returned for a line of a log; empty without traffic."""
+def format_progress(figures: Mapping[str, Any]) -> str:
+    """Format the figures of `since_last` for a log line; empty without traffic."""
     if not figures:
         return ""
-    forward, back = (size(1e6 * figures[f"{way}_mb_per_s"]) for way in _WAYS)
-    waited = f"link {figures['slowest_link']} waits {percent(figures['slowest_wait'])}"
-    less = "" if figures["compression"] < 1.02 else f"  {times(figures['compression'])} less"
+    forward, back = (format_size(1e6 * figures[f"{way}_mb_per_s"]) for way in _WAYS)
+    waited = f"link {figures['slowest_link']} waits {format_share(figures['slowest_wait'])}"
+    less = "" if figures["compression"] < 1.02 else f"  {format_ratio(figures['compression'])} less"
     return f"{forward}/s forward  {back}/s back{less}  {waited}"
