@@ -44,7 +44,7 @@ from pipecomp.plan.simulation import (
     simulate_step,
     uniform,
 )
-from pipecomp.schedule.in_flight import numbers
+from pipecomp.schedule import in_flight_counts
 from pipecomp.utils.files import atomic_write_text
 from pipecomp.utils.units import MAX_DELAY_S, parse_time
 
@@ -173,7 +173,7 @@ def gpt2(mbit: int, activations: dict[str, Any], *, first_visit: bool = False) -
         micro_batches=GPT2_BATCH,
         forward_bytes=[forward] * links,
         backward_bytes=[backward] * links,
-        in_flight=numbers(1, GPT2_STAGES, GPT2_BATCH),
+        in_flight=in_flight_counts(1, GPT2_STAGES, GPT2_BATCH),
         together_s=GPT2_UPDATE_S,
     )
     return GPT2_BATCH / best_in_flight(step, uniform(GPT2_STAGES, mbit * 1e6 * TCP_SHARE))[1].seconds

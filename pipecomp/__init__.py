@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pipecomp import allreduce, buffers, kernels, netlab, optim, stages
     from pipecomp.config import Config
     from pipecomp.engine.engine import PipelineEngine
-    from pipecomp.engine.initialize import initialize
+    from pipecomp.initialization import initialize
     from pipecomp.kernels import ops as _ops  # noqa: F401 (pipecomp.kernels.ops)
     from pipecomp.trainer import PipelineTrainer
     from pipecomp.trainer.ddp_callback import CompressionCallback
@@ -57,7 +57,7 @@ _LAZY = {
     "PipelineTrainer": "pipecomp.trainer",
     "allreduce": "pipecomp.allreduce",
     "buffers": "pipecomp.buffers",
-    "initialize": "pipecomp.engine.initialize",
+    "initialize": "pipecomp.initialization",
     "kernels": "pipecomp.kernels",
     "netlab": "pipecomp.netlab",
     "optim": "pipecomp.optim",

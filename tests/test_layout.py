@@ -34,9 +34,13 @@ LEVELS = [
     {"codecs"},
     {"distributed", "stages/link"},
     {"netlab", "stages/partition"},
-    {"checkpoint", "doctor"},
+    {"interfaces"},
+    {"checkpoint"},
+    {"engine"},
+    {"doctor"},
     {"plan"},
-    {"engine", "report"},
+    {"report"},
+    {"initialization"},
     {"demo", "recipes", "trainer"},
     {"bench", "up"},
     {"cli"},
@@ -50,7 +54,7 @@ MAY_IMPORT = {
     "transformers": {"stages/partition", "trainer", "demo", "recipes"},
     "pipecomp.netlab": {
         *("netlab", "bench", "cli", "demo", "doctor"),
-        *("pipecomp.engine.connect", "pipecomp.engine.facts", "pipecomp.recipes.planned", "pipecomp.up"),
+        *("initialization", "pipecomp.recipes.planned", "pipecomp.up"),
     },
     "pipecomp.recipes": {"recipes"},
     **{name: set() for name in house.OUTSIDE},  # the bare names of folders beside pipecomp/
@@ -67,7 +71,7 @@ MANY_PARAMETERS = {
     "pipecomp.cli.commands:*": "typer makes an option of every parameter",
     "pipecomp.cli.train:train": "typer makes an option of every parameter",
     "pipecomp.cli.commands:up": "typer makes an option of every parameter",
-    "pipecomp.engine.initialize:initialize": "public, with the names of deepspeed.initialize and of a model's split",
+    "pipecomp.initialization:initialize": "public, with the names of deepspeed.initialize and of a model's split",
     "pipecomp.optim.quantized_adam:QuantizedAdam.__init__": "a torch optimizer: Adam's parameters and the exchange's",
     "pipecomp.trainer.trainer:PipelineTrainer.__init__": "transformers.Trainer's parameters and the pipeline's",
 }
@@ -124,7 +128,7 @@ def test_imports_point_one_way(module):
 
 def test_a_name_of_a_face_counts_as_the_module_behind_it():
     assert BEHIND["pipecomp.stages.split"] == "pipecomp.stages.partition.splitting"
-    assert BEHIND["pipecomp.initialize"] == "pipecomp.engine.initialize"
+    assert BEHIND["pipecomp.initialize"] == "pipecomp.initialization"
     users = [module for module in MODULES if "pipecomp.stages.split" in house.imported(MODULES[module])]
     assert users
     assert all("pipecomp.stages.partition.splitting" in imports(module) for module in users)

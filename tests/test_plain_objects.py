@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d
 
 from pipecomp.distributed.collectives import exchange_objects_as_json
 from pipecomp.doctor.measure import LinkMeasurement
-from pipecomp.engine.trace import Event
+from pipecomp.engine.trace import TraceEvent
 from pipecomp.errors import WireError
 from pipecomp.plan.auto_bits import RankMeasurement
 from pipecomp.plan.simulation import StageCosts
@@ -62,7 +62,7 @@ def test_what_ranks_measure_comes_back():
     link = LinkMeasurement(1e9, 2e9, 0.001, 0.0, 0.0)
     for value in (
         RankMeasurement(1, StageCosts(forward_s=0.5, backward_s=1.0), link),
-        Event("forward", 1.0, 2.0, 3, 0),
+        TraceEvent("forward", 1.0, 2.0, 3, 0),
     ):
         found = decode(encode(value))
         assert found == value

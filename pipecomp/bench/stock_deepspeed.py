@@ -46,7 +46,7 @@ def stock_engine(model: Any, num_stages: int, config: dict[str, Any]) -> Any:
     from deepspeed.runtime.pipe import p2p
     from deepspeed.utils import logger
 
-    from pipecomp.engine.initialize import attach_deepspeed  # before deepspeed: the room says which accelerator
+    from pipecomp.engine.deepspeed_patches import attach_deepspeed  # before deepspeed: the room says which accelerator
 
     attach_deepspeed()
     logger.setLevel(logging.WARNING)

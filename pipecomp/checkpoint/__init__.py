@@ -1,1 +1,1 @@
-"""Checkpoints on disk: whole or not there, of which run, and read by other stages and replicas than wrote them."""
+"""Checkpoints on disk: validity, run ids, collective writing, and loading into other cuts or replicas."""

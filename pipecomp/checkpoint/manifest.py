@@ -1,8 +1,8 @@
-"""Which checkpoints are good: a manifest of all files of a folder, written last.
+"""Manifests, which tell complete checkpoints from unfinished and damaged ones.
 
-A checkpoint is many files of many ranks; a run that is killed meanwhile leaves some of them. So when all ranks have
-written, one rank of each machine lists every file that it sees, with its size and CRC-32, in a file of its own that
-appears whole. A folder is good where its manifests are there and every file is as listed.
+A checkpoint consists of many files of many ranks, and a run that is killed while saving leaves some of them. When all
+ranks have written, one rank of each machine lists every file that it sees, with size and CRC-32, in a manifest that is
+written atomically. A checkpoint is valid if it has a manifest and every listed file matches.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ _STEP = re.compile(r"global_step(\d+)")
 
 
 def messages_copy(folder: Path, rank: int) -> Path:
-    """Name the copy of a rank's message store in a checkpoint."""
+    """Path of the copy of a rank's message store in a checkpoint."""
     return folder / f"pipecomp-messages-rank-{rank}"
 
 
 def remove(folder: Path) -> None:
-    """Take the manifests away: the files are about to change, and nothing vouches for them."""
+    """Remove the manifests, before files change."""
     for path in folder.glob(_MANIFESTS):
         path.unlink(missing_ok=True)
 
 
 def clear(folder: Path) -> None:
-    """Delete an earlier checkpoint of this name, whose files would be taken for the next one's; several ranks may.
+    """Delete an earlier checkpoint of the same name; several ranks may call this at once. Other files stay.
 
-    One of more stages has files that the next one does not write. What else is in the folder stays.
+    A checkpoint of more stages has files that the next one would not overwrite.
     """
     remove(folder)
     for path in [path for pattern in _WRITTEN for path in folder.glob(pattern)]:
@@ -48,7 +48,7 @@ def clear(folder: Path) -> None:
 
 
 def write(folder: Path, rank: int) -> None:
-    """Vouch for all files of the folder; call it when every rank has written. rank: names the manifest."""
+    """Write the manifest of all files in the folder, after every rank has written. rank: names the manifest."""
     files = {
         str(path.relative_to(folder)): [path.stat().st_size, file_crc(path)]
         for path in sorted(folder.rglob("*"))
@@ -58,12 +58,12 @@ def write(folder: Path, rank: int) -> None:
 
 
 def finished(folder: Path) -> bool:
-    """Whether somebody vouches for a checkpoint; that its files are still as they were, only `problem` finds out."""
+    """Whether a checkpoint has a manifest. `problem` checks the files, too."""
     return any(folder.glob(_MANIFESTS))
 
 
 def problem(folder: Path) -> str | None:
-    """Find out what is wrong with a checkpoint; None if it is good."""
+    """Check a checkpoint; returns what is wrong, or None if it is valid."""
     manifests = sorted(folder.glob(_MANIFESTS))
     if not manifests:
         return NOT_FINISHED
@@ -82,22 +82,22 @@ def problem(folder: Path) -> str | None:
 
 
 def steps(save_dir: str | os.PathLike[str]) -> dict[int, Path]:
-    """List the checkpoints in `save_dir` with DeepSpeed's usual names, good or not, by step."""
-    found = {}
+    """The checkpoints in `save_dir` with DeepSpeed's default names, valid or not, by step."""
+    folders = {}
     for path in Path(save_dir).glob("global_step*"):
         match = _STEP.fullmatch(path.name)
         if match and path.is_dir():
-            found[int(match[1])] = path
-    return dict(sorted(found.items()))
+            folders[int(match[1])] = path
+    return dict(sorted(folders.items()))
 
 
 def keep_last_good(save_dir: str | os.PathLike[str]) -> None:
-    """Delete all checkpoints but the last good one, to make room; none if none is good."""
-    found = list(steps(save_dir).values())
-    good = next((path for path in reversed(found) if problem(path) is None), None)
-    for path in found:
+    """Delete all checkpoints but the last valid one, to make room; none if none is valid."""
+    folders = list(steps(save_dir).values())
+    good = next((path for path in reversed(folders) if problem(path) is None), None)
+    for path in folders:
         if good is not None and path != good:
-            with suppress(OSError):  # of a disk that takes no writes at all
+            with suppress(OSError):  # the disk may accept no writes at all
                 _delete(path)
 
 
@@ -105,26 +105,26 @@ def remove_old(save_dir: str | os.PathLike[str], keep: int, *, written: int) -> 
     """Delete all checkpoints but the last `keep` finished ones.
 
     Args:
-        save_dir: Where they are.
-        keep: How many stay, at least 1.
-        written: The step of the one that was just written, which is one of them.
+        save_dir: Their folder.
+        keep: How many to keep, at least 1.
+        written: Step of the checkpoint that was just written, which is kept.
     """
-    found = steps(save_dir)
-    others = [step for step, path in found.items() if step != written and finished(path)]
-    stay = {written, *others[len(others) - min(keep - 1, len(others)) :]}
-    for step, path in found.items():
-        if step not in stay:
-            with suppress(OSError):  # of a folder that somebody has protected: it stays
+    folders = steps(save_dir)
+    others = [step for step, path in folders.items() if step != written and finished(path)]
+    kept = {written, *others[len(others) - min(keep - 1, len(others)) :]}
+    for step, path in folders.items():
+        if step not in kept:
+            with suppress(OSError):  # a write-protected folder stays
                 _delete(path)
 
 
 def remove_after(save_dir: str | os.PathLike[str], step: int) -> None:
-    """Delete the checkpoints of later steps than `step`: they are of what a run has been taken back from."""
+    """Delete the checkpoints after `step`, when a run goes back to it."""
     for number, path in steps(save_dir).items():
         if number > step:
             _delete(path)
 
 
 def _delete(folder: Path) -> None:
-    remove(folder)  # what is deleted halfway must not look good
+    remove(folder)  # first, so that a half-deleted checkpoint is not valid
     shutil.rmtree(folder, ignore_errors=True)

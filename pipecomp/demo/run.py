@@ -122,7 +122,7 @@ class _Rank:
 
     def pretrain(self) -> None:
         """Make the weights that every fine-tuning starts from."""
-        from pipecomp.engine.initialize import initialize
+        from pipecomp.initialization import initialize
 
         s = self._settings
         model = gpt2(self._task.vocabulary, s.length, layers=s.layers, width=s.width, heads=4, seed=s.seed)
@@ -156,7 +156,7 @@ class _Rank:
         Returns:
             "losses" and "seconds" since the start, of each step; "stats" of this rank; "store_bytes"; "eval_loss".
         """
-        from pipecomp.engine.initialize import initialize
+        from pipecomp.initialization import initialize
 
         s = self._settings
         store = self._out / "messages" / method

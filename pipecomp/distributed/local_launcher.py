@@ -32,7 +32,7 @@ _LARGE_PACKAGES = [
     "deepspeed.pipe",
     "deepspeed.ops.op_builder.all_ops",
     "deepspeed.module_inject.auto_ep_layer",
-    "pipecomp.engine.initialize",
+    "pipecomp.initialization",
 ]
 _DRIVERS = ("/dev/nvidiactl", "/dev/dxg")  # NVIDIA's, and what takes its place under Windows (WSL)
 

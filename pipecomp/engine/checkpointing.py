@@ -1,12 +1,12 @@
-"""Saving and loading a run: what DeepSpeed does not know of is written beside its files.
+"""Saving and loading a run: DeepSpeed's checkpoint and, beside its files, the state that it does not know.
 
 TAG/   DeepSpeed's checkpoint
-    pipecomp-rank-R.pt                     rank R's random generators, and what its message stores held
-    pipecomp-messages-rank-R/data.mdb      the stores themselves, with store.in_checkpoints
+    pipecomp-rank-R.pt                     random generators of rank R, and the versions in its message stores
+    pipecomp-messages-rank-R/data.mdb      the stores, with store.in_checkpoints
     pipecomp-gradients-…-rank-R            error-feedback residuals of compressed gradients
     pipecomp-local-steps-stage-S-replica-R.pt   a replica's own weights and optimizer states, with local steps
     pipecomp-seal-R.json                   manifest, written last, see `checkpoint.manifest`
-latest   DeepSpeed's file, which names the last TAG that is whole
+latest   DeepSpeed's file with the last complete TAG
 """
 
 from __future__ import annotations
@@ -17,47 +17,38 @@ import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, TypedDict, cast
 
 import torch
 
-from pipecomp.checkpoint import manifest, reshard_load
-from pipecomp.checkpoint.rng_state import random_state, set_random_state
-from pipecomp.checkpoint.writing import Attempts, NotingWriter, private, write_state
+from pipecomp.checkpoint import manifest, reshard
+from pipecomp.checkpoint.run_id import RunIdentity
+from pipecomp.checkpoint.writing import (
+    CollectiveWrite,
+    RecordingCheckpointEngine,
+    private_files,
+    random_state,
+    set_random_state,
+    write_state,
+)
 from pipecomp.config import Config
 from pipecomp.config.activations import FEWEST, bits_text, plain_bits
 from pipecomp.distributed.collectives import broadcast, gathered
 from pipecomp.distributed.consistency import AllRanks
+from pipecomp.engine.failure import FailureGuard
 from pipecomp.engine.gradient_exchange import load_residuals, save_residuals
+from pipecomp.engine.local_steps import LocalTraining
+from pipecomp.engine.reduction import GradientReduction
 from pipecomp.errors import CheckpointError, ConfigError, PipecompError, StoreError, WireError, require
+from pipecomp.interfaces import EngineState, ResumeState, StageContext, TrainingProgress
 from pipecomp.optim import QuantizedAdam
 from pipecomp.optim.adam import thaw
-from pipecomp.plan.auto_bits import wants_measuring
 from pipecomp.stages.link.handshake import summarize
 from pipecomp.utils.files import atomic_write_text
 
 _STATE_KEY = "pipecomp"
 
 _log = logging.getLogger(__name__)
-
-
-class Resumed(NamedTuple):
-    """How a run goes on.
-
-    exact: every rank holds the messages of the checkpoint's step, so that losses will be the same, bit for bit.
-    dropped: samples that this rank's links forgot, because their ends differed.
-    """
-
-    exact: bool
-    dropped: int
-
-
-@dataclass(slots=True)
-class Progress:
-    """batches_taken: micro-batches of the training data that this replica has trained on. evaluations: so far."""
-
-    batches_taken: int = 0
-    evaluations: int = 0
 
 
 class LoadOptions(TypedDict):
@@ -70,78 +61,84 @@ class LoadOptions(TypedDict):
     custom_load_fn: Any
 
 
-class Checkpoints:
-    """Saves and loads everything that a run needs to go on. engine: whose; every rank calls the same methods."""
+@dataclass
+class CheckpointManager:
+    """Saves and loads everything that a run needs to continue; every rank calls the same methods.
 
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
+    run: owner of the cached activations, once the links are open; None if none are cached.
+    """
+
+    context: StageContext
+    engine: EngineState
+    gradients: GradientReduction
+    local: LocalTraining | None
+    guard: FailureGuard
+    run: RunIdentity | None = None
+
+    def _all_ranks(self) -> AllRanks:
+        return AllRanks(missed=self.guard.missed)
+
+    def _warn(self, message: str, *args: object) -> None:
+        if self.context.rank == 0:
+            _log.warning(message, *args)
 
     # -- saving
 
     def check_precision(self) -> None:
-        """ConfigError for bf16 without ZeRO: DeepSpeed 0.19 cannot load what it would save."""
-        engine = self._engine
-        if engine.using_bf16_optimizer and not engine.zero_optimization():
-            raise ConfigError(
-                "zero_optimization.stage",
-                0,
-                "1, with data_types.grad_accum_dtype 'fp32', for checkpoints of bf16 training: DeepSpeed cannot load "
-                "what it saves without",
-            )
+        """Raise ConfigError for bf16 without ZeRO: DeepSpeed 0.19 cannot load what it would save."""
+        loadable = not self.engine.using_bf16_optimizer or self.engine.zero_optimization()
+        allowed = "1, with data_types.grad_accum_dtype 'fp32', for checkpoints of bf16 training"
+        hint = "DeepSpeed cannot load what it saves without ZeRO."
+        require(loadable, "zero_optimization.stage", 0, allowed, hint)
 
     def warn_of_precision(self) -> None:
-        """Log at the start what `check_precision` would raise, when hours of training are over."""
+        """Log at the start what `check_precision` would raise after hours of training."""
         try:
             self.check_precision()
         except ConfigError as error:
-            _log.warning("this run cannot save checkpoints (save_pretrained works): %s", error)
+            self._warn("this run cannot save checkpoints (save_pretrained works): %s", error)
 
     def check_state(self, client_state: dict | None) -> None:
-        """ConfigError for a key of the user's state that DeepSpeed would write over what it has to load."""
+        """Raise ConfigError for a key of the caller's state that the checkpoint itself uses."""
         for key in client_state or {}:
-            allowed = "keys that the checkpoint does not have itself"
-            require(key not in (*reshard_load.DEEPSPEEDS, "global_samples", _STATE_KEY), "client_state", key, allowed)
+            free = key not in reshard.RESERVED_KEYS and key != _STATE_KEY
+            require(free, "client_state", key, "keys that the checkpoint does not use itself")
 
     def save(self, save_dir: str, tag: Any, client_state: dict | None, *, latest: bool, stock: Callable) -> Any:
-        """See `PipelineEngine.save_checkpoint`. stock: DeepSpeed's, complete but for state and tag.
+        """See `PipelineEngine.save_checkpoint`. stock: DeepSpeed's method.
 
-        Raises CheckpointError on every rank if one of them cannot write; then nothing of it is left.
+        Raises:
+            CheckpointError: On every rank, if one of them cannot write. No part of the checkpoint remains.
         """
-        engine = self._engine
-        own: dict[str, Any] = asdict(engine.progress)
-        if engine.run is not None:
-            own["run"] = engine.run.id
+        engine, rank = self.engine, self.context.rank
         tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
         folder = Path(save_dir) / tag
-        own["pipeline"] = asdict(reshard_load.describe(engine))
-        own["per_epoch"] = engine.micro_batches_per_epoch
-        own["data"] = engine.data_facts
-        if wants_measuring(engine.configured):
-            own["bits"] = [_bits(engine.configured), _bits(engine.pipecomp_config)]
-        if engine.local is not None:
-            own["local_steps"] = engine.local.outer.stats()
-        state = {**(client_state or {}), _STATE_KEY: own}
+        state = {**(client_state or {}), _STATE_KEY: self._own_state()}
         first_here = os.environ.get("LOCAL_RANK", "0") == "0"
-        attempts = Attempts(folder)
-        writer, engine.checkpoint_engine = engine.checkpoint_engine, NotingWriter(engine.checkpoint_engine, attempts)
+        write = CollectiveWrite(folder)
+        writer, engine.checkpoint_engine = (
+            engine.checkpoint_engine,
+            RecordingCheckpointEngine(engine.checkpoint_engine, write),
+        )
         try:
-            with private():
-                attempts.attempt(lambda: folder.mkdir(parents=True, exist_ok=True))
-                attempts.attempt(lambda: manifest.clear(folder))
-                attempts.agree()
+            with private_files():
+                write.attempt(lambda: folder.mkdir(parents=True, exist_ok=True))
+                write.attempt(lambda: manifest.clear(folder))
+                write.raise_problems()
                 with engine.common_weights():
                     done = stock(save_dir, tag=tag, client_state=state, save_latest=False)
-                if engine.local is not None:
-                    attempts.attempt(lambda: engine.local.save(folder))
-                attempts.attempt(lambda: save_residuals(engine.gradients.states(), folder, engine.global_rank))
-                attempts.attempt(lambda: self._save_rank(folder))
-                attempts.agree()  # everything is written
+                if self.local is not None:
+                    local = self.local
+                    write.attempt(lambda: local.save(folder))
+                write.attempt(lambda: save_residuals(self.gradients.states(), folder, rank))
+                write.attempt(lambda: self._save_rank(folder))
+                write.raise_problems()  # all files are written
                 if first_here:
-                    attempts.attempt(lambda: manifest.write(folder, engine.global_rank))
-                attempts.agree()
-                if latest and engine.global_rank == 0:
-                    attempts.attempt(lambda: atomic_write_text(Path(save_dir) / "latest", tag))
-                attempts.agree()  # after that, older ones may be deleted
+                    write.attempt(lambda: manifest.write(folder, rank))
+                write.raise_problems()
+                if latest and rank == 0:
+                    write.attempt(lambda: atomic_write_text(Path(save_dir) / "latest", tag))
+                write.raise_problems()  # after this the caller may delete older checkpoints
         except CheckpointError:
             if first_here:
                 manifest.remove(folder)
@@ -151,48 +148,63 @@ class Checkpoints:
             engine.checkpoint_engine = writer
         return done
 
+    def _own_state(self) -> dict[str, Any]:
+        """This package's state in the file of every stage; every rank must call this."""
+        engine, configured = self.engine, self.context.settings
+        own: dict[str, Any] = asdict(engine.progress)
+        if self.run is not None:
+            own["run"] = self.run.id
+        own["pipeline"] = asdict(reshard.describe(engine))
+        own["per_epoch"] = engine.micro_batches_per_epoch
+        own["data"] = engine.data_facts
+        if any(configured.activations.measured(key) for key in FEWEST):
+            own["bits"] = [_bits(configured), _bits(engine.pipecomp_config)]
+        if self.local is not None:
+            own["local_steps"] = self.local.outer.stats()
+        return own
+
     def _save_rank(self, folder: Path) -> None:
-        engine = self._engine
-        environment = engine.links.environment
-        if environment is not None and engine.pipecomp_config.store.in_checkpoints:
-            environment.save(manifest.messages_copy(folder, engine.global_rank))
-        state = {"random": random_state(), "messages": self._messages_held()}
-        write_state(state, _rank_file(folder, engine.global_rank))
+        environment = self.engine.links.environment
+        if environment is not None and self.context.settings.store.in_checkpoints:
+            environment.save(manifest.messages_copy(folder, self.context.rank))
+        state = {"random": random_state(), "messages": self._stored_versions()}
+        write_state(state, _rank_file(folder, self.context.rank))
 
     # -- loading
 
     def load(self, load_dir: str, tag: Any, options: LoadOptions, *, stock: Callable) -> tuple[Any, Any]:
-        """See `PipelineEngine.load_checkpoint`. stock: DeepSpeed's."""
-        # The first rank has written `latest`, and without a common disk no other machine has it.
-        tag = _below(broadcast(_latest(load_dir))) if tag is None else str(tag)
+        """See `PipelineEngine.load_checkpoint`. stock: DeepSpeed's method."""
+        # Rank 0 has written `latest`; without a shared disk other machines do not have it.
+        tag = check_tag(broadcast(_latest(load_dir))) if tag is None else str(tag)
         if tag is None:
-            _log.warning("%s has no file 'latest', and so no checkpoint to go on from", load_dir)
+            _log.warning("%s has no file 'latest': there is no checkpoint to load", load_dir)
             return None, None
         folder = Path(load_dir) / tag
         try:
             return self._load(folder, options, stock)
         except PipecompError:
             raise
-        except Exception:  # what torch and pickle raise of a file that was cut off names none
+        except Exception:  # torch and pickle do not name a truncated file
             problem = manifest.problem(folder) if manifest.finished(folder) else None
             require(problem is None, "load_dir", str(folder), f"a whole checkpoint: {problem}")
             raise
 
     def _load(self, folder: Path, options: LoadOptions, stock: Callable) -> tuple[Any, Any]:
-        engine = self._engine
+        engine, local = self.engine, self.local
         self._check_finished(folder)
-        if engine.local is not None:
-            engine.local.outer.arrive()  # what loads residuals asks the ranks that an average may still be asking
+        if local is not None:
+            local.outer.arrive()  # loading residuals uses a group that an average may still be using
         with_optimizer = options["load_optimizer_states"] and not options["load_module_only"]
-        saved = reshard_load.saved_otherwise(engine, folder, _STATE_KEY, with_optimizer=with_optimizer)
+        saved = reshard.open_if_resharded(engine, folder, _STATE_KEY, with_optimizer=with_optimizer)
         if saved is None:
             # With an adapter, frozen weights are not in the files.
-            strict = options["load_module_strict"] and engine.stage.adapter is None
+            strict = options["load_module_strict"] and self.context.stage.adapter is None
             path, state = stock(str(folder.parent), folder.name, **{**options, "load_module_strict": strict})
         elif options["custom_load_fn"] is not None:
-            raise ConfigError("custom_load_fn", options["custom_load_fn"], "None: a pipeline's stages load themselves")
+            hint = "The stages of a pipeline load themselves."
+            raise ConfigError("custom_load_fn", options["custom_load_fn"], "None", hint)
         else:
-            path, state = reshard_load.load(
+            path, state = reshard.load(
                 engine,
                 saved,
                 load_optimizer_states=options["load_optimizer_states"],
@@ -202,149 +214,145 @@ class Checkpoints:
         if path is None:
             return path, state
         if with_optimizer:
-            self._settle_optimizer()
+            self._adapt_optimizer()
         own = (state or {}).pop(_STATE_KEY, None)
         if options["load_module_only"]:
-            if engine.local is not None:
-                engine.local.outer.forget()
+            if local is not None:
+                local.outer.forget()
             return path, state
-        same = own is None or self._same_pipeline(own["pipeline"])
+        here = (list(self.context.plan.cuts), self.context.replicas)
+        same = own is None or (own["pipeline"]["cuts"], own["pipeline"]["replicas"]) == here
         if same:
-            with AllRanks(missed=engine.guard.missed).collective_errors():
-                load_residuals(engine.gradients.states(), folder, engine.global_rank, engine.device)
+            with self._all_ranks().collective_errors():
+                load_residuals(self.gradients.states(), folder, self.context.rank, self.context.device)
         else:
-            states = dict(engine.gradients.states())
+            states = dict(self.gradients.states())
             for compressed in states.values():
                 compressed.forget()
-            if engine.global_rank == 0 and states:
-                _log.warning("%s is of another pipeline: gradient methods begin anew, without residuals", folder)
+            if states:
+                self._warn("%s is of another pipeline: gradient methods start without residuals", folder)
         self._load_local(own or {}, folder, same=same, with_optimizer=options["load_optimizer_states"])
         if own is not None:
             if same:
-                self._take_bits(own.get("bits"), folder)
-            self._go_on(own, folder, same)
+                self._set_saved_bits(own.get("bits"), folder)
+            self._resume(own, folder, same)
         return path, state
 
-    def _settle_optimizer(self) -> None:
-        """Let what was loaded go on with this run's settings and kind of optimizer."""
-        engine = self._engine
+    def _adapt_optimizer(self) -> None:
+        """Continue the loaded optimizer states with this run's settings and kind of optimizer."""
+        engine = self.engine
+        optimizer = cast(Any, engine.optimizer)  # DeepSpeed's optimizers have no common type
         if engine.zero_optimization():
-            engine.optimizer.clip_grad = engine.gradient_clipping()  # DeepSpeed takes the checkpoint's
+            optimizer.clip_grad = engine.gradient_clipping()  # DeepSpeed restores the checkpoint's
             if not engine.zero_load_from_fp32_weights():
-                engine.optimizer.refresh_fp32_params()  # DeepSpeed leaves the new model's in bf16
-        elif not isinstance(engine.optimizer, QuantizedAdam):
-            thaw(engine.optimizer)
+                optimizer.refresh_fp32_params()  # DeepSpeed leaves the masters of the new model
+        elif not isinstance(optimizer, QuantizedAdam):
+            thaw(optimizer)
 
     def _check_finished(self, folder: Path) -> None:
-        """ConfigError for a checkpoint that is not there, or that a run did not live to finish."""
-        with AllRanks(missed=self._engine.guard.missed).collective_errors():
+        """Raise ConfigError for a missing or unfinished checkpoint."""
+        with self._all_ranks().collective_errors():
             require(folder.is_dir(), "load_dir", str(folder), "a checkpoint's folder on the machine of every rank")
-            state = reshard_load.read_state(folder)
-        # A manifest on any machine says that all have written. DeepSpeed's own checkpoints have none.
-        told = gathered((state is None or _STATE_KEY in state, manifest.finished(folder)))
-        whole = any(finished for _, finished in told) or not all(ours for ours, _ in told)
-        require(
-            whole, "load_dir", str(folder), "a finished checkpoint: this one has no manifest; give the tag of another"
-        )
+            state = reshard.read_state(folder)
+        # One manifest on any machine vouches for all ranks. DeepSpeed's own checkpoints have none.
+        answers = gathered((state is None or _STATE_KEY in state, manifest.finished(folder)))
+        whole = any(finished for _, finished in answers) or not all(ours for ours, _ in answers)
+        hint = "This one has no manifest. Give the tag of another."
+        require(whole, "load_dir", str(folder), "a finished checkpoint", hint)
 
     def _load_local(self, own: dict[str, Any], folder: Path, *, same: bool, with_optimizer: bool) -> None:
-        engine, saved = self._engine, own.get("local_steps")
-        if engine.local is not None:
+        saved, step = own.get("local_steps"), self.engine.global_steps
+        if self.local is not None:
             pipeline = None if saved is None else own["pipeline"]
-            with AllRanks(missed=engine.guard.missed).collective_errors():
-                engine.local.load(folder, pipeline, same=same, with_optimizer=with_optimizer)
-        elif saved is not None and saved["averaged_at"] < engine.global_steps and engine.global_rank == 0:
-            step = saved["averaged_at"]
-            _log.warning("%s has local steps, which are left behind: weights are those after step %d", folder, step)
+            with self._all_ranks().collective_errors():
+                self.local.load(folder, pipeline, step, same=same, with_optimizer=with_optimizer)
+        elif saved is not None and saved["averaged_at"] < step:
+            averaged = saved["averaged_at"]
+            self._warn("%s has local steps, which are dropped: weights are those after step %d", folder, averaged)
 
-    def _take_bits(self, saved: list[dict[str, Any]] | None, folder: Path) -> None:
-        """Go on with the bits that the run found when it began, if it is asked for the same: losses depend on them."""
-        engine = self._engine
-        if saved is None or saved[0] != _bits(engine.configured) or saved[1] == _bits(engine.pipecomp_config):
+    def _set_saved_bits(self, saved: list[dict[str, Any]] | None, folder: Path) -> None:
+        """Use the bits that the run measured when it began, if its settings are the same: losses depend on them."""
+        engine = self.engine
+        if saved is None or saved[0] != _bits(self.context.settings) or saved[1] == _bits(engine.pipecomp_config):
             return
         a = replace(engine.pipecomp_config.activations, **saved[1])
-        engine.take_bits(replace(engine.pipecomp_config, activations=a))
-        if engine.global_rank == 0:
-            both = f"{bits_text(a.forward_bits)} forward, {bits_text(a.backward_bits)} back"
-            _log.warning("bits: %s, as %s has them, not what was measured now", both, folder)
+        engine.set_bits(replace(engine.pipecomp_config, activations=a))
+        bits = f"{bits_text(a.forward_bits)} forward, {bits_text(a.backward_bits)} back"
+        self._warn("bits: %s, from %s instead of this start's measurement", bits, folder)
 
-    def _same_pipeline(self, pipeline: dict[str, Any]) -> bool:
-        engine = self._engine
-        return (pipeline["cuts"], pipeline["replicas"]) == (list(engine.plan.cuts), engine.grid.data_parallel_size)
-
-    def _go_on(self, own: dict[str, Any], folder: Path, same: bool) -> None:
-        engine = self._engine
-        engine.progress = Progress(self._batches_taken(own), own["evaluations"])
+    def _resume(self, own: dict[str, Any], folder: Path, same: bool) -> None:
+        """Continue in the data, and restore random generators and cached activations where possible."""
+        engine = self.engine
+        engine.progress = TrainingProgress(self._batches_taken(own), own["evaluations"])
         engine.seek_loader()
-        file = _rank_file(folder, engine.global_rank)
+        file = _rank_file(folder, self.context.rank)
         saved = torch.load(file, weights_only=True) if same and file.is_file() else None
         if saved is not None:
             set_random_state(saved["random"])
-        if engine.run is None:
+        if self.run is None:
             return
-        all_ranks = AllRanks(missed=engine.guard.missed)
-        exact, others = False, self._other_data(own.get("data", {}))
+        all_ranks = self._all_ranks()
+        exact, differing = False, self._differing_data(own.get("data", {}))
         with all_ranks.collective_errors():
-            engine.run.loaded(own.get("run"))
-            if others:
+            self.run.load(own.get("run"))
+            if differing:
                 engine.links.forget()
             elif saved is not None:
-                exact = self._take_messages(folder, saved["messages"])
-        if others and engine.global_rank == 0:
-            words = "cached activations are of other samples, each of which is sent as a first visit again"
-            _log.warning("%s is of other training data (%s): %s", folder, ", ".join(others), words)
+                exact = self._restore_messages(folder, saved["messages"])
+        if differing:
+            text = "cached activations belong to other samples and are dropped; every sample is a first visit"
+            self._warn("%s is of other training data (%s): %s", folder, ", ".join(differing), text)
         dropped = engine.links.agree()
-        engine.resumed = Resumed(all(all_ranks.all_gather_object(exact and not dropped)), dropped)
+        engine.resumed = ResumeState(all(all_ranks.all_gather_object(exact and not dropped)), dropped)
 
-    def _other_data(self, saved: dict[str, Any]) -> list[str]:
-        """Say what any rank, of which only some load data, finds different in them; every rank must call this."""
-        engine = self._engine
-        if engine.pipecomp_config.store.clusters is not None:  # centers are of no samples
+    def _differing_data(self, saved: dict[str, Any]) -> list[str]:
+        """Facts of the training data that differ on any rank (only some load data); every rank must call this."""
+        if self.context.settings.store.clusters is not None:  # cluster centers do not belong to samples
             return []
-        differ = {key: own for key, own in sorted(engine.data_facts.items()) if saved.get(key, own) != own}
-        told = gathered([f"{key}: {own}, then {saved[key]}" for key, own in differ.items()])
-        return next(filter(None, told), [])
+        facts = sorted(self.engine.data_facts.items())
+        differ = [f"{key}: {own}, then {saved[key]}" for key, own in facts if saved.get(key, own) != own]
+        return next(filter(None, gathered(differ)), [])
 
     def _batches_taken(self, own: dict[str, Any]) -> int:
-        """Where this run goes on in its data: in the same epoch, of which as many samples were taken.
+        """The place in this run's data: in the same epoch, after as many samples.
 
-        Epochs leave out what fills no micro-batch, which is more or less with micro-batches of another size.
+        An epoch drops its last incomplete micro-batch, whose size depends on the size of micro-batches.
         """
-        engine, pipeline, per_epoch = self._engine, own["pipeline"], self._engine.micro_batches_per_epoch
+        engine, pipeline, per_epoch = self.engine, own["pipeline"], self.engine.micro_batches_per_epoch
         epoch, place = 0, own["batches_taken"]
         if per_epoch is not None and own.get("per_epoch") is not None:
             epoch, place = divmod(place, own["per_epoch"])
         samples = place * pipeline["micro_batch"] * pipeline["replicas"]
-        return epoch * (per_epoch or 0) + samples // (engine.micro_batch_size * engine.grid.data_parallel_size)
+        return epoch * (per_epoch or 0) + samples // (engine.micro_batch_size * self.context.replicas)
 
-    def _take_messages(self, folder: Path, held: dict[str, Any]) -> bool:
-        """Hold what this rank held at the checkpoint, if that is possible. False if it is not."""
-        if self._messages_held() == held:
+    def _restore_messages(self, folder: Path, versions: dict[str, Any]) -> bool:
+        """Restore the cached activations of this rank from the checkpoint's copy; False if it has none."""
+        if self._stored_versions() == versions:
             return True
-        environment = self._engine.links.environment
+        environment = self.engine.links.environment
         assert environment is not None
-        copy = manifest.messages_copy(folder, self._engine.global_rank)
+        copy = manifest.messages_copy(folder, self.context.rank)
         if not environment.restore(copy):
             return False
-        if self._messages_held() != held:
-            raise StoreError(f"{copy}: not what the checkpoint says that it holds; without it, training can go on")
+        if self._stored_versions() != versions:
+            raise StoreError(f"{copy} differs from what the checkpoint records; remove it to continue without")
         return True
 
-    def _messages_held(self) -> dict[str, Any]:
-        """For each link the store's version: number of samples, their highest version, digest of all."""
-        return {str(end.index): list(summarize(end.store)) for end in self._engine.links if end.store is not None}
+    def _stored_versions(self) -> dict[str, Any]:
+        """By link: the store's number of samples, their highest version, and a digest of all versions."""
+        return {str(end.index): list(summarize(end.store)) for end in self.engine.links if end.store is not None}
 
 
 def _latest(load_dir: str) -> str | None:
-    """The tag of the last checkpoint; None if there is none."""
     latest = Path(load_dir) / "latest"
     return latest.read_text(encoding="utf-8").strip() if latest.is_file() else None
 
 
-def _below(tag: Any) -> str | None:
-    """What rank 0 names, as a place in this rank's own folder: what is read there is unpickled. WireError if it is not.
+def check_tag(tag: Any) -> str | None:
+    """Return rank 0's tag if it names a folder below the checkpoints' folder: what is read there is unpickled.
 
-    A latest file of anybody else's making is no reason to leave the folder, either.
+    Raises:
+        WireError: It points elsewhere. Neither another rank nor a foreign file `latest` may do that.
     """
     if tag is not None and (not isinstance(tag, str) or Path(tag).is_absolute() or ".." in Path(tag).parts):
         raise WireError(f"rank 0 names a checkpoint {tag!r}, allowed: a folder in that of the checkpoints")
@@ -352,7 +360,7 @@ def _below(tag: Any) -> str | None:
 
 
 def _bits(config: Config) -> dict[str, Any]:
-    """The bits of both directions, as JSON has them."""
+    """The bits of both directions as JSON values."""
     return {key: plain_bits(getattr(config.activations, key)) for key in FEWEST}
 
 

@@ -1,14 +1,14 @@
-"""Local steps in the engine: each replica trains by itself, and takes outer steps with the others.
+"""Local steps in the engine: each replica trains on its own and takes outer steps with the others.
 
-Tied weights are summed over the stages of one replica in inner steps. In outer steps each stage averages its own part
-with the same stage of other replicas, tied weights apart from the rest: every stage that holds one puts in the same
-values and draws the same random numbers, and so comes to the same bits.
+In inner steps the gradients of tied weights are summed over the stages of one replica. In outer steps each stage
+averages with the same stage of the other replicas, tied weights apart from the rest: all stages that hold one submit
+the same values and draw the same random numbers, so that their copies stay equal bit for bit.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,21 +17,50 @@ import torch
 from torch import Tensor
 
 from pipecomp.allreduce import State
-from pipecomp.checkpoint.reshard_read import names_in_every_cut
+from pipecomp.checkpoint.reshard import names_in_every_cut
 from pipecomp.engine.gradient_exchange import GradientExchange
-from pipecomp.engine.precedence import Precedence
 from pipecomp.errors import ConfigError
+from pipecomp.interfaces import PipelineOptimizer, StageContext
 from pipecomp.local_steps.outer_steps import OuterSteps
 from pipecomp.local_steps.second_moments import SecondMoments
 from pipecomp.stages.link.transport import Transport
 from pipecomp.utils.files import atomic_write
 
+MAX_WAIT_S = 0.125  # for one slice of an exchange, so that it also completes on a link that is never idle
+_POLL_S = 0.002
+
+
+class TrafficPriority:
+    """Lets the packets of some transports go before the other messages of this process.
+
+    Note: [Priority on a machine's link] Stages wait for packets, but not for averages of replicas that run in the
+    background. The kernel cannot tell them apart, so the background thread asks here before every message.
+
+    Attributes:
+        waited_s: Seconds for which messages were held back, in total.
+
+    Example:
+        >>> exchange.give_way(TrafficPriority(transports).wait)
+    """
+
+    def __init__(self, transports: Collection[Transport]) -> None:
+        self._transports = list(transports)
+        self.waited_s = 0.0
+
+    def wait(self) -> None:
+        """Return when no packet is queued or being sent, or after `MAX_WAIT_S`."""
+        began = now = time.monotonic()
+        while now - began < MAX_WAIT_S and any(transport.sending() for transport in self._transports):
+            time.sleep(_POLL_S)
+            now = time.monotonic()
+        self.waited_s += now - began
+
 
 class LocalExchanges(NamedTuple):
-    """What a rank exchanges with others; None where there is nothing of the kind, or DeepSpeed does it.
+    """The exchanges of a rank with local steps; None if one is not needed, or DeepSpeed does it.
 
-    inner: sums gradients of tied weights over one replica's stages. outer: averages over replicas. rows: averages a few
-    numbers of each row over replicas, exactly.
+    inner: sums gradients of tied weights over the stages of one replica. outer: averages over replicas. rows: averages
+    a few numbers of each row over replicas, uncompressed.
     """
 
     inner: GradientExchange | None = None
@@ -40,119 +69,113 @@ class LocalExchanges(NamedTuple):
 
 
 class LocalTraining:
-    """Local steps of one rank. engine: complete; its weights are the same on all replicas.
+    """Local steps of one rank.
+
+    Args:
+        context: Its weights are the same on all replicas at first.
+        optimizer: Of the stage.
+        exchanges: Of inner and outer steps.
 
     Attributes:
-        exchanges: What inner and outer steps exchange.
+        exchanges: The argument.
         outer: The outer steps.
-        synchronous: Whether the present step, or the last one, averages gradients over replicas.
+        synchronous: Whether the current step, or the last one, averages gradients over replicas.
     """
 
-    def __init__(self, engine: Any, exchanges: LocalExchanges) -> None:
-        self._engine, self.exchanges = engine, exchanges
-        names = names_in_every_cut(engine.stage)
-        weights = {names[own]: p for own, p in engine.stage.named_parameters() if p.requires_grad}
-        options = engine.pipecomp_config.gradients.local
-        tied = set(engine.stage.tied_parameters()) & set(weights)
-        moments = SecondMoments(weights, lambda: engine.optimizer.state) if options.second_moments == "rows" else None
-        replicas = engine.grid.data_parallel_size
-        self.outer = OuterSteps(options, weights, tied, exchanges.outer, replicas, exchanges.rows, moments)
+    def __init__(self, context: StageContext, optimizer: PipelineOptimizer, exchanges: LocalExchanges) -> None:
+        self._context, self._optimizer, self.exchanges = context, optimizer, exchanges
+        stage, options = context.stage, context.settings.gradients.local
+        assert options is not None
+        names = names_in_every_cut(stage)
+        weights = {names[own]: p for own, p in stage.named_parameters() if p.requires_grad}
+        tied = set(stage.tied_parameters()) & set(weights)
+        moments = SecondMoments(weights, lambda: optimizer.state) if options.second_moments == "rows" else None
+        self.outer = OuterSteps(options, weights, tied, exchanges.outer, context.replicas, exchanges.rows, moments)
         self.synchronous = self.outer.synchronous
-        self._precedence = Precedence(())
+        self._overlaps = options.overlap > 0
+        self._priority = TrafficPriority(())
 
     def give_way(self, transports: Collection[Transport]) -> None:
-        """Let what is averaged while inner steps go on wait for the packets of these transports."""
-        if self._engine.pipecomp_config.gradients.local.overlap > 0:
-            self._precedence = Precedence(transports)
+        """Let averages that overlap with inner steps wait for the packets of these transports."""
+        if self._overlaps:
+            self._priority = TrafficPriority(transports)
             for exchange in (self.exchanges.outer, self.exchanges.rows):
                 if exchange is not None:
-                    exchange.give_way(self._precedence.wait)
+                    exchange.give_way(self._priority.wait)
 
-    def begin_step(self) -> None:
-        """Begin an inner step."""
-        self.synchronous = not self.begins_alone()
-
-    def begins_alone(self) -> bool:
-        """Whether the step that begins next is the replica's own."""
-        self.outer.start(self._engine.global_steps)
+    def begins_alone(self, step: int) -> bool:
+        """Whether inner step `step`, which begins next, is the replica's own."""
+        self.outer.start(step)
         return not self.outer.synchronous
 
-    def end_step(self) -> None:
-        """Take the outer step, if it is time to."""
-        with self._engine.reporting.part("reduce", None):
-            self.outer.after_step(self._engine.global_steps)
-
-    @contextmanager
-    def own_loss(self) -> Iterator[None]:
-        """Let DeepSpeed average the loss inside over this replica alone, without waiting for others, in local steps."""
-        before = self._engine.is_data_parallel
-        self._engine.is_data_parallel = before and self.synchronous
-        try:
-            yield
-        finally:
-            self._engine.is_data_parallel = before
+    def begin_step(self, step: int) -> None:
+        """Begin inner step `step`."""
+        self.synchronous = not self.begins_alone(step)
 
     def states(self) -> Iterator[tuple[str, State]]:
-        """What exchanges on this rank, with its residuals, by name."""
+        """The state of each exchange, by name."""
         for exchange in self.exchanges:
             if exchange is not None:
                 yield from exchange.states()
 
     def stats(self) -> dict[str, Any]:
-        """Where the run is between outer steps, and for how long they gave way, as JSON values."""
-        return {**self.outer.stats(), "gave_way_seconds": self._precedence.waited_s}
+        """Progress between outer steps, and "gave_way_seconds", as JSON values."""
+        return {**self.outer.stats(), "gave_way_seconds": self._priority.waited_s}
 
     # -- checkpoints
 
     def save(self, folder: Path) -> None:
-        """Write this rank's own weights and optimizer states beside DeepSpeed's files, which have the common weights.
+        """Write this rank's own weights and optimizer states; DeepSpeed's files have the common weights.
 
-        The first replica's optimizer states are in DeepSpeed's; it writes what all replicas share.
+        The first replica's optimizer states are in DeepSpeed's files; it also writes what all replicas share.
         """
-        engine, state = self._engine, self.outer.state_dict()
-        replica = engine.grid.data_parallel_id
+        state, replica = self.outer.state_dict(), self._context.replica
         if replica > 0:
             del state["shared"]
-            state["optimizer"] = engine.optimizer.state_dict()
-        with atomic_write(_file(folder, engine.stage_id, replica)) as file:
+            state["optimizer"] = self._optimizer.state_dict()
+        with atomic_write(_local_file(folder, self._context.stage_id, replica)) as file:
             torch.save(state, file)
 
-    def load(self, folder: Path, pipeline: dict[str, Any] | None, *, same: bool, with_optimizer: bool) -> None:
-        """Go on as the checkpoint, whose common weights and first replica's optimizer states have been loaded.
+    def load(
+        self, folder: Path, pipeline: dict[str, Any] | None, step: int, *, same: bool, with_optimizer: bool
+    ) -> None:
+        """Continue from a checkpoint whose common weights and first replica's optimizer states have been loaded.
 
-        pipeline: what wrote it; None if it has no local steps. same: whether that was cut as this one, with as many
-        replicas. Another one, or one with other intervals, goes on from the mean of the replicas' own weights, all with
-        the first one's optimizer states.
+        Args:
+            folder: The checkpoint.
+            pipeline: Describes the pipeline that wrote it; None if it has no local steps.
+            step: Inner steps so far.
+            same: Whether that pipeline has the same cuts and as many replicas. Otherwise, or with other intervals, all
+                replicas continue from the mean of the saved weights, with the optimizer states of the first one.
+            with_optimizer: Whether optimizer states are loaded.
         """
-        engine = self._engine
         if pipeline is None:
             self.outer.forget()
             return
-        stage, replica = engine.stage_id, engine.grid.data_parallel_id
+        stage, replica = self._context.stage_id, self._context.replica
         stages = [stage] if same else list(range(len(pipeline["cuts"]) - 1))
-        first = {index: _open(folder, index, 0) for index in stages}
-        shared = _merged([first[index]["shared"] for index in stages])
+        shared = _merged([_open_local(folder, index, 0)["shared"] for index in stages])
         if same and self.outer.fits(shared):
-            own = _open(folder, stage, replica)
-            self.outer.load_state_dict({**own, "shared": shared}, engine.global_steps)
+            own = _open_local(folder, stage, replica)
+            self.outer.load_state_dict({**own, "shared": shared}, step)
             if with_optimizer and replica > 0:
-                # Copied: the optimizer keeps what it is given, and these lie in the file, which may be written again.
-                engine.optimizer.load_state_dict(deepcopy(own["optimizer"]))
+                # Copied: the optimizer keeps the tensors, and these are mapped from a file that may be overwritten.
+                self._optimizer.load_state_dict(deepcopy(own["optimizer"]))
             return
         weights: dict[str, Tensor] = {}
         for index in stages:
-            replicas = [_open(folder, index, r)["weights"] for r in range(pipeline["replicas"])]
+            replicas = [_open_local(folder, index, r)["weights"] for r in range(pipeline["replicas"])]
             weights |= {name: _mean([each[name] for each in replicas]) for name in replicas[0]}
-        self.outer.load_state_dict({"weights": weights, "shared": shared, "recut": not same}, engine.global_steps)
+        self.outer.load_state_dict({"weights": weights, "shared": shared, "recut": not same}, step)
 
 
 def _merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """What replicas share, of several stages together: these take outer steps after the same inner steps."""
+    """The shared states of several stages as one; all stages take outer steps after the same inner steps."""
     flights = [dict(flight) for flight in parts[0]["flights"]]
     by_name = {key: dict(parts[0][key]) for key in ("common", "momentum")}
     for part in parts[1:]:
-        for key, found in by_name.items():
-            found.update(part[key])
+        for key, values in by_name.items():
+            values.update(part[key])
         for mine, other in zip(flights, part["flights"], strict=True):
             for key in ("mean", "sums", "row_means"):
                 mine[key] = {**mine[key], **other[key]}
@@ -166,13 +189,13 @@ def _mean(values: list[Tensor]) -> Tensor:
     return total / len(values)
 
 
-def _open(folder: Path, stage: int, replica: int) -> dict[str, Any]:
-    path = _file(folder, stage, replica)
+def _open_local(folder: Path, stage: int, replica: int) -> dict[str, Any]:
+    path = _local_file(folder, stage, replica)
     if not path.is_file():
         raise ConfigError("load_dir", str(folder), f"a folder with all replicas' files on this machine; no {path.name}")
-    found: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    return found
+    state: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    return state
 
 
-def _file(folder: Path, stage: int, replica: int) -> Path:
+def _local_file(folder: Path, stage: int, replica: int) -> Path:
     return folder / f"pipecomp-local-steps-stage-{stage}-replica-{replica}.pt"

@@ -1,4 +1,4 @@
-"""What crossed a rank's links, where its time went, and the drawing of it."""
+"""Traffic, times and traces of one rank, and the metadata of its run."""
 
 from __future__ import annotations
 
@@ -10,38 +10,57 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from pipecomp.config import Config
 from pipecomp.distributed.collectives import broadcast, gathered
-from pipecomp.engine.trace import MOST_EVENTS, Trace, TracedStore, chrome_events, draw_trace, write_trace
+from pipecomp.engine.local_steps import LocalTraining
+from pipecomp.engine.reduction import GradientReduction
+from pipecomp.engine.schedule import InFlightControl
+from pipecomp.engine.trace import MAX_EVENTS, Trace, TracedStore, chrome_events, draw_trace, write_trace
 from pipecomp.errors import OutputError
+from pipecomp.interfaces import StageContext
+from pipecomp.stages.link.links import Links
+from pipecomp.stages.partition.splitting import Stage
 from pipecomp.stats import Seconds
+from pipecomp.utils.serialization import replace_nonfinite
 
 _log = logging.getLogger(__name__)
 
 
 class Reporting:
-    """Counters and traces of one rank. engine: whose links, gradients and place in the pipeline are told."""
+    """Counters and trace of one rank.
 
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-        self.trace = Trace()
+    Attributes:
+        trace: The events.
+        links: Of this rank, once they are open.
+    """
+
+    def __init__(
+        self,
+        context: StageContext,
+        gradients: GradientReduction,
+        control: InFlightControl,
+        local: LocalTraining | None,
+    ) -> None:
+        self._context, self._gradients, self._control, self._local = context, gradients, control, local
+        self.trace, self.links = Trace(), Links()
         self._seconds = Seconds()
         self._backwards = 0  # in this step
 
     def begin_step(self, step: int) -> None:
-        """Begin an optimizer step: what comes now belongs to it."""
+        """Begin optimizer step `step`: later events belong to it."""
         self._backwards = 0
         self.trace.begin_step(step)
-        for end in self._engine.links:  # outside of all parts, which would take earlier packets' bits for their own
+        for end in self.links:  # not in a part, which would count the bits of earlier packets
             end.count_sent()
 
     @contextmanager
-    def part(self, part: str, micro_batch: int | None) -> Iterator[None]:
-        """Count the time inside to `part`; what it waits for packets is counted apart.
+    def part(self, part: str, micro_batch: int | None = None) -> Iterator[None]:
+        """Count the time of the body as `part`, except for waits for packets, which are counted as "wait".
 
-        micro_batch: None for what belongs to none, and for "backward", whose instruction does not say: they come in
-        order.
+        micro_batch: None if the part belongs to none, and for "backward", whose instruction has no number: backwards
+        run in order.
         """
-        links = self._engine.links
+        links = self.links
         (bits, values), waited, began = links.coded(), links.wait_seconds, time.perf_counter()
         with self._seconds.part(part):
             yield
@@ -58,55 +77,55 @@ class Reporting:
 
     @contextmanager
     def event(self, name: str) -> Iterator[None]:
-        """Record what runs inside."""
+        """Record the body as an event."""
         began = time.perf_counter()
         yield
         self.trace.add(name, began, time.perf_counter())
 
-    def stats(self) -> dict[str, Any]:
-        """Tell it as `PipelineEngine.comm_stats` does."""
-        engine = self._engine
-        environment = engine.links.environment
+    def stats(self, steps: int) -> dict[str, Any]:
+        """See `PipelineEngine.comm_stats`."""
+        environment = self.links.environment
         return {
-            "rank": engine.global_rank,
-            "stage": engine.stage_id,
-            "replica": engine.grid.data_parallel_id,
-            "steps": engine.global_steps,
-            "links": {f"{end.index}->{end.index + 1}": end.stats.as_dict() for end in engine.links.counted()},
-            "groups": engine.gradients.stats(),
+            "rank": self._context.rank,
+            "stage": self._context.stage_id,
+            "replica": self._context.replica,
+            "steps": steps,
+            "links": {f"{end.index}->{end.index + 1}": end.stats.as_dict() for end in self.links.counted()},
+            "groups": self._gradients.stats(),
             "seconds": asdict(self._seconds),
-            "in_flight": engine.in_flight.value,
+            "in_flight": self._control.in_flight.value,
             "micro_batches": self.trace.micro_batches(),
             "store_bytes": 0 if environment is None else environment.size_bytes(),
-            **({} if engine.local is None else {"local_steps": engine.local.stats()}),
+            **({} if self._local is None else {"local_steps": self._local.stats()}),
         }
 
     def last_step(self) -> list[dict[str, Any]]:
-        """All ranks' events of the last step, in Chrome's form; every rank calls this."""
+        """All ranks' events of the last step in Chrome's format; every rank must call this."""
         return chrome_events(dict(enumerate(gathered(self.trace.last_step()))))
 
     def start_trace(self) -> None:
-        """Keep events from here on, the last `MOST_EVENTS` of them."""
+        """Keep events from here on, the last `MAX_EVENTS` of them."""
         if not self.trace.keep:
             self.trace.keep = True
-            for end in self._engine.links:
+            for end in self.links:
                 end.transport.on_moved = self.trace.add
                 if end.store is not None:
                     end.store = TracedStore(end.store, self.trace)
 
     def save_trace(self, path: str | Path, title: str) -> None:
-        """Write all ranks' events to one file, and a picture of the last step beside it; every rank calls this.
+        """Write all ranks' events to one file, and a picture of the last step beside it; every rank must call this.
 
-        Raises OutputError on every rank if one of the files cannot be written; nothing of that one is left.
+        Raises:
+            OutputError: On every rank if rank 0 cannot write one of the files. No part of that file remains.
         """
         if Path(path).suffix == ".png":
-            raise OutputError(f"{path}: a trace needs another ending than .png, which its picture has")
+            raise OutputError(f"{path}: a trace cannot end in .png, which is the name of its picture")
         by_rank = dict(enumerate(gathered(self.trace.events())))
         problem: str | None = None
-        if self._engine.global_rank == 0:
+        if self._context.rank == 0:
             picture = Path(path).with_suffix(".png")
-            if any(len(events) >= MOST_EVENTS for events in by_rank.values()):
-                _log.warning("%s has the last steps only: each rank keeps its last %d events", path, MOST_EVENTS)
+            if any(len(events) >= MAX_EVENTS for events in by_rank.values()):
+                _log.warning("%s has only the last steps: each rank keeps its last %d events", path, MAX_EVENTS)
             try:
                 write_trace(path, by_rank)
                 path = picture
@@ -116,3 +135,35 @@ class Reporting:
         problem = broadcast(problem)
         if problem is not None:
             raise OutputError(problem)
+
+
+def run_metadata(
+    context: StageContext, settings: Config, micro_batch_size: int, micro_batches: int, network: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Describe a run for its report.
+
+    Args:
+        context: Of any rank.
+        settings: The section "pipecomp", with measured bits in place of "auto".
+        micro_batch_size: Samples of a micro-batch.
+        micro_batches: Of a step.
+        network: The network lab's links as a `plan.network.Network`; None outside a lab.
+
+    Returns:
+        JSON values. "hidden": H, None for plain modules. "network": null where there is no limit.
+    """
+    stage, plan = context.stage, context.plan
+    weight = next(stage.parameters(), None)
+    return {
+        "model": plan.model_class,
+        "stages": context.num_stages,
+        "replicas": context.replicas,
+        "cuts": list(plan.cuts),
+        "parameters": list(plan.parameters),
+        "micro_batch": micro_batch_size,
+        "micro_batches": micro_batches,
+        "dtype": None if weight is None else str(weight.dtype).removeprefix("torch."),
+        "hidden": int(stage.hidden_size) if isinstance(stage, Stage) else None,
+        "settings": replace_nonfinite({**asdict(settings), "activations": settings.activations.as_dict()}),
+        "network": None if network is None else replace_nonfinite(network),
+    }

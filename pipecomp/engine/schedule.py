@@ -1,12 +1,15 @@
-"""The order of a stage's work (`order`) as DeepSpeed's instructions.
+"""`pipecomp.schedule` as DeepSpeed's instructions, and the number of micro-batches in flight during training.
 
 K stages, M micro-batches.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 
+import torch
+import torch.distributed as dist
 from deepspeed.runtime.pipe.schedule import (
     BackwardPass,
     ForwardPass,
@@ -22,7 +25,12 @@ from deepspeed.runtime.pipe.schedule import (
     SendGrad,
 )
 
-from pipecomp.schedule.order import Work, forward_work, train_order
+from pipecomp.distributed.rendezvous import ranks_here
+from pipecomp.interfaces import StageContext
+from pipecomp.schedule import InFlight, SavedTensorBytes, StageAction, forward_actions, train_order
+from pipecomp.stages.link.boundary import Layout
+from pipecomp.stats import LinkStats
+from pipecomp.utils.cgroups import free_bytes
 
 _INSTRUCTIONS = {
     "receive activation": RecvActivation,
@@ -35,21 +43,21 @@ _INSTRUCTIONS = {
 
 
 class _StageSchedule(PipeSchedule):
-    def _instructions(self, work: Iterable[Work]) -> list[PipeInstruction]:
-        found: list[PipeInstruction] = []
-        for what, micro_batch in work:
+    def _instructions(self, actions: Iterable[StageAction]) -> list[PipeInstruction]:
+        instructions: list[PipeInstruction] = []
+        for kind, micro_batch in actions:
             buffer_id = micro_batch % self.num_pipe_buffers()
-            if what == "backward":  # DeepSpeed's own, which takes nothing else
-                found.append(BackwardPass(buffer_id=buffer_id))
+            if kind == "backward":  # executed by DeepSpeed, which accepts no other argument
+                instructions.append(BackwardPass(buffer_id=buffer_id))
             else:
-                found.append(_INSTRUCTIONS[what](buffer_id=buffer_id, micro_batch=micro_batch))
-        return found
+                instructions.append(_INSTRUCTIONS[kind](buffer_id=buffer_id, micro_batch=micro_batch))
+        return instructions
 
 
 class TrainSchedule(_StageSchedule):
     """One optimizer step: M forwards and backwards, then the reductions and the update.
 
-    in_flight: forwards that run ahead of their backwards; 1F1B's number (stages from here to the end) if None.
+    in_flight: forwards that run ahead of their backwards. Default: 1F1B's number, stages from here to the end.
     """
 
     def __init__(self, micro_batches: int, stages: int, stage_id: int, in_flight: int | None = None) -> None:
@@ -57,13 +65,13 @@ class TrainSchedule(_StageSchedule):
         self._in_flight = in_flight or stages - stage_id
 
     def num_pipe_buffers(self) -> int:
-        """Micro-batches whose activations this stage holds at once."""
+        """Micro-batches whose activations this stage holds at the same time."""
         return max(1, min(self.micro_batches, self._in_flight))
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """Yield lists of instructions, one for each forward or backward."""
-        for work in train_order(self.stage_id, self.stages, self.micro_batches, self.num_pipe_buffers()):
-            yield self._instructions(work)
+        """Yield the instructions of each forward or backward, then those of the update."""
+        for actions in train_order(self.stage_id, self.stages, self.micro_batches, self.num_pipe_buffers()):
+            yield self._instructions(actions)
         yield [ReduceTiedGrads(), ReduceGrads(), OptimizerStep()]
 
 
@@ -71,10 +79,94 @@ class EvalSchedule(_StageSchedule):
     """Forwards only."""
 
     def num_pipe_buffers(self) -> int:
-        """Micro-batches held at once."""
+        """Micro-batches whose activations this stage holds at the same time."""
         return 1
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """Yield lists of instructions, one for each forward."""
+        """Yield the instructions of each forward."""
         for micro_batch in range(self.micro_batches):
-            yield self._instructions(forward_work(self.stage_id, self.stages, micro_batch))
+            yield self._instructions(forward_actions(self.stage_id, self.stages, micro_batch))
+
+
+class InFlightControl:
+    """Adjusts the micro-batches in flight of a stage after every step, by its waits and its free memory.
+
+    Attributes:
+        in_flight: The number.
+        saved: Bytes that one micro-batch saves for its backward; None before the first forward in training.
+        sharing: Ranks that share this rank's GPU, or without a GPU its machine.
+    """
+
+    def __init__(self, context: StageContext, setting: int | str, micro_batches: int) -> None:
+        self._context = context
+        self.in_flight = InFlight(setting, context.stage_id, context.num_stages, micro_batches)
+        self.saved: SavedTensorBytes | None = None
+        self.sharing = ranks_here() or 1
+        self._gradient_wait_s = 0.0  # in this step, for gradients of all micro-batches but the first
+        self._idle: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []  # begin and end of a GPU's idle times
+
+    def begin_step(self) -> None:
+        """Reset the waits."""
+        self._gradient_wait_s = 0.0
+        self._idle.clear()
+
+    @contextlib.contextmanager
+    def waiting(self, micro_batch: int, stats: LinkStats) -> Iterator[None]:
+        """Count the wait for a gradient in the body. stats: of its link, which count waits of the host.
+
+        Note: [Waits on a GPU] The host only queues work and waits while its GPU computes, so its waits say nothing.
+        What counts is the time in which the GPU is idle, between two events around the wait.
+        """
+        before = stats.wait_seconds
+        begin = self._gpu_event()
+        yield
+        end = self._gpu_event()
+        if not micro_batch:  # any number in flight waits for the first round trip
+            return
+        if begin is not None and end is not None:
+            self._idle.append((begin, end))
+        else:
+            self._gradient_wait_s += stats.wait_seconds - before
+
+    def _gpu_event(self) -> torch.cuda.Event | None:
+        """An event after all work queued on the GPU so far; None without a GPU, or if no one observes."""
+        device = self._context.device
+        if device.type != "cuda" or not self.in_flight.observing:
+            return None
+        with torch.cuda.device(device):
+            event = torch.cuda.Event(enable_timing=True, blocking=True)
+            event.record(torch.cuda.current_stream(device))
+        return event
+
+    def _waited_s(self) -> float:
+        if not self._idle:
+            return self._gradient_wait_s
+        with torch.cuda.device(self._context.device):
+            self._idle[-1][1].synchronize()
+            return sum(begin.elapsed_time(end) for begin, end in self._idle) / 1e3
+
+    def end_step(self, step_s: float) -> None:
+        """Choose the number for the next step from the longest wait of any stage; every stage must call this."""
+        waited_s = 0.0
+        if self.in_flight.observing:
+            values = [self._waited_s(), step_s, -self.in_flight.limit]
+            maxima = torch.tensor(values, device=self._context.device, dtype=torch.float32)
+            dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=self._context.grid.get_pipe_parallel_group())
+            waited_s, step_s, limit = maxima.tolist()
+            self.in_flight.limit = -int(limit)
+        self.in_flight.observe(waited_s, step_s)
+
+    @contextlib.contextmanager
+    def measuring_memory(self, layout: Layout) -> Iterator[None]:
+        """Around a forward: in the first one in training, limit the number by the memory that the forward takes."""
+        stage = self._context.stage
+        if self.saved is not None or not stage.training:
+            yield
+            return
+        self.saved = SavedTensorBytes(stage.parameters())
+        with self.saved.counting():
+            yield
+        # Checkpointed blocks save their inputs where autograd's hooks do not see them.
+        values = stage.kept_to_recompute(len(layout.ids), layout.tokens)
+        self.saved.bytes += values * next(stage.parameters()).element_size()
+        self.in_flight.limit_by_memory(self.saved.bytes, free_bytes(self._context.device, self.sharing))

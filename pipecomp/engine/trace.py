@@ -1,7 +1,7 @@
-"""Where the time of a step goes: what a rank computed, quantized, sent, received, stored and waited for, and when.
+"""Traces: when a rank computes, quantizes, sends, receives, stores and waits.
 
-A trace is written in Chrome's trace format (open it in a browser's tracing page or in Perfetto), all ranks in one file,
-and drawn as a picture. Times are those of each machine's own clock.
+All ranks write one file in Chrome's trace format, for a browser's tracing page or Perfetto, and a picture. Times are of
+each machine's own clock.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from pipecomp.buffers.base import CachedActivation, MessageStore, Put, PutCheck
 from pipecomp.utils.files import atomic_write, atomic_write_text
 from pipecomp.utils.serialization import serializable
 
-MOST_EVENTS = 200_000  # of a rank: some 30 MB on their way to the others, and in the file
+MAX_EVENTS = 200_000  # of a rank: about 30 MB to gather, and in the file
 TRACKS = ("compute", "wait", "quantize", "store", "reduce", "update", "send", "receive")
-# The parts that the engine counts its seconds under, and the track that shows them.
+# TraceEvent name -> the track that shows it.
 TRACK_OF = {
     "forward": "compute",
     "backward": "compute",
@@ -51,10 +51,10 @@ COLORS = {
 
 
 @serializable
-class Event(NamedTuple):
-    """What ran from `start` to `end` (seconds since 1970). micro_batch, bytes: where they mean something.
+class TraceEvent(NamedTuple):
+    """A span of time. start, end: seconds since 1970. micro_batch, bytes: None if they do not apply.
 
-    bits: of a value that was quantized or decoded, on average.
+    bits: mean bits of a quantized or decoded value.
     """
 
     name: str
@@ -67,23 +67,23 @@ class Event(NamedTuple):
 
 
 class Trace:
-    """The events of one rank: always those of the last step, the last `MOST_EVENTS` while `keep` is true."""
+    """The events of one rank: those of the last step, and while `keep` is true the last `MAX_EVENTS`."""
 
     def __init__(self) -> None:
         self.keep = False
         self.step = 0
-        self._kept: deque[Event] = deque(maxlen=MOST_EVENTS)
-        self._last: list[Event] = []
-        self._this: list[Event] = []
+        self._kept: deque[TraceEvent] = deque(maxlen=MAX_EVENTS)
+        self._last: list[TraceEvent] = []
+        self._this: list[TraceEvent] = []
         self._offset = time.time() - time.perf_counter()
 
     def begin_step(self, step: int) -> None:
-        """Begin an optimizer step: what comes now belongs to it."""
+        """Begin optimizer step `step`: later events belong to it."""
         self.step, self._this = step, []
 
     def end_step(self) -> None:
         """End the step."""
-        self._last = list(self._this)  # what comes before the next step, as an evaluation does, is of none
+        self._last = list(self._this)  # an evaluation before the next step belongs to none
         if self.keep:
             self._kept += self._this
 
@@ -96,19 +96,21 @@ class Trace:
         size: int | None = None,
         bits: float | None = None,
     ) -> None:
-        """Record an event; times of `time.perf_counter`. May be called by any thread."""
-        self._this.append(Event(name, start + self._offset, end + self._offset, self.step, micro_batch, size, bits))
+        """Record an event, with times of `time.perf_counter`. Any thread may call this."""
+        self._this.append(
+            TraceEvent(name, start + self._offset, end + self._offset, self.step, micro_batch, size, bits)
+        )
 
-    def events(self) -> list[Event]:
-        """All that was kept."""
+    def events(self) -> list[TraceEvent]:
+        """All kept events."""
         return list(self._kept)
 
-    def last_step(self) -> list[Event]:
-        """Those of the last step; sends, receives and what stores read and put only once a trace was started."""
+    def last_step(self) -> list[TraceEvent]:
+        """Events of the last step. Transfers and store accesses are among them only after `start_trace`."""
         return list(self._last)
 
     def micro_batches(self) -> list[dict[str, Any]]:
-        """Sum up the last step by micro-batch: seconds of each part, in the order in which they were first seen."""
+        """Seconds of each part in the last step, by micro-batch."""
         table: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         for event in self._last:
             if event.micro_batch is not None:
@@ -117,7 +119,7 @@ class Trace:
 
 
 class TracedStore:
-    """A message store whose reads and writes are events; everything else is the store's own."""
+    """Records the reads and writes of a message store as events."""
 
     def __init__(self, store: MessageStore, trace: Trace) -> None:
         self._store, self._trace = store, trace
@@ -126,21 +128,19 @@ class TracedStore:
         return getattr(self._store, name)
 
     def get(self, samples: Sequence[int]) -> list[CachedActivation | None]:
-        """See MessageStore."""
         began = time.perf_counter()
         found = self._store.get(samples)
         self._trace.add("load", began, time.perf_counter())
         return found
 
     def put_many(self, puts: Sequence[Put], check: PutCheck | None = None) -> None:
-        """See MessageStore."""
         began = time.perf_counter()
         self._store.put_many(puts, check)
         self._trace.add("keep", began, time.perf_counter())
 
 
-def chrome_events(by_rank: dict[int, Iterable[Event]]) -> list[dict[str, Any]]:
-    """Events in Chrome's form: a process for each rank, a thread for each track; microseconds from the first event."""
+def chrome_events(by_rank: dict[int, Iterable[TraceEvent]]) -> list[dict[str, Any]]:
+    """Events in Chrome's format: a process per rank, a thread per track, microseconds since the first event."""
     rows = {rank: list(events) for rank, events in by_rank.items()}
     begin = min((e.start for events in rows.values() for e in events), default=0.0)
     out: list[dict[str, Any]] = []
@@ -164,13 +164,13 @@ def chrome_events(by_rank: dict[int, Iterable[Event]]) -> list[dict[str, Any]]:
     return out
 
 
-def write_trace(path: str | Path, by_rank: dict[int, Iterable[Event]]) -> None:
-    """Write all ranks' events as one JSON file."""
+def write_trace(path: str | Path, by_rank: dict[int, Iterable[TraceEvent]]) -> None:
+    """Write the events of all ranks as one JSON file."""
     atomic_write_text(path, json.dumps({"traceEvents": chrome_events(by_rank), "displayTimeUnit": "ms"}))
 
 
-def draw_trace(path: str | Path, by_rank: dict[int, list[Event]], *, title: str = "", steps: int = 1) -> None:
-    """Draw the last `steps` steps as a PNG: time to the right, a row for each rank and track."""
+def draw_trace(path: str | Path, by_rank: dict[int, list[TraceEvent]], *, title: str = "", steps: int = 1) -> None:
+    """Draw the last `steps` steps as a PNG: time to the right, a row per rank and track."""
     import matplotlib
 
     matplotlib.use("Agg")

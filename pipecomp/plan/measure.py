@@ -35,7 +35,7 @@ from pipecomp.plan.prediction import MachineSpeeds
 from pipecomp.plan.profile import PartCost, Profile, assemble, check_tokens, cut_apart, example, without_weights
 from pipecomp.plan.search import aqsgd_sections, keeping_error
 from pipecomp.plan.simulation import Channel, LinkNetwork, between_replicas
-from pipecomp.schedule.in_flight import KeptBytes
+from pipecomp.schedule import SavedTensorBytes
 from pipecomp.stages.link.boundary import Layout
 from pipecomp.stages.link.endpoint import Position
 from pipecomp.stages.link.gloo import GlooTransport, neighbour_groups
@@ -128,7 +128,7 @@ def time_stage(stage: Stage, samples: int, tokens: int, *, seconds: float = 0.5)
     labels_BS = torch.zeros((samples, tokens), dtype=torch.int64, device=device)
     forward: list[float] = []
     backward: list[float] = []
-    training, kept = stage.training, KeptBytes(parameters)
+    training, kept = stage.training, SavedTensorBytes(parameters)
     stage.train()
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):

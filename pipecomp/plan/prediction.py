@@ -18,7 +18,7 @@ from pipecomp.config import Config
 from pipecomp.plan.packet_sizes import activation_bytes, gradient_bytes
 from pipecomp.plan.profile import Profile
 from pipecomp.plan.simulation import LinkNetwork, SimulatedStep, StageCosts, StepSpec, simulate_step
-from pipecomp.schedule.in_flight import numbers
+from pipecomp.schedule import in_flight_counts
 from pipecomp.stages.partition.planning import SplitPlan
 from pipecomp.utils.serialization import serializable
 from pipecomp.utils.units import format_count
@@ -134,7 +134,7 @@ def memory_bytes(job: TrainingJob, slack: int = 1) -> list[float]:
 
     Where blocks are recomputed a stage also has what one of them keeps, of the micro-batch whose backward runs.
     """
-    ahead = numbers(slack, job.plan.num_stages, job.micro_batches)
+    ahead = in_flight_counts(slack, job.plan.num_stages, job.micro_batches)
     kept = job.profile.kept_bytes(job.plan, job.samples)
     held, shared = _FULL if job.dtype == torch.float32 else _HALF
     state, again = held + shared / job.replicas, job.samples * job.profile.again_bytes
@@ -242,10 +242,10 @@ def best_in_flight(step: StepSpec, network: LinkNetwork, setting: str | int = "a
         return 1, simulate_step(step, network)
     if isinstance(setting, int):
         slack = max(1, (setting - 1) // (K - 1))
-        return slack, simulate_step(replace(step, in_flight=numbers(slack, K, M)), network)
-    slack, best = 1, simulate_step(replace(step, in_flight=numbers(1, K, M)), network)
-    while numbers(slack, K, M)[0] < M:
-        more = simulate_step(replace(step, in_flight=numbers(slack + 1, K, M)), network)
+        return slack, simulate_step(replace(step, in_flight=in_flight_counts(slack, K, M)), network)
+    slack, best = 1, simulate_step(replace(step, in_flight=in_flight_counts(1, K, M)), network)
+    while in_flight_counts(slack, K, M)[0] < M:
+        more = simulate_step(replace(step, in_flight=in_flight_counts(slack + 1, K, M)), network)
         if more.seconds > _WORTH * best.seconds:
             break
         slack, best = slack + 1, more
@@ -376,6 +376,6 @@ def as_row(prediction: StepPrediction) -> dict[str, Any]:
         "tied_s": p.tied_s,
         "wait_s": list(p.wait_s),
         "store_s": p.store_s,
-        "in_flight": list(numbers(p.slack, p.job.plan.num_stages, p.job.micro_batches)),
+        "in_flight": list(in_flight_counts(p.slack, p.job.plan.num_stages, p.job.micro_batches)),
         "memory_bytes": p.memory_bytes(),
     }

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipecomp.errors import ConfigError, require
-from pipecomp.schedule.in_flight import KeptBytes
+from pipecomp.schedule import SavedTensorBytes
 from pipecomp.stages.partition.architectures import architecture_of, default_loss
 from pipecomp.stages.partition.loading import Source, resolve, skeleton
 from pipecomp.stages.partition.planning import SplitPlan, plan_model
@@ -212,7 +212,7 @@ def count(model: Any, tokens: int, dtype: torch.dtype = torch.float32) -> Profil
 
 
 def _count_stage(stage: Stage, tokens: int, dtype: torch.dtype) -> PartCost:
-    kept = KeptBytes(stage.parameters())
+    kept = SavedTensorBytes(stage.parameters())
     with FlopCounterMode(display=False) as operations, kept.counting():
         logits = stage(example(stage, 1, tokens, dtype, "meta"))
         if stage.is_last and architecture_of(stage.config).heads[stage.plan.model_class].per_token:

@@ -23,7 +23,7 @@ from pipecomp.plan.search import (
     methods,
 )
 from pipecomp.plan.simulation import LinkNetwork
-from pipecomp.schedule.in_flight import numbers
+from pipecomp.schedule import in_flight_counts
 from pipecomp.utils.tables import table
 from pipecomp.utils.units import format_rate, format_time
 
@@ -300,7 +300,7 @@ def sizes_as_json(job: TrainingJob) -> dict[str, Any]:
 
 def _in_flight(job: TrainingJob) -> tuple[int, ...]:
     """Micro-batches of each stage, as few as keep all stages at work (1F1B); slow links take more."""
-    return numbers(1, job.plan.num_stages, job.micro_batches)
+    return in_flight_counts(1, job.plan.num_stages, job.micro_batches)
 
 
 def _packets(job: TrainingJob) -> list[tuple[str, tuple[tuple[int, ...], ...]]]:

@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipecomp.errors import require
-from pipecomp.schedule.in_flight import numbers
-from pipecomp.schedule.order import train_order
+from pipecomp.schedule import in_flight_counts, train_order
 from pipecomp.utils.serialization import serializable
 from pipecomp.utils.units import FRAME, FRAME_HEADERS, SEGMENT
 
@@ -207,7 +206,7 @@ class StepSpec:
     def ahead(self, stage: int) -> int:
         """Count the forwards that this stage runs ahead."""
         K, M = len(self.stages), self.micro_batches
-        return max(1, min(M, (self.in_flight or numbers(1, K, M))[stage]))
+        return max(1, min(M, (self.in_flight or in_flight_counts(1, K, M))[stage]))
 
 
 @dataclass(frozen=True, slots=True)

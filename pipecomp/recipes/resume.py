@@ -17,7 +17,7 @@ from typing import Any
 
 from pipecomp.checkpoint import manifest
 from pipecomp.checkpoint.run_id import model_values
-from pipecomp.checkpoint.writing import private
+from pipecomp.checkpoint.writing import private_files
 from pipecomp.distributed.collectives import gathered, while_others_wait
 from pipecomp.distributed.consistency import differences
 from pipecomp.distributed.preemption import say_here
@@ -125,7 +125,7 @@ def make_folder(argument: str, path: str) -> None:
     Raises:
         ConfigError: If it cannot be made.
     """
-    with writable(argument, path), private():
+    with writable(argument, path), private_files():
         Path(path).mkdir(parents=True, exist_ok=True)
 
 
@@ -250,7 +250,7 @@ class RunCheckpoints:
 
     def _check(self, folder: Path) -> None:
         """Before anything of the checkpoint is used, or anything of its run is overwritten."""
-        from pipecomp.checkpoint.reshard_load import read_state
+        from pipecomp.checkpoint.reshard import read_state
 
         state = read_state(folder)
         if state is None:

@@ -213,7 +213,7 @@ def train(args: argparse.Namespace, work: Workload) -> None:
     """
     fit = _prepared(args, work)
 
-    from pipecomp.engine.initialize import initialize
+    from pipecomp.initialization import initialize
 
     count = _TokenCount(work.collate)
     stages = None if work.cuts is not None else fit.stages

@@ -29,9 +29,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from transformers.utils import logging as transformers_logging
 
 from pipecomp.checkpoint import manifest
-from pipecomp.checkpoint.reshard_load import load_schedule
-from pipecomp.checkpoint.rng_state import random_state, set_random_state
-from pipecomp.checkpoint.writing import Attempts, in_words, write_state
+from pipecomp.checkpoint.reshard import load_schedule
+from pipecomp.checkpoint.writing import CollectiveWrite, describe_error, random_state, set_random_state, write_state
 from pipecomp.config import read_json_object
 from pipecomp.distributed.collectives import broadcast, gathered, while_others_wait
 from pipecomp.distributed.rendezvous import all_ranks
@@ -197,7 +196,7 @@ def _make_youngest(folder: Path) -> None:
             os.utime(folder, (latest + 1, latest + 1))
 
 
-def save_engine(engine: Any, folder: str, scheduler: Any, attempts: Attempts) -> None:
+def save_engine(engine: Any, folder: str, scheduler: Any, attempts: CollectiveWrite) -> None:
     """Write what training needs to go on, but for the cached activations; every rank must call this."""
     engine.save_checkpoint(folder, tag=DEEPSPEED)
     state = {"random": random_state(), "scheduler": scheduler.state_dict()}
@@ -226,7 +225,7 @@ def load_engine(engine: Any, found: Found, scheduler: Any) -> None:
     try:
         state = torch.load(file, weights_only=True)
     except Exception as error:  # what torch and pickle raise of a file that was cut off names none
-        raise ConfigError(_KEY, str(file), f"a file that is whole ({in_words(file, error)})") from error
+        raise ConfigError(_KEY, str(file), f"a file that is whole ({describe_error(file, error)})") from error
     if found.same:
         scheduler.load_state_dict(state["scheduler"])
         set_random_state(state["random"])

@@ -17,7 +17,7 @@ from transformers.modelcard import TrainingSummary
 from transformers.processing_utils import ProcessorMixin
 from transformers.trainer_utils import align_special_tokens, number_of_arguments, set_seed
 
-from pipecomp.checkpoint.writing import ModelAttempts, write_state
+from pipecomp.checkpoint.writing import CollectiveModelWrite, write_state
 from pipecomp.errors import ConfigError, PipecompError, require
 from pipecomp.plan.auto_bits import wants_measuring
 from pipecomp.trainer import arguments, given_model, message_stores
@@ -70,7 +70,7 @@ class EngineHolder:
         Raises:
             PipecompError: Where the folder's weights would pass for those that were trained.
         """
-        from pipecomp.engine.initialize import initialize
+        from pipecomp.initialization import initialize
 
         if self._lost:
             raise PipecompError("end() has closed the trained model: evaluate, predict and save_model come before it")
@@ -183,12 +183,12 @@ def save_model(engine: Any, folder: str, args: Any, processing: Any) -> None:
     Raises OutputError on every rank if one of them cannot write.
     """
     engine.save_pretrained(folder)
-    attempts = ModelAttempts(folder)
+    attempts = CollectiveModelWrite(folder)
     if dist.get_rank() == 0:
         if processing is not None:
             attempts.attempt(lambda: processing.save_pretrained(folder))
         attempts.attempt(lambda: write_state(args, os.path.join(folder, TRAINING_ARGS_FILE)))
-    attempts.agree()
+    attempts.raise_problems()
 
 
 # -- the model card

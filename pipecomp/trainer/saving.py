@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipecomp.checkpoint.writing import Attempts, private
+from pipecomp.checkpoint.writing import CollectiveWrite, private_files
 from pipecomp.distributed.collectives import broadcast
 from pipecomp.distributed.preemption import say_here
 from pipecomp.errors import OutputError
@@ -34,7 +34,7 @@ def save(trainer: Any, *, messages: bool, count: Callable[[], Any], due: Sequenc
     limit = args.save_total_limit or 0
     for last in (limit < 2, True):
         try:
-            with private():
+            with private_files():
                 _write(trainer, folder, messages, count, due)
         except OutputError as error:
             checkpoints.remove(folder)
@@ -53,7 +53,7 @@ def save(trainer: Any, *, messages: bool, count: Callable[[], Any], due: Sequenc
 def _write(trainer: Any, folder: str, messages: bool, count: Callable[[], Any], due: Sequence[str]) -> None:
     """Write all files, the state's last. OutputError on every rank if one cannot."""
     args, state = trainer.args, trainer.state
-    attempts = Attempts(folder)
+    attempts = CollectiveWrite(folder)
     if trainer.rank == 0:  # incomplete until everything is there
         attempts.attempt(lambda: (Path(folder) / checkpoints.STATE_FILE).unlink(missing_ok=True))
     trainer.save_model(folder)
@@ -65,8 +65,8 @@ def _write(trainer: Any, folder: str, messages: bool, count: Callable[[], Any], 
         best = checkpoints.folder_of(args.output_dir, state.best_global_step)
         if broadcast(Path(best).is_dir(), group=trainer.group):
             state.best_model_checkpoint = best
-    attempts.agree()  # every rank has written its files
+    attempts.raise_problems()  # every rank has written its files
     if trainer.rank == 0:
         callbacks.save(trainer)
         attempts.attempt(lambda: checkpoints.complete(folder, state, trainer.plan, trainer.replicas, due))
-    attempts.agree()
+    attempts.raise_problems()

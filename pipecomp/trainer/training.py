@@ -245,7 +245,7 @@ class Training:
             if engine.is_last_stage():
                 labels = self._loss.labels_of(engine.stage, batches)
                 # Replicas that step alone do not wait: each of their steps is the mean over its own labels.
-                group = None if engine.local is not None and engine.local.begins_alone() else self._loss_group
+                group = None if engine.begins_local_step() else self._loss_group
                 self._loss.weigh(labels, self._trainer.replicas, group, engine.device)
 
     def _log(self, logs: dict[str, float]) -> None:

@@ -215,7 +215,7 @@ def agreed(mine: Found | None) -> Task:
 
 def open_engine(args: argparse.Namespace, network: torch.nn.Sequential, config: dict[str, Any], task: Task) -> Any:
     """The engine over client, server and client."""
-    from pipecomp.engine.initialize import initialize
+    from pipecomp.initialization import initialize
 
     def falling(optimizer: Any) -> Any:
         every = (args.decay_rounds or DECAY_ROUNDS) * task.per_round

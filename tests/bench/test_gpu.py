@@ -23,7 +23,7 @@ from pipecomp.bench.gpu_timeline import Interval, copied_beside_compute, draw, i
 from pipecomp.bench.synchronizing import synchronizing_calls
 from pipecomp.cli.bench import bench
 from pipecomp.netlab.network import NetlabError
-from pipecomp.schedule.in_flight import InFlight
+from pipecomp.schedule import InFlight
 from tests.limits import HANG_S
 
 WAITED = "called a synchronizing CUDA operation (Triggered internally at CUDAFunctions.cpp:132.)"

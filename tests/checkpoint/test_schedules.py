@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, SequentialLR
 
-from pipecomp.checkpoint.reshard_load import load_schedule
+from pipecomp.checkpoint.reshard import load_schedule
 
 
 def nested(optimizer: Any) -> Any:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pipecomp.checkpoint import writing
-from pipecomp.checkpoint.writing import Attempts, NotingWriter, private
+from pipecomp.checkpoint.writing import CollectiveWrite, RecordingCheckpointEngine, private_files
 from pipecomp.errors import CheckpointError
 
 
@@ -22,8 +22,8 @@ class Engine:
 
 
 def test_a_full_disk_is_noted_with_its_path_and_without_a_stack() -> None:
-    attempts = Attempts("here")
-    writer = NotingWriter(Engine(), attempts)
+    attempts = CollectiveWrite("here")
+    writer = RecordingCheckpointEngine(Engine(), attempts)
     writer.save({"weights": torch.zeros(1 << 20)}, "/dev/full")
     assert attempts.problem == "/dev/full: No space left on device"
     writer.save({}, "/dev/null/never")
@@ -38,14 +38,16 @@ def test_what_is_written_is_on_the_disk_before_anything_vouches_for_it(
     synced: list[tuple[int, int]] = []
     fsync = os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: (synced.append((os.fstat(fd).st_ino, os.fstat(fd).st_size)), fsync(fd)))
-    NotingWriter(Engine(), Attempts(tmp_path)).save({"weights": torch.arange(5)}, str(tmp_path / "file"))
+    RecordingCheckpointEngine(Engine(), CollectiveWrite(tmp_path)).save(
+        {"weights": torch.arange(5)}, str(tmp_path / "file")
+    )
     found = (tmp_path / "file").stat()
     assert synced == [(found.st_ino, found.st_size)]
 
 
 def test_what_is_written_is_what_torch_writes(tmp_path: Path) -> None:
-    attempts = Attempts(tmp_path)
-    writer = NotingWriter(Engine(), attempts)
+    attempts = CollectiveWrite(tmp_path)
+    writer = RecordingCheckpointEngine(Engine(), attempts)
     writer.makedirs(str(tmp_path / "a" / "b"))
     writer.save({"weights": torch.arange(5)}, str(tmp_path / "a" / "b" / "file"))
     assert attempts.problem is None
@@ -55,20 +57,20 @@ def test_what_is_written_is_what_torch_writes(tmp_path: Path) -> None:
 def test_an_error_of_one_rank_is_one_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writing, "gathered", lambda mine, group=None: [mine, "/disk/file: No space left on device"])
     with pytest.raises(CheckpointError) as caught:
-        Attempts("/disk/c").agree()
-    told = "the checkpoint /disk/c cannot be written: rank 1: /disk/file: No space left on device. Nothing of it"
+        CollectiveWrite("/disk/c").raise_problems()
+    told = "the checkpoint /disk/c cannot be written: rank 1: /disk/file: No space left on device. No part of it"
     assert str(caught.value).startswith(told)
 
 
 def test_a_bug_is_none_of_the_disk() -> None:
     with pytest.raises(KeyError):
-        Attempts("here").attempt(lambda: {}["missing"])
+        CollectiveWrite("here").attempt(lambda: {}["missing"])
 
 
 def test_private_files(tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:
-        with private():
+        with private_files():
             (tmp_path / "inner").mkdir()
             (tmp_path / "inner" / "file").write_text("")
         (tmp_path / "after").write_text("")

@@ -54,7 +54,7 @@ def trained(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
         engine = engine_in(f"{folder}/m")
     out["warnings"] = [str(warning.message) for warning in given if folder in str(warning.message)]
     out["kept"] = messages(engine)
-    engine.run.loaded(engine.run.id)
+    engine.run.load(engine.run.id)
     out["on anyhow"] = losses(engine, 2)
     batch = [{key: torch.stack([row[key]] * 2) for key in row} for row in samples(3)]  # without ids
     out["without ids"] = float(engine.train_batch(iter(batch)))

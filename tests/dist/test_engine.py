@@ -90,13 +90,13 @@ def on_one_gpu(rank, world, note):
 
     from deepspeed.runtime.pipe import p2p
 
-    from pipecomp.engine import starting
+    from pipecomp.engine import deepspeed_patches
 
     def refuse(*args, **options):
         raise RuntimeError("from the memory of a GPU")
 
     p2p.send = p2p.recv = refuse
-    starting.get_accelerator = lambda: SimpleNamespace(device_name=lambda: "cuda", device_count=lambda: 1)
+    deepspeed_patches.get_accelerator = lambda: SimpleNamespace(device_name=lambda: "cuda", device_count=lambda: 1)
     engine, losses = train(2, steps=1)
     engine.close()
     return engine.module.local_rank, engine.local_rank, os.environ["LOCAL_RANK"], losses
@@ -428,7 +428,7 @@ def with_other_batches(rank, world, note):
     engine, _ = train(1, steps=1)
     engine.train_batch(iter(eval_data()))
     engine.train_batch()
-    return engine._loader.taken, engine.progress.batches_taken
+    return engine.loader.taken, engine.progress.batches_taken
 
 
 def test_training_data_go_on_after_a_step_with_other_batches():

@@ -28,7 +28,7 @@ def everything(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
     from deepspeed.accelerator import get_accelerator
 
     import pipecomp
-    import pipecomp.engine.initialize
+    import pipecomp.initialization
     from pipecomp.errors import PipecompError
 
     type(get_accelerator()).is_fp16_supported = lambda self: True

@@ -193,12 +193,12 @@ REFUSED = {
 
 
 def test_what_cannot_be_compressed_is_refused():
-    import pipecomp.engine.gradient_exchange as replicas
+    from pipecomp.engine.validation import check_gradients
     from pipecomp.gradient_config import Gradients
     from pipecomp.stages import plan
 
     for name, (kept, gradients, more, key) in REFUSED.items():
         split = plan(gpt2(), num_stages=kept.get("num_stages", 2))
         with pytest.raises(ConfigError) as caught:
-            replicas.check_gradients(Gradients(**gradients), ds_config(**more), split, 1 if name == "alone" else 2)
+            check_gradients(Gradients(**gradients), ds_config(**more), split, 1 if name == "alone" else 2)
         assert caught.value.key == key

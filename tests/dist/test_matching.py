@@ -21,7 +21,7 @@ def matched(rank: int, world: int, note: Any, other: int) -> tuple[list[list[flo
     import torch.distributed as dist
 
     from pipecomp.distributed.rendezvous import join_processes
-    from pipecomp.engine.matching import match_replicas
+    from pipecomp.engine.replica_sync import match_replicas
 
     join_processes()
     sent, broadcast = [], dist.broadcast

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipecomp.distributed.local_launcher import run_ranks
-from pipecomp.engine.agreed import take_checkpointing
+from pipecomp.engine.validation import take_activation_checkpointing
 from pipecomp.errors import ConfigError
 from pipecomp.stages import split
 from tests.dist.small import ds_config, gpt2, samples
@@ -36,7 +36,7 @@ def trained(rank: int, world: int, note: Any) -> dict[str, Any]:
             losses,
             hashlib.sha256(weights).hexdigest(),
             engine.stage.kept_to_recompute(2, 24),
-            engine.run_ahead.kept.bytes,
+            engine.in_flight_control.saved.bytes,
         )
         engine.close()
     return out
@@ -90,14 +90,14 @@ def test_less_memory_is_kept() -> None:
 )
 def test_refused(config: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        take_checkpointing(config)
+        take_activation_checkpointing(config)
 
 
 def test_deepspeed_does_nothing_itself() -> None:
     config = {"pipeline": {"activation_checkpoint_interval": 1, "use_reentrant": False, "seed_layers": False}}
-    assert take_checkpointing(config)
+    assert take_activation_checkpointing(config)
     assert config == {"pipeline": {"activation_checkpoint_interval": 0, "use_reentrant": False, "seed_layers": False}}
     for plain in ({}, {"pipeline": {}}, {"activation_checkpointing": {"cpu_checkpointing": False}}):
         before = dict(plain)
-        assert not take_checkpointing(plain)
+        assert not take_activation_checkpointing(plain)
         assert plain == before

@@ -233,7 +233,7 @@ def test_four_replicas_of_one_stage_go_on_as_four_stages(ran: Any) -> None:
 def test_messages_of_another_cut_are_sent_whole_once(ran: Any) -> None:
     for result in (r["messages"] for r in ran.values()):
         assert result["refused"].startswith(("StoreError", "LinkError: rank"))
-        assert "give another store.path" in result["refused"]
+        assert "set another store.path" in result["refused"]
         assert result["run again"] == result["run"] == ran[0]["messages"]["run"]
         assert result["resumed"] == (False, 0)
         assert result["link"]["full_samples"] == 12  # of this replica

@@ -19,7 +19,7 @@ def test_a_store_belongs_to_its_run(tmp_path):
     ranks = run_ranks(2, work.runs, str(tmp_path), timeout_s=HANG_S)
     for out in ranks.values():
         assert out["id"] == ranks[0]["id"]
-        assert f"belongs to run {out['id']}, and this is a new one" in out["another run"]
+        assert f"belongs to run {out['id']}, and this is a new run" in out["another run"]
         for name, word in (
             ("other bits", "forward_bits: 2, stored with 4"),
             ("other store bits", "bits: 8, stored with 32"),
@@ -28,8 +28,8 @@ def test_a_store_belongs_to_its_run(tmp_path):
         ):
             assert out[name].startswith("StoreError"), (name, out[name])
             assert word in out[name]
-        assert f"belongs to run {out['id']}, store.run says mine" in out["other name"]
-        assert f"message store in {tmp_path}/m is of run {out['id']}" in out["another run's checkpoint"]
+        assert f"belongs to run {out['id']}, store.run is mine" in out["other name"]
+        assert f"message store in {tmp_path}/m belongs to run {out['id']}" in out["another run's checkpoint"]
         for name in ("another run", "other bits", "other store bits", "other name", "another run's checkpoint"):
             assert "StoreError" in out[name]
             assert "pipecomp store prune" in out[name]

@@ -17,10 +17,10 @@ pytestmark = pytest.mark.ranks
 
 def train(rank: int, world: int, note: Any, folder: str, double: bool) -> dict[str, Any]:
     import pipecomp
-    from pipecomp.engine import initialize
+    from pipecomp import initialization
 
     if double:
-        initialize.staging_for = lambda device, pinned_bytes: LazyStaging()  # type: ignore[assignment]
+        initialization.staging_for = lambda device, pinned_bytes: LazyStaging()  # type: ignore[assignment]
     activations = {"method": "aqsgd", "forward_bits": 3, "backward_bits": 6, "first_visit": 8}
     section = {
         "activations": activations,

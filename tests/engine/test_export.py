@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pipecomp.engine import export
-from pipecomp.engine.export import _Shard
+from pipecomp.engine.export import _ShardFile
 from pipecomp.errors import PeerLostError, WireError
 from pipecomp.utils.files import file_crc
 
@@ -23,7 +23,7 @@ class Run:
 
     def __init__(self, rank: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rank, self.folder = rank, folder
-        self.other: Any = _Shard(1 - rank, NAMES[1 - rank], len(CONTENT[1 - rank]), 0)
+        self.other: Any = _ShardFile(1 - rank, NAMES[1 - rank], len(CONTENT[1 - rank]), 0)
         self.wanted: Any = None
         self.sent: list[bytes] = []
         monkeypatch.setattr(
@@ -38,7 +38,7 @@ class Run:
             ),
         )
         monkeypatch.setattr(export, "host_backend", lambda: "gloo")
-        monkeypatch.setattr(export.ModelAttempts, "agree", lambda attempts, group=None: None)
+        monkeypatch.setattr(export.CollectiveModelWrite, "raise_problems", lambda attempts, group=None: None)
         monkeypatch.setattr(export, "write_shard", self._write)
         monkeypatch.setattr(export, "write_index", lambda stage, folder: None)
         monkeypatch.setattr(export, "gathered", self._gathered)
@@ -74,7 +74,7 @@ def test_a_lost_rank_is_noticed_before_the_others_make_a_group(tmp_path: Path, m
     def lost(attempts: object) -> None:
         raise PeerLostError("lost rank 1", 1)
 
-    monkeypatch.setattr(export.ModelAttempts, "agree", lost)
+    monkeypatch.setattr(export.CollectiveModelWrite, "raise_problems", lost)
     monkeypatch.setattr(export.dist, "new_group", lambda **given: pytest.fail("waits for rank 1"))
     with pytest.raises(PeerLostError):
         first.save()
@@ -85,15 +85,16 @@ def test_another_rank_names_no_file_to_write(tmp_path: Path, monkeypatch: pytest
     outside = tmp_path / "outside"
     outside.write_bytes(b"mine")
     first = Run(0, tmp_path / "model", monkeypatch)
-    first.other = _Shard(1, str(outside) if name == "{outside}" else name, len(CONTENT[1]), 0)
-    with pytest.raises(WireError, match=r"rank 1 describes .* where the shard of stage 1, model-00002-of-00002.*, is"):
+    first.other = _ShardFile(1, str(outside) if name == "{outside}" else name, len(CONTENT[1]), 0)
+    with pytest.raises(WireError, match=r"rank 1 describes .*, allowed: the shard of stage 1, model-00002-of-00002"):
         first.save()
     assert outside.read_bytes() == b"mine"
     assert [path.name for path in first.folder.iterdir()] == [NAMES[0]]
 
 
 @pytest.mark.parametrize(
-    "said", [None, "text", _Shard(0, NAMES[0], 5, 0), _Shard(1, NAMES[1], -1, 0), _Shard(1, NAMES[1], True, 0)]
+    "said",
+    [None, "text", _ShardFile(0, NAMES[0], 5, 0), _ShardFile(1, NAMES[1], -1, 0), _ShardFile(1, NAMES[1], True, 0)],
 )
 def test_a_rank_describes_its_own_shard_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Any
@@ -108,9 +109,16 @@ def test_the_first_rank_names_no_file_to_read(tmp_path: Path, monkeypatch: pytes
     secret = tmp_path / "secret"
     secret.write_bytes(b"a private key")
     crc = file_crc(secret)
-    for wanted in ([_Shard(1, str(secret), 13, crc)], [_Shard(1, "../secret", 13, crc)], [str(secret)], [0], [2], 1):
+    for wanted in (
+        [_ShardFile(1, str(secret), 13, crc)],
+        [_ShardFile(1, "../secret", 13, crc)],
+        [str(secret)],
+        [0],
+        [2],
+        1,
+    ):
         second = Run(1, tmp_path / "model", monkeypatch)
         second.wanted = wanted
-        with pytest.raises(WireError, match=r"the first rank wants the shards of .*, allowed: stages from 1 to 1"):
+        with pytest.raises(WireError, match=r"rank 0 requests the shards of .*, allowed: stages from 1 to 1"):
             second.save()
         assert second.sent == []

@@ -10,7 +10,7 @@ import torch
 
 from pipecomp.allreduce import State, allreduce_mean
 from pipecomp.config import Config
-from pipecomp.engine.assemble import quantized_adam
+from pipecomp.engine.build import quantized_adam
 from pipecomp.engine.gradient_exchange import GradientExchange, TiedRanks
 from pipecomp.gradient_config import Gradients
 

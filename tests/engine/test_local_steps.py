@@ -26,21 +26,20 @@ def rank(stages: int, stage: int, replica: int, meeting: Meeting) -> LocalTraini
     torch.manual_seed(0)
     source = modules(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), (3,))
     built = build_stage(source, plan(source, stages), stage)
-    engine: Any = SimpleNamespace(
+    context: Any = SimpleNamespace(
         stage=built,
         stage_id=stage,
-        grid=SimpleNamespace(data_parallel_id=replica, data_parallel_size=2),
-        pipecomp_config=SimpleNamespace(gradients=Gradients(method="none", **LOCAL)),
-        optimizer=torch.optim.SGD(built.parameters(), lr=0.1),
-        global_steps=7,
+        replica=replica,
+        replicas=2,
+        settings=SimpleNamespace(gradients=Gradients(method="none", **LOCAL)),
     )
     outer: Any = meeting.of(replica)
-    return LocalTraining(engine, LocalExchanges(outer=outer))
+    return LocalTraining(context, torch.optim.SGD(built.parameters(), lr=0.1), LocalExchanges(outer=outer))
 
 
 def weights(training: LocalTraining) -> dict[str, torch.Tensor]:
     """By name, of the stage's own."""
-    return {name: p.detach().clone() for name, p in training._engine.stage.named_parameters()}
+    return {name: p.detach().clone() for name, p in training._context.stage.named_parameters()}
 
 
 def test_another_pipeline_goes_on_from_the_mean_of_all_replicas_of_all_stages(tmp_path: Path) -> None:
@@ -51,7 +50,7 @@ def test_another_pipeline_goes_on_from_the_mean_of_all_replicas_of_all_stages(tm
     for step in range(7):  # sent after 3, arrived after 5; sent after 6
         for each in (each for stage in ranks for each in stage):
             each.outer.start(step)
-            for p in each._engine.stage.parameters():
+            for p in each._context.stage.parameters():
                 p.data += torch.randn(p.shape, generator=draw)
         for each in (each for stage in ranks for each in stage):
             each.outer.after_step(step + 1)
@@ -61,8 +60,8 @@ def test_another_pipeline_goes_on_from_the_mean_of_all_replicas_of_all_stages(tm
             each.save(tmp_path)
         with stage[0].outer.common_weights():
             for name, common in weights(stage[0]).items():
-                whole._engine.stage.get_parameter(name).data.copy_(common)
-    whole.load(tmp_path, {"cuts": [0, 1, 2], "replicas": 2}, same=False, with_optimizer=True)
+                whole._context.stage.get_parameter(name).data.copy_(common)
+    whole.load(tmp_path, {"cuts": [0, 1, 2], "replicas": 2}, 7, same=False, with_optimizer=True)
     found, momentum = weights(whole), whole.outer.state_dict()["shared"]["momentum"]
     assert len(found) == len(momentum) == 4
     for stage in ranks:

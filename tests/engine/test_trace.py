@@ -18,12 +18,13 @@ def test_a_trace_has_the_last_events_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, steps: int
 ) -> None:
     for module in (trace, reporting):
-        monkeypatch.setattr(module, "MOST_EVENTS", 10)
+        monkeypatch.setattr(module, "MAX_EVENTS", 10)
     monkeypatch.setattr(reporting, "gathered", lambda events: [events])
     monkeypatch.setattr(reporting, "broadcast", lambda problem: problem)
     monkeypatch.setattr(reporting, "draw_trace", lambda path, by_rank, title: None)
-    engine: Any = SimpleNamespace(links=[], global_rank=0)
-    kept = Reporting(engine)
+    context: Any = SimpleNamespace(rank=0)
+    others: Any = None
+    kept = Reporting(context, others, others, None)
     kept.start_trace()
     for step in range(steps):
         kept.begin_step(step)
@@ -34,4 +35,4 @@ def test_a_trace_has_the_last_events_and_says_so(
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     found = [event["args"]["step"] for event in events if event["ph"] == "X"]
     assert found == [step for step in range(steps) for _ in range(3)][-10:]
-    assert ("has the last steps only: each rank keeps its last 10 events" in caplog.text) == (steps == 50)
+    assert ("has only the last steps: each rank keeps its last 10 events" in caplog.text) == (steps == 50)

@@ -20,7 +20,7 @@ from pipecomp.buffers import MemoryStore
 from pipecomp.cli import app
 from pipecomp.config import Config
 from pipecomp.config.activations import ConstantError
-from pipecomp.engine.agreed import check_precision
+from pipecomp.engine.validation import check_precision
 from pipecomp.errors import ConfigError, SplitError
 from pipecomp.gradient_config import Gradients
 from pipecomp.plan.auto_bits import CLASSIFIERS_FEWEST_BITS, fewest_bits

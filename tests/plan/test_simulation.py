@@ -20,7 +20,7 @@ from pipecomp.plan.simulation import (
     simulate_step,
     uniform,
 )
-from pipecomp.schedule.in_flight import numbers
+from pipecomp.schedule import in_flight_counts
 
 FREE = math.inf
 
@@ -33,7 +33,7 @@ def step(K, M, C_f=1.0, C_b=2.0, V_f=0.0, V_b=0.0, slack=1, **more):
         micro_batches=M,
         forward_bytes=[V_f] * (K - 1),
         backward_bytes=[V_b] * (K - 1),
-        in_flight=numbers(slack, K, M),
+        in_flight=in_flight_counts(slack, K, M),
     )
 
 
@@ -156,7 +156,7 @@ def test_what_is_played_is_what_the_engine_runs(K, M, slack):
         "SendGrad": "send gradient",
     }
     for k in range(K):
-        schedule = TrainSchedule(M, K, k, numbers(slack, K, M)[k])
+        schedule = TrainSchedule(M, K, k, in_flight_counts(slack, K, M)[k])
         wanted, backwards = [], 0
         for instruction in (i for works in schedule.steps() for i in works):
             name = names.get(type(instruction).__name__)
@@ -224,7 +224,7 @@ def sequences_a_second(K, M, samples, C, update_s, values, bits, mbit):
         together_s=update_s,
         forward_bytes=[sizes[0]] * (K - 1),
         backward_bytes=[sizes[1]] * (K - 1),
-        in_flight=numbers(M, K, M),
+        in_flight=in_flight_counts(M, K, M),
     )
     return samples / seconds(made, mbit * MBIT)
 

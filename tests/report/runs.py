@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from pipecomp.config import Config
-from pipecomp.engine.trace import Event, chrome_events
+from pipecomp.engine.trace import TraceEvent, chrome_events
 from pipecomp.plan.packet_sizes import activation_bytes, gradient_bytes
 from pipecomp.plan.simulation import LinkNetwork, StageCosts, StepSpec, simulate_step, uniform
 from pipecomp.report.recorder import Recorder
@@ -92,7 +92,10 @@ def make_run(
         stats = counters(step, number, max(played.waits))
         recorder.step(number, stats, loss=loss, lr=1e-3, step_s=played.seconds, per_s=1000.0)
     recorder.evaluated(STEPS, {"loss": 1.5})
-    events = {k: [Event("forward", k, k + 0.5, STEPS, 0), Event("encode", k + 0.5, k + 0.6, STEPS, 0)] for k in (0, 1)}
+    events = {
+        k: [TraceEvent("forward", k, k + 0.5, STEPS, 0), TraceEvent("encode", k + 0.5, k + 0.6, STEPS, 0)]
+        for k in (0, 1)
+    }
     recorder.end(counters(step, STEPS, max(played.waits)), chrome_events(events) if trace else ())
     return step
 

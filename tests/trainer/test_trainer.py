@@ -33,8 +33,8 @@ import pipecomp
 from pipecomp.buffers import open_environment
 from pipecomp.buffers.admin import forget
 from pipecomp.checkpoint import manifest
-from pipecomp.checkpoint.rng_state import random_state, set_random_state
 from pipecomp.checkpoint.run_id import model_digest
+from pipecomp.checkpoint.writing import random_state, set_random_state
 from pipecomp.data import ShardedSampler, dataset_facts
 from pipecomp.errors import ConfigError, DataError, WireError
 from pipecomp.stages import split

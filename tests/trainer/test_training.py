@@ -13,7 +13,7 @@ import torch
 from transformers import TrainerState, TrainingArguments, get_scheduler
 
 import tests.dist.trainer_work as work
-from pipecomp.checkpoint.writing import Attempts
+from pipecomp.checkpoint.writing import CollectiveWrite
 from pipecomp.config import Config
 from pipecomp.data import MicroBatch, ShardedSampler
 from pipecomp.errors import ConfigError, DataError
@@ -274,7 +274,7 @@ def test_a_schedule_goes_on_where_a_stage_has_another_number_of_groups(
 
     engine, scheduler = made(before)
     steps(engine, scheduler, 13)
-    checkpoints.save_engine(engine, str(tmp_path), scheduler, Attempts(tmp_path))
+    checkpoints.save_engine(engine, str(tmp_path), scheduler, CollectiveWrite(tmp_path))
     other, again = made(after)
     checkpoints.load_engine(other, checkpoints.Found(str(tmp_path), TrainerState(), same=False), again)
     assert again.get_last_lr() == scheduler.get_last_lr()[:1] * after

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from pipecomp.schedule.in_flight import InFlight, KeptBytes, numbers
+from pipecomp.schedule import InFlight, SavedTensorBytes, in_flight_counts
 
 
 def run(chosen: InFlight, needed: int, steps: int = 40) -> list[int]:
@@ -68,7 +68,7 @@ def test_stages_told_the_same_stay_in_step():
 @pytest.mark.parametrize("slack", [1, 2, 3, 9])
 @pytest.mark.parametrize(("stages", "micro_batches"), [(1, 4), (2, 1), (3, 5), (5, 20)])
 def test_a_stage_has_fewer_than_the_one_before(slack, stages, micro_batches):
-    found = numbers(slack, stages, micro_batches)
+    found = in_flight_counts(slack, stages, micro_batches)
     assert found[-1] == 1
     assert all(a > b or a == b == micro_batches for a, b in pairwise(found))
     assert max(found) <= micro_batches
@@ -76,10 +76,10 @@ def test_a_stage_has_fewer_than_the_one_before(slack, stages, micro_batches):
 
 def test_memory_limits_it():
     chosen = InFlight("auto", 0, 2, 8)
-    chosen.allow(bytes_each=100, free_bytes=800)
+    chosen.limit_by_memory(bytes_each=100, free_bytes=800)
     assert run(chosen, 8)[-1] == 4  # a quarter of 800 bytes has room for two more
     middle = InFlight("auto", 1, 4, 20)
-    middle.allow(bytes_each=100, free_bytes=1600)
+    middle.limit_by_memory(bytes_each=100, free_bytes=1600)
     assert middle.limit == 3  # 1 + 2 × 3 in flight, where 1F1B has 1 + 2
 
 
@@ -95,7 +95,7 @@ def test_fixed_numbers_and_the_last_stage(setting, stage, stages, found):
 
 def test_what_a_forward_keeps_is_counted_once():
     x, w = torch.randn(64, 32), torch.randn(32, 16, requires_grad=True)
-    kept = KeptBytes()
+    kept = SavedTensorBytes()
     with kept.counting():
         y = (x @ w).exp()
         (y * y).sum()

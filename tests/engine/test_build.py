@@ -12,7 +12,7 @@ from torch import nn
 from pipecomp.codecs import wire
 from pipecomp.codecs.link_codecs import LinkCodecs
 from pipecomp.config import Config
-from pipecomp.engine.connect import bounds_of
+from pipecomp.engine.build import bounds_of
 from pipecomp.errors import WireError
 from pipecomp.stages import build_stage, modules, plan
 from pipecomp.stages.link.boundary import Crossing

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 
-from pipecomp.engine import precedence
-from pipecomp.engine.precedence import Precedence
+from pipecomp.engine import local_steps
+from pipecomp.engine.local_steps import TrafficPriority
 
 
 class Line:
@@ -22,9 +22,9 @@ class Line:
 
 
 def test_a_message_waits_until_every_packet_has_left(monkeypatch):
-    monkeypatch.setattr(precedence, "MOST_S", 1e6)
+    monkeypatch.setattr(local_steps, "MAX_WAIT_S", 1e6)
     lines = [Line(), Line()]
-    gate = Precedence(lines)
+    gate = TrafficPriority(lines)
     waiting = threading.Thread(target=gate.wait)
     waiting.start()
     for line in lines:
@@ -37,14 +37,14 @@ def test_a_message_waits_until_every_packet_has_left(monkeypatch):
 
 
 def test_a_link_that_is_never_free_does_not_hold_it_up_for_ever(monkeypatch):
-    monkeypatch.setattr(precedence, "MOST_S", 0.05)
-    gate = Precedence([Line()])
+    monkeypatch.setattr(local_steps, "MAX_WAIT_S", 0.05)
+    gate = TrafficPriority([Line()])
     began = time.monotonic()
     gate.wait()
     assert time.monotonic() - began >= 0.05
 
 
 def test_nothing_waits_without_packets():
-    gate = Precedence([])
+    gate = TrafficPriority([])
     gate.wait()
-    assert gate.waited_s < precedence.MOST_S
+    assert gate.waited_s < local_steps.MAX_WAIT_S

@@ -1,4 +1,4 @@
-"""Ends all ranks when one fails, each with an error that says which and why."""
+"""Ends all ranks when one fails, each with an error that names the rank and the reason."""
 
 from __future__ import annotations
 
@@ -16,36 +16,42 @@ _FIND_LOST_S = 8.0  # for the other ranks to notice that one is gone
 
 
 class FailureGuard:
-    """Wraps what all ranks do together, so that the failure of one is known to all.
+    """Wraps the calls that all ranks make together, so that all ranks learn of the failure of one.
 
-    rank: this one. device: on which it computes. `watch` gives it links and heartbeat once they are there; before that
-    it tells by the store alone.
+    Until `watch` provides links and heartbeat, it reports through torch's key-value store alone.
+
+    Args:
+        rank: This rank.
+        device: Its device.
 
     Attributes:
-        failed: Whether training has ended by an error, here or on another rank.
+        failed: Whether an error has ended training, here or on another rank.
     """
 
     def __init__(self, rank: int, device: torch.device) -> None:
         self._rank, self._device = rank, device
         self._links = Links()
         self._heartbeat: Heartbeat | None = None
-        self._engine = 0  # this engine's number there
+        self._engine = 0  # number of this engine in the heartbeat
         self._depth = 0
         self.failed = False
 
     def missed(self, rank: int) -> PipecompError | None:
-        """Why a rank will not answer, as far as the heartbeat knows."""
+        """The reason why a rank will not answer, as far as the heartbeat knows."""
         return None if self._heartbeat is None else self._heartbeat.missed(rank)
 
     def watch(self, links: Links, heartbeat: Heartbeat) -> None:
-        """Tell neighbours through these links, and all ranks through this heartbeat."""
+        """Report to neighbours through `links`, and to all ranks through `heartbeat`."""
         self._links, self._heartbeat, self._engine = links, heartbeat, heartbeat.engine
         heartbeat.on_exit, heartbeat.on_told = links.close, links.failed
 
     @contextlib.contextmanager
     def propagate_failure(self) -> Iterator[None]:
-        """Whatever ends a step here, the neighbours learn of it, and the first lost rank is what is raised."""
-        if self._depth:  # the outer one does it
+        """Report an error of the body to all ranks, and raise the loss of the first lost rank instead if there is one.
+
+        An OutputError passes: all ranks raise it together, and training can continue.
+        """
+        if self._depth:  # the outermost one handles it
             yield
             return
         self._depth = 1
@@ -54,11 +60,11 @@ class FailureGuard:
             if self._heartbeat is not None:
                 self._heartbeat.enter()
             yield
-            computing = _computing(self._device)
-        except OutputError:  # all ranks have it, at the same place, and nothing else is wrong
+            computing = _gpu_busy(self._device)
+        except OutputError:
             raise
         except Exception as error:
-            cause = self._tell(error)
+            cause = self._report(error)
             if cause is not error:
                 raise cause from error
             raise
@@ -67,11 +73,11 @@ class FailureGuard:
             if self._heartbeat is not None:
                 self._heartbeat.leave(computing)
 
-    def _tell(self, error: Exception) -> Exception:
-        """Tell all ranks that this one's training ends; returns what to raise."""
+    def _report(self, error: Exception) -> Exception:
+        """Report to all ranks that training ends here; returns the error to raise."""
         self.failed = True
         if self._heartbeat is not None:
-            self._heartbeat.leave()  # what follows takes its time, but does not hang
+            self._heartbeat.leave()  # the rest takes time, but cannot hang
         report_stopped(f"{type(error).__name__}: {error}")
         cause = self._first_cause(error)
         lost, reason = self._rank, f"rank {self._rank} stopped: {type(cause).__name__}: {cause}"
@@ -85,9 +91,9 @@ class FailureGuard:
         return cause
 
     def _first_cause(self, error: Exception) -> Exception:
-        """Find out who was lost: a failed collective says little; the links, or the silence of a rank, tell."""
+        """Find the rank that was lost first. A failed collective does not name it; links and silence do."""
         lost = None if self._heartbeat is None else self._heartbeat.lost
-        if isinstance(error, PeerLostError):  # whom it waited for may have ended because another rank was lost
+        if isinstance(error, PeerLostError):  # the peer may have ended because another rank was lost
             return lost or error
         if isinstance(error, PipecompError) or not of_a_collective(error):
             return error
@@ -95,29 +101,29 @@ class FailureGuard:
         return self._links.failure(wait_s=1.0) or lost or find_lost(_FIND_LOST_S, *signs) or error
 
     def close(self) -> None:
-        """End in order: finish the stores, end the connections; safe to call twice."""
+        """Finish the stores and close the connections in order; may be called twice."""
         if self._heartbeat is not None:
             self._heartbeat.close(self._engine)
         self._links.close()
-        self._links = Links()  # until the program ends it is known where engines are closed
+        self._links = Links()  # the heartbeat still counts closed engines
 
 
-def _computing(device: torch.device) -> Callable[[], bool] | None:
-    """Whether a GPU still does what it has been given so far; None on the host, which has done it.
+def _gpu_busy(device: torch.device) -> Callable[[], bool] | None:
+    """A function that returns whether a GPU still runs the work queued so far; None without a GPU.
 
-    NCCL's collectives wait for other ranks on the GPU: who then reads a loss waits as long.
+    NCCL's collectives wait for other ranks on the GPU, and so does the host when it reads a loss.
     """
     if device.type != "cuda":
         return None
     with torch.cuda.device(device):
-        given = torch.cuda.Event()
-        given.record(torch.cuda.current_stream(device))
+        queued = torch.cuda.Event()
+        queued.record(torch.cuda.current_stream(device))
 
-    def computing() -> bool:
+    def busy() -> bool:
         try:
             with torch.cuda.device(device):
-                return not given.query()
-        except RuntimeError:  # of something before it on the GPU; whoever reads a result gets it
+                return not queued.query()
+        except RuntimeError:  # an earlier operation failed; reading a result raises its error
             return False
 
-    return computing
+    return busy

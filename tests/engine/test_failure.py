@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from pipecomp.distributed import failure
-from pipecomp.engine import failure_guard
-from pipecomp.engine.failure_guard import FailureGuard
+from pipecomp.engine import failure as engine_failure
+from pipecomp.engine.failure import FailureGuard
 from pipecomp.errors import PeerLostError
 from pipecomp.stages.link.links import Links
 from tests import fake_cuda
@@ -88,7 +88,7 @@ def test_of_ranks_that_say_nothing_the_longest_silent_one_is_lost(monkeypatch):
     """The others may wait in a collective for ranks that are there."""
     monkeypatch.setattr(failure, "_silent", lambda: [1, 2, 3])
     monkeypatch.setattr(failure, "_told", lambda: None)
-    monkeypatch.setattr(failure_guard, "_FIND_LOST_S", 0.0)
+    monkeypatch.setattr(engine_failure, "_FIND_LOST_S", 0.0)
     guard = FailureGuard(0, torch.device("cpu"))
     nothing: Any = {name: lambda *said: None for name in ("enter", "leave", "stopped")}
     signs = {1: 9.0, 2: 1.0, 3: 8.0}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipecomp.engine.agreed import check_auto, check_precision, check_section, check_timers
-from pipecomp.engine.assemble import check_given
-from pipecomp.engine.checkpointing import _below
+from pipecomp.engine.build import check_arguments
+from pipecomp.engine.checkpointing import check_tag
+from pipecomp.engine.validation import check_auto, check_precision, check_section, check_timers
 from pipecomp.errors import ConfigError, WireError
 from pipecomp.stages import split
 from tests.dist.small import gpt2
@@ -36,7 +36,7 @@ def test_precision_without_one_is_not():
     ],
 )
 def test_an_auto_that_nobody_settles_is_refused(key, section):
-    with pytest.raises(ConfigError, match=f"{key}: got 'auto', allowed: a value: only recipes"):
+    with pytest.raises(ConfigError, match=f"{key}: got 'auto', allowed: a value. Only recipes"):
         check_auto(section)
 
 
@@ -48,7 +48,7 @@ def test_the_section_under_another_name_is_refused(key):
 
 @pytest.mark.parametrize("key", ["activations", "store", "gradients", "transport"])
 def test_parts_of_the_section_outside_are_refused(key):
-    with pytest.raises(ConfigError, match=f"{key}: got .*, allowed: nothing here: '{key}' belongs into the section"):
+    with pytest.raises(ConfigError, match=rf"{key}: got .*\. Move '{key}' into the section"):
         check_section({"pipecomp": {}, key: {}})
 
 
@@ -85,20 +85,20 @@ def test_an_optimizer_of_the_unsplit_model_is_refused_and_a_schedule_of_another_
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
     for stage in split(model, num_stages=2):  # the last one trains a copy of the tied embedding
         with pytest.raises(
-            ConfigError, match=r"^optimizer: got 'SGD', allowed: a callable that makes one of a stage's"
+            ConfigError, match=r"^optimizer: got 'SGD', allowed: a callable that makes an optimizer from a stage's"
         ):
-            check_given(stage, optimizer, None)
+            check_arguments(stage, optimizer, None)
     (whole,) = split(model, num_stages=1)
     for given in (None, lambda parameters: optimizer):
         with pytest.raises(ConfigError, match=r"^lr_scheduler: got 'LambdaLR', allowed: a callable"):
-            check_given(whole, given, schedule)
-        check_given(whole, given, lambda optimizer: schedule)
-    check_given(whole, optimizer, schedule)
+            check_arguments(whole, given, schedule)
+        check_arguments(whole, given, lambda optimizer: schedule)
+    check_arguments(whole, optimizer, schedule)
 
 
 @pytest.mark.parametrize("tag", ["../model/x", "/tmp/x", "a/../../x", 7])
 def test_rank_0_names_no_checkpoint_elsewhere(tag):
     """What is loaded is unpickled: a rank looks only into the folder that it was told of itself."""
     with pytest.raises(WireError, match=r"rank 0 names a checkpoint .*, allowed: a folder in that of the checkpoints"):
-        _below(tag)
-    assert [_below(here) for here in ("global_step3", "best/7", None)] == ["global_step3", "best/7", None]
+        check_tag(tag)
+    assert [check_tag(here) for here in ("global_step3", "best/7", None)] == ["global_step3", "best/7", None]

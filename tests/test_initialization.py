@@ -13,12 +13,13 @@ from deepspeed.runtime.pipe import p2p
 from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 
-from pipecomp.engine import agreed, initialize, starting
+from pipecomp import initialization
+from pipecomp.engine import build, deepspeed_patches, validation
 
 
 def devices(monkeypatch: pytest.MonkeyPatch, name: str, count: int) -> None:
     accelerator = SimpleNamespace(device_name=lambda: name, device_count=lambda: count)
-    for module in (starting, agreed):
+    for module in (deepspeed_patches, validation):
         monkeypatch.setattr(module, "get_accelerator", lambda: accelerator, raising=False)
 
 
@@ -29,7 +30,7 @@ def test_ranks_that_share_a_device_find_one_that_is_there(monkeypatch, name, cou
     devices(monkeypatch, name, count)
     monkeypatch.setenv("LOCAL_RANK", place)
     monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", place)
-    with suppress(KeyError), starting.device_that_is_there():
+    with suppress(KeyError), deepspeed_patches.existing_device():
         assert (os.environ["LOCAL_RANK"], os.environ["OMPI_COMM_WORLD_LOCAL_RANK"]) == (inside, inside)
         raise KeyError
     assert (os.environ["LOCAL_RANK"], os.environ["OMPI_COMM_WORLD_LOCAL_RANK"]) == (place, place)
@@ -39,13 +40,13 @@ def test_what_no_launcher_set_stays_unset(monkeypatch):
     devices(monkeypatch, "cuda", 1)
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.delenv("OMPI_COMM_WORLD_LOCAL_RANK", raising=False)
-    with starting.device_that_is_there():
+    with deepspeed_patches.existing_device():
         assert "OMPI_COMM_WORLD_LOCAL_RANK" not in os.environ
 
 
 def test_stages_send_again_afterwards():
     stock = p2p.send, p2p.recv
-    with suppress(KeyError), starting.silent_stages():
+    with suppress(KeyError), deepspeed_patches.no_stage_messages():
         assert p2p.send(None, 1) is None
         raise KeyError
     assert (p2p.send, p2p.recv) == stock
@@ -64,15 +65,15 @@ def test_groups_over_nccl_wait_as_long_as_others(monkeypatch):
         "join_processes": lambda config: None,
         "attach_deepspeed": lambda: None,
         "process_heartbeat": lambda: SimpleNamespace(starting=nullcontext, missed=None),
-        "agree": lambda *args, **more: SimpleNamespace(plan=None, ds_config={}, settings=settings),
+        "validate": lambda *args, **more: SimpleNamespace(plan=None, ds_config={}, settings=settings),
         "AllRanks": SimpleNamespace,
-        "device_that_is_there": nullcontext,
-        "pipeline_module": building,
     }
     for name, one in stood_in_for.items():
-        monkeypatch.setattr(initialize, name, one)
+        monkeypatch.setattr(initialization, name, one)
+    monkeypatch.setattr(build, "existing_device", nullcontext)
+    monkeypatch.setattr(build, "pipeline_module", building)
     with pytest.raises(KeyError):
-        initialize.initialize("model")
+        initialization.initialize("model")
     assert seen == [default_pg_timeout]
     assert distributed_c10d._get_default_timeout("nccl") == ten_minutes < default_pg_timeout
 
@@ -83,7 +84,7 @@ def test_no_compiler_is_needed_for_adam(monkeypatch, name):
     devices(monkeypatch, name, 1)
     configs = [{"optimizer": {"type": "AdamW"}}, {"optimizer": {"type": "Adam", "params": {"torch_adam": False}}}]
     for config in configs:
-        agreed._complete(config)
+        validation._set_defaults(config)
     assert [config["optimizer"]["params"]["torch_adam"] for config in configs] == [True, False]
 
 
@@ -91,8 +92,8 @@ def test_no_compiler_is_needed_for_adam(monkeypatch, name):
 def test_at_exit_an_engine_is_closed_that_nobody_has_any_more(monkeypatch, dropped):
     """A loop over settings drops one after the other; their threads would still be inside gloo."""
     closed, finish = list[str](), list[Any]()
-    monkeypatch.setattr(initialize.atexit, "register", finish.append)
-    monkeypatch.setattr(initialize.dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(initialization.atexit, "register", finish.append)
+    monkeypatch.setattr(initialization.dist, "is_initialized", lambda: False)
 
     class Closes:
         def __init__(self, name: str) -> None:
@@ -102,7 +103,7 @@ def test_at_exit_an_engine_is_closed_that_nobody_has_any_more(monkeypatch, dropp
             closed.append(self.name)
 
     engine: Any = Closes("engine")
-    initialize._at_exit(engine)
+    initialization._close_at_exit(engine)
     if dropped:
         del engine
     finish[0]()

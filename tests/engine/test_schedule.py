@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from pipecomp.engine import run_ahead
-from pipecomp.engine.run_ahead import RunAhead
+from pipecomp.engine import schedule
+from pipecomp.engine.schedule import InFlightControl
 from pipecomp.stats import LinkStats
 
 
@@ -21,10 +21,10 @@ def after(own: list[dict[int, float]], others: list[float], monkeypatch: pytest.
         assert op == torch.distributed.ReduceOp.MAX
         torch.maximum(seen, torch.tensor(others), out=seen)
 
-    monkeypatch.setattr(run_ahead.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(schedule.dist, "all_reduce", all_reduce)
     grid = SimpleNamespace(get_pipe_parallel_group=lambda: None)
-    engine = SimpleNamespace(stage_id=0, num_stages=2, micro_batches=8, device=torch.device("cpu"), grid=grid)
-    found, stats = RunAhead(engine, "auto"), LinkStats()
+    context: Any = SimpleNamespace(stage_id=0, num_stages=2, device=torch.device("cpu"), grid=grid)
+    found, stats = InFlightControl(context, "auto", 8), LinkStats()
     for waits in own:
         found.begin_step()
         for micro_batch, seconds in waits.items():
@@ -78,11 +78,11 @@ def test_on_a_gpu_it_is_idle_time_that_counts(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    monkeypatch.setattr(run_ahead.dist, "all_reduce", lambda seen, op, group: None)
-    monkeypatch.setattr(run_ahead.torch, "tensor", lambda values, device, dtype: torch.Tensor(values))
+    monkeypatch.setattr(schedule.dist, "all_reduce", lambda seen, op, group: None)
+    monkeypatch.setattr(schedule.torch, "tensor", lambda values, device, dtype: torch.Tensor(values))
     grid = SimpleNamespace(get_pipe_parallel_group=lambda: None)
-    engine = SimpleNamespace(stage_id=0, num_stages=2, micro_batches=8, device=torch.device("cuda"), grid=grid)
-    found, stats = RunAhead(engine, "auto"), LinkStats()
+    context: Any = SimpleNamespace(stage_id=0, num_stages=2, device=torch.device("cuda"), grid=grid)
+    found, stats = InFlightControl(context, "auto", 8), LinkStats()
     for idle_ms in (90.0, 90.0, 10.0, 10.0):
         found.begin_step()
         with found.waiting(3, stats):
@@ -97,10 +97,9 @@ def test_weights_are_not_what_a_micro_batch_keeps(monkeypatch):
     """Autograd saves them, too, but once for all micro-batches."""
     stage = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False), torch.nn.Linear(64, 64, bias=False))
     stage.kept_to_recompute = lambda samples, tokens: 0
-    engine = SimpleNamespace(stage_id=0, num_stages=2, micro_batches=8, device=torch.device("cpu"), stage=stage)
-    engine.module = stage
-    found = RunAhead(engine, "auto")
-    with found.counting_memory(SimpleNamespace(ids=(1, 2), tokens=1)):
+    context: Any = SimpleNamespace(stage_id=0, num_stages=2, device=torch.device("cpu"), stage=stage)
+    found = InFlightControl(context, "auto", 8)
+    with found.measuring_memory(SimpleNamespace(ids=(1, 2), tokens=1)):
         stage(torch.ones(2, 64))
-    assert found.kept is not None
-    assert found.kept.bytes == 2 * 4 * 2 * 64, "the input of each"
+    assert found.saved is not None
+    assert found.saved.bytes == 2 * 4 * 2 * 64, "the input of each"

@@ -1,0 +1,412 @@
+"""Build an engine and its links: the stage as DeepSpeed's PipelineModule, gradient exchanges, transports, stores.
+
+Every rank calls these functions in the same order, because they create process groups.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.constants import GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEFAULT
+from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule
+from torch.distributed.constants import default_pg_timeout
+from torch.optim.lr_scheduler import LRScheduler
+
+from pipecomp.allreduce.group import Group
+from pipecomp.buffers import MessageStore, StoreEnvironment, open_environment
+from pipecomp.checkpoint.run_id import RunIdentity, find_run, model_digest
+from pipecomp.config import Config
+from pipecomp.distributed.consistency import AllRanks
+from pipecomp.distributed.placement import own_gpu, ranks_on_gpu
+from pipecomp.engine.deepspeed_patches import existing_device, long_group_timeouts, quiet
+from pipecomp.engine.engine import PipelineEngine
+from pipecomp.engine.gradient_exchange import GradientExchange, ReplicaAdam, TiedRanks
+from pipecomp.engine.local_steps import LocalExchanges
+from pipecomp.engine.replica_sync import match_tied, pipelines
+from pipecomp.engine.validation import RunSetup
+from pipecomp.errors import ConfigError, require
+from pipecomp.gradient_config import Gradients
+from pipecomp.kernels import dispatch
+from pipecomp.kernels.staging import Staging
+from pipecomp.stages import Source, build_stage, default_loss
+from pipecomp.stages.link.boundary import Crossing
+from pipecomp.stages.link.bounds import Bounds
+from pipecomp.stages.link.codebook import BLOCK
+from pipecomp.stages.link.gloo import GlooTransport, neighbour_groups
+from pipecomp.stages.link.links import Links
+from pipecomp.stages.link.receiver import LinkReceiver
+from pipecomp.stages.link.sender import LinkSender
+from pipecomp.stages.link.tls import TlsTransport
+from pipecomp.stages.link.transport import PacerTo, Transport, unpaced
+from pipecomp.stages.partition.modules import ModuleStage
+from pipecomp.stages.partition.planning import SplitPlan
+from pipecomp.stages.partition.splitting import Stage
+from pipecomp.tls.process_group import BACKEND, current_mesh
+
+
+@dataclass(frozen=True)
+class RunArguments:
+    """The arguments of `pipecomp.initialize` from which the engine is built."""
+
+    model: Any
+    loss_fn: Callable | None
+    optimizer: Any
+    lr_scheduler: Any
+    parameter_groups: Callable[[Any], list[Any]] | None
+
+    def given(self) -> dict[str, bool]:
+        """Whether each optional argument was given; must be the same on all ranks."""
+        names = ("optimizer", "lr_scheduler", "parameter_groups")
+        return {name: getattr(self, name) is not None for name in names}
+
+
+def build_engine(setup: RunSetup, arguments: RunArguments, all_ranks: AllRanks) -> PipelineEngine:
+    """Build this rank's stage and its engine, without links."""
+    settings, ds_config, plan = setup.settings, setup.ds_config, setup.plan
+    with quiet(), existing_device(), long_group_timeouts():
+        module = pipeline_module(arguments.model, plan, ds_config, arguments.loss_fn, settings.seed)
+        stage, grid = module.forward_funcs[0], module.mpu()
+        match_tied(stage, plan, grid, all_ranks)
+        optimizer = arguments.optimizer
+        with all_ranks.collective_errors():
+            check_arguments(stage, optimizer, arguments.lr_scheduler)
+        parameters = (arguments.parameter_groups or _trainable)(stage)
+        if settings.gradients.exchanges_in_optimizer:
+            require(optimizer is None, "optimizer", optimizer, "none given: 'quantized_adam' is the optimizer")
+            optimizer = quantized_adam(settings, ds_config, module, parameters)
+            del ds_config["optimizer"]
+        engine = PipelineEngine(
+            pipecomp_config=settings,
+            plan=plan,
+            tied_groups=_tied_groups(plan, grid),
+            exchange=_gradient_exchange(settings, plan, grid),
+            local=_local_exchanges(settings, plan, grid),
+            args=None,
+            model=module,
+            optimizer=optimizer,
+            lr_scheduler=arguments.lr_scheduler,
+            model_parameters=parameters,
+            mpu=grid,
+            config=ds_config,
+            config_class=DeepSpeedConfig(ds_config, grid),
+            dist_init_required=False,
+        )
+        if setup.recompute:
+            engine.stage.gradient_checkpointing_enable()
+        dispatch.prefer(settings.kernels, engine.device.type)
+    engine.local_rank = int(os.environ["LOCAL_RANK"])  # DeepSpeed has its device's number, and names files by it
+    gpu = own_gpu(engine.local_rank) if engine.device.type == "cuda" else None
+    engine.in_flight_control.sharing = ranks_on_gpu(all_ranks, gpu) or engine.in_flight_control.sharing
+    return engine
+
+
+# -- the stage
+
+
+class _StageSpec(LayerSpec):
+    """Builds a stage only on the rank that owns it."""
+
+    def __init__(self, build: Callable[[], Stage | ModuleStage]) -> None:
+        super().__init__(Stage)
+        self._build = build
+
+    def build(self, log: bool = False) -> Stage | ModuleStage:
+        return self._build()
+
+
+class _PipelineModule(PipelineModule):
+    """DeepSpeed globs for layer files; here the folder's name is not a pattern."""
+
+    def ckpt_layer_path_list(self, ckpt_dir: str, local_layer_idx: int) -> list[str]:
+        found: list[str] = super().ckpt_layer_path_list(glob.escape(ckpt_dir), local_layer_idx)
+        return found
+
+
+def pipeline_module(
+    model: Any, split_plan: SplitPlan, ds_config: dict[str, Any], loss_fn: Callable | None, seed: int
+) -> PipelineModule:
+    """Make a PipelineModule with one layer per stage; only this rank's layer is built."""
+    half = any(ds_config.get(key, {}).get("enabled") for key in ("bf16", "fp16"))
+    in_memory = isinstance(model, torch.nn.Module) or (isinstance(model, Source) and model.model is not None)
+    dtype = None if in_memory or half else torch.float32
+    loss: list[Callable] = []
+
+    def build(index: int) -> Stage | ModuleStage:
+        stage = build_stage(model, split_plan, index, dtype=dtype, seed=seed)
+        loss.append(loss_fn or default_loss(stage.config))
+        return stage
+
+    specs = [_StageSpec(partial(build, index)) for index in range(split_plan.num_stages)]
+    module = _PipelineModule(specs, num_stages=split_plan.num_stages, partition_method="uniform")
+    module.loss_fn = loss[0]
+    module.has_own_loss = loss_fn is not None
+    return module
+
+
+def _trainable(stage: Stage | ModuleStage) -> list[Any]:
+    return [p for p in stage.parameters() if p.requires_grad]
+
+
+def check_arguments(stage: Stage | ModuleStage, optimizer: Any, lr_scheduler: Any) -> None:
+    """Raise ConfigError for an optimizer of the unsplit model's parameters, or a schedule of another optimizer.
+
+    The first would not train this stage's copy of a tied weight and could not be saved; the second has no effect.
+    """
+    if isinstance(optimizer, torch.optim.Optimizer):
+        own = {id(p) for p in stage.parameters()}
+        whole = all(id(p) in own for group in optimizer.param_groups for p in group["params"])
+        allowed = "a callable that makes an optimizer from a stage's parameters"
+        hint = "Some parameters of this optimizer are not the stage's."
+        require(whole, "optimizer", type(optimizer).__name__, allowed, hint)
+    if isinstance(lr_scheduler, LRScheduler):
+        allowed, hint = "a callable that makes a scheduler from an optimizer", "This one schedules another optimizer."
+        require(lr_scheduler.optimizer is optimizer, "lr_scheduler", type(lr_scheduler).__name__, allowed, hint)
+
+
+# -- what replicas and tied weights exchange
+
+
+def _tied_groups(split_plan: SplitPlan, grid: Any) -> dict[str, dist.ProcessGroup]:
+    """Create a process group for each tied weight; returns those of this rank, by the weight's name."""
+    mine = {}
+    for tied in split_plan.trained_ties:
+        for ranks in pipelines(grid):
+            members = [ranks[stage] for stage in tied.stages]
+            group = dist.new_group(members)
+            if dist.get_rank() in members:
+                mine[tied.name] = group
+    return mine
+
+
+def _exchange_timeout_s(settings: Config, steps: int = 1) -> float:
+    """How long an average waits for a rank: at least torch's default. The heartbeat detects a lost rank much earlier.
+
+    A rank may be late, because of a full disk or its dataset. Within an interval of local steps nothing holds a faster
+    replica back, so that it may wait as long as a slow one takes for all `steps`.
+    """
+    return max(steps * settings.transport.timeout_s, default_pg_timeout.total_seconds())
+
+
+def _gradient_exchange(settings: Config, split_plan: SplitPlan, grid: Any) -> GradientExchange | None:
+    """The exchange of compressed gradients in synchronous steps; None if DeepSpeed reduces them."""
+    gradients, local = settings.gradients, settings.gradients.local
+    if gradients.method == "none" or (local is not None and not local.ever_synchronous):
+        return None
+    replicas, stage = pipelines(grid), grid.get_stage_id()
+    # quantized_adam's replicas exchange momentum; the stages of one replica still sum the gradients of tied weights.
+    holders = [replicas[grid.data_parallel_id]] if gradients.exchanges_in_optimizer else replicas
+    tied = {
+        group.name: TiedRanks(tuple(ranks[s] for ranks in holders for s in group.stages), len(group.stages))
+        for group in split_plan.trained_ties
+        if stage in group.stages
+    }
+    own = [ranks[stage] for ranks in replicas]
+    timeout_s = _exchange_timeout_s(settings)
+    return GradientExchange(gradients, own, tied, stage=stage, seed=settings.seed, timeout_s=timeout_s)
+
+
+def _local_exchanges(settings: Config, split_plan: SplitPlan, grid: Any) -> LocalExchanges | None:
+    """The exchanges of replicas that take local steps; None if they do not."""
+    options, local = settings.gradients, settings.gradients.local
+    if local is None:
+        return None
+    if local.local_steps == 1:
+        return LocalExchanges()
+    replicas, stage = pipelines(grid), grid.get_stage_id()
+    own = [ranks[stage] for ranks in replicas]
+    tied = [group for group in split_plan.trained_ties if stage in group.stages]
+
+    def exchange(
+        prefix: str, ranks: list[int], held: dict[str, TiedRanks], options: Gradients, steps: int = local.local_steps
+    ) -> GradientExchange:
+        seed, timeout_s = settings.seed, _exchange_timeout_s(settings, steps)
+        return GradientExchange(options, ranks, held, stage=stage, seed=seed, timeout_s=timeout_s, prefix=prefix)
+
+    inner = rows = None
+    if tied and options.method != "none":
+        here = replicas[grid.data_parallel_id]
+        held = {g.name: TiedRanks(tuple(here[s] for s in g.stages), len(g.stages)) for g in tied}
+        inner = exchange("local ", [here[stage]], held, options, steps=1)
+    all_tied = {g.name: TiedRanks(tuple(own), 1) for g in tied}
+    outer = exchange("outer ", own, all_tied, options)
+    if local.shares_rows:
+        rows = exchange("rows ", own, all_tied, Gradients(method="none"))
+    return LocalExchanges(inner, outer, rows)
+
+
+def quantized_adam(
+    settings: Config, ds_config: dict[str, Any], module: PipelineModule, parameters: list[Any]
+) -> ReplicaAdam:
+    """Make the optimizer of the configuration's "optimizer" section; replicas exchange its momentum.
+
+    parameters: those of the stage, or groups of them.
+    """
+    known, section = ("lr", "betas", "eps", "weight_decay"), ds_config["optimizer"]
+    params = dict(section.get("params", {}))
+    params.pop("torch_adam", None)
+    adam_w = params.pop("adam_w_mode", True) or section["type"].lower() == "adamw"  # as DeepSpeed does
+    for key in params:
+        if key not in known:
+            raise ConfigError(f"optimizer.params.{key}", params[key], f"{', '.join(known)} with 'quantized_adam'")
+    g, grid = settings.gradients, module.mpu()
+    assert g.freeze_step is not None
+    assert isinstance(g.bits, int)
+    assert g.group_size is not None
+    ranks = [ranks[grid.get_stage_id()] for ranks in pipelines(grid)]
+    return ReplicaAdam(
+        parameters,
+        **params,
+        adam_w=adam_w,
+        max_norm=float(ds_config.get(GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEFAULT)) or None,
+        freeze_step=g.freeze_step,
+        bits=g.bits,
+        group_size=g.group_size,
+        group=Group(ranks, timeout_s=_exchange_timeout_s(settings)),
+        seed=settings.seed,
+        tied=[p for p in module.forward_funcs[0].tied_parameters().values() if p.requires_grad],
+    )
+
+
+# -- links
+
+
+def open_transports(engine: PipelineEngine, timeout_s: float, pacer_to: PacerTo = unpaced) -> dict[str, Transport]:
+    """Connect to the stages before and after this one; every rank must call this.
+
+    Args:
+        engine: Gives the place of this rank in the pipeline.
+        timeout_s: How long a transport waits for a packet.
+        pacer_to: Gives the pacer of the link to a rank, which simulates a slow network.
+
+    Returns:
+        Transports by "to_previous" and "to_next"; at the ends of the pipeline one of them is missing.
+    """
+    grid, stage = engine.grid, engine.stage_id
+    all_pipelines = pipelines(grid)
+    mesh = current_mesh() if dist.get_backend() == BACKEND else None
+    groups = neighbour_groups(all_pipelines, timeout_s) if mesh is None else {}
+    ranks = all_pipelines[grid.data_parallel_id]
+    transports: dict[str, Transport] = {}
+    for name, index in {"to_previous": stage - 1, "to_next": stage}.items():
+        if 0 <= index < grid.pipe_parallel_size - 1:
+            peer = ranks[index + (name == "to_next")]
+            pacer = pacer_to(peer)
+            if mesh is not None:
+                transports[name] = TlsTransport(mesh, peer, timeout_s=timeout_s, pacer=pacer)
+            else:
+                group, sockets = groups[ranks[index], ranks[index + 1]]
+                transports[name] = GlooTransport(group, timeout_s=timeout_s, pacer=pacer, sockets=sockets)
+    return transports
+
+
+def open_links(
+    engine: PipelineEngine, configured: Config, transports: dict[str, Transport], all_ranks: AllRanks, staging: Staging
+) -> tuple[Links, RunIdentity | None]:
+    """Open this rank's ends of its links and their message stores; every rank must call this.
+
+    Args:
+        engine: Its settings have measured bits in place of "auto".
+        configured: The settings as given. Stores are tied to these, because measured bits differ from start to start.
+        transports: From `open_transports`. They are closed if this fails.
+        all_ranks: Compares the ranks.
+        staging: Copies between device and host.
+
+    Returns:
+        The links, and the run that the cached activations belong to; None if no activations are cached.
+
+    Raises:
+        StoreError: The stores belong to another run or configuration.
+        LinkError: The two ends of a link differ.
+    """
+    grid, stage, settings = engine.grid, engine.stage, engine.pipecomp_config
+    indices = {"to_previous": engine.stage_id - 1, "to_next": engine.stage_id}
+    crossings = {name: stage.crossing(indices[name]) for name in transports}
+    weight = next(stage.parameters(), torch.empty(0))
+    described = {
+        indices[name]: {
+            **configured.link_settings(indices[name]),
+            **crossing.settings,
+            "hidden_size": crossing.width,
+            "model": f"{engine.plan.model_class} {model_digest(engine.plan, stage.config)}",
+            "dtype": str(weight.dtype).removeprefix("torch."),
+            "replica": f"{grid.data_parallel_id} of {grid.data_parallel_size}",
+        }
+        for name, crossing in crossings.items()
+    }
+    run = None
+    engine.gradients.use_staging(staging)
+    with contextlib.ExitStack() as opened:  # closes transports and stores on failure, so that no lock stays
+        for transport in transports.values():
+            opened.callback(transport.close)
+        environment, stores = None, dict[int, MessageStore | None].fromkeys(described)
+        if settings.activations.method == "aqsgd":
+            with all_ranks.collective_errors():
+                environment = _environment(settings, engine.global_rank, staging)
+                opened.callback(environment.close)
+                stores = {index: environment.link(f"link-{index}", values) for index, values in described.items()}
+            holds = any(store is not None and store.stats()["samples"] > 0 for store in stores.values())
+            run = find_run(environment, holds, settings.store.path, settings.store.run, all_ranks)
+        ends: dict[str, Any] = {}
+        for name, crossing in crossings.items():
+            ends[name] = (LinkSender if name == "to_next" else LinkReceiver)(
+                indices[name],
+                settings,
+                transports[name],
+                stores[indices[name]],
+                replica=grid.data_parallel_id,
+                staging=staging,
+                pass_nonfinite=engine.fp16_enabled(),
+                canvas=crossing.canvas,
+            )
+        both = {index: {**values, "settings": settings.digest()} for index, values in described.items()}
+        keeps_gradients = settings.activations.backward_method == "delta"
+        links = Links(environment=environment, described=both, gradients=keeps_gradients, **ends)
+        links.agree()
+        for name, end in ends.items():
+            bounds = bounds_of(engine, crossings[name])
+            if bounds is not None:
+                end.limit(bounds, weight.dtype)
+        opened.pop_all()
+    return links, run
+
+
+def bounds_of(engine: PipelineEngine, crossing: Crossing) -> Bounds | None:
+    """The largest packet that a link accepts; None for a model without `max_position_embeddings`."""
+    rows = crossing.rows
+    if rows is None:
+        positions = getattr(engine.stage.config, "max_position_embeddings", None)
+        if not isinstance(positions, int) or positions <= 0:
+            return None
+        rows = 2 * positions  # models with relative positions accept longer samples
+    settings = engine.pipecomp_config
+    store = settings.store
+    changed = engine.micro_batch_size * engine.micro_batches * (store.drift_check or 0)
+    if settings.activations.backward_method == "delta":
+        changed *= 2  # the gradient of a sample is an entry of its own
+    if store.clusters is not None:
+        changed = -(-store.clusters // BLOCK)
+    return Bounds(engine.micro_batch_size, rows, crossing.width, changed)
+
+
+def _environment(settings: Config, rank: int, staging: Staging) -> StoreEnvironment:
+    store = settings.store
+    return open_environment(
+        store.backend,
+        store.path,
+        rank,
+        bits=store.bits,
+        group_size=settings.activations.group_size,
+        max_bytes=store.max_bytes,
+        prefetch=store.prefetch if store.clusters is None else 0,  # cluster centers are in memory
+        on_write_error=store.on_write_error,
+        staging=staging,
+    )
