@@ -109,7 +109,7 @@ def test_a_run_that_goes_on_takes_the_bits_of_its_checkpoint(tmp_path):
     assert first["goes on"][1] == first["begun"][1], "bit for bit"
     assert min(first["goes on"][2]) > 6
     assert [sentence.split(":")[0] for sentence in said] == ["bits within the links' rates"] * 2 + ["bits"]
-    assert "not what was measured now" in said[2]
+    assert "instead of this start" in said[2]
     assert silent == []
 
 
