@@ -26,7 +26,7 @@ def traced(rank, world, note, folder):
     engine.start_trace()
     for _ in range(STEPS):
         engine.train_batch()
-    with pytest.raises(OutputError, match="cannot end in .png"):
+    with pytest.raises(OutputError, match=r"cannot end in \.png"):
         engine.save_trace(f"{folder}/trace.png")
     engine.save_trace(f"{folder}/trace.json")
     assert engine.timers("train_batch").event_timers == []  # DeepSpeed would keep each step's until it prints
