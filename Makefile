@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 setup: $(READY)
 
-$(READY): pyproject.toml scripts/setup.sh $(wildcard setup.py kernels/native*.cpp kernels/native*.h)
+$(READY): pyproject.toml scripts/setup.sh $(wildcard setup.py kernels/build.py kernels/native/*.cpp kernels/native/*.h)
 	PYTHON="$(PYTHON)" sh scripts/setup.sh $(VENV)
 
 demo: $(READY)

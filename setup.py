@@ -1,4 +1,4 @@
-"""Finds the packages, and adds the native kernels to the build: without a C++ compiler the package still installs."""
+"""Package list and the optional extension of native kernels: without a C++ compiler the package still installs."""
 
 import os
 import runpy
@@ -9,7 +9,7 @@ from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
-# Folders beside pipecomp/ that are imported as pipecomp.…; inside it stand symbolic links, where a checkout has such.
+# Folders beside pipecomp/ that are imported as pipecomp.…; a checkout has symbolic links to them inside pipecomp/.
 OUTSIDE = ("stages", "buffers", "kernels")
 
 outside = [f"pipecomp.{name}" for name in OUTSIDE]
@@ -25,9 +25,9 @@ build = runpy.run_path(str(Path(__file__).parent / KERNELS / "build.py"), run_na
 
 
 class BuildKernels(build_ext):
-    """Compiles the kernels as `python -m pipecomp.kernels.build` does: all sources at the same time.
+    """Compiles the kernels as `python -m pipecomp.kernels.build` does, all sources at the same time.
 
-    Or takes the library that BUILT_KERNELS names, which scripts/setup.sh compiles while packages are installed.
+    Or takes the library named by BUILT_KERNELS, which scripts/setup.sh compiles while packages are installed.
     """
 
     def build_extension(self, ext: Extension) -> None:
@@ -47,7 +47,7 @@ setup(
     package_dir={f"pipecomp.{name}": name for name in OUTSIDE} | {RECIPES: "recipes"},
     package_data={
         "pipecomp": ["py.typed"],
-        "pipecomp.kernels": ["*.cpp", "*.h"],
+        "pipecomp.kernels.native": ["*.cpp", "*.h"],
         "pipecomp.report": ["*.css", "*.js", "*.j2"],
         RECIPES: ["*.md", "*/*.py", "*/*.json", "*/*.md"],
     },
@@ -55,8 +55,8 @@ setup(
     ext_modules=[
         Extension(
             "pipecomp.kernels._native",
-            sources=[str(KERNELS / source) for source in build["SOURCES"]],
-            depends=[str(path) for path in sorted(KERNELS.glob("native*.h"))],
+            sources=[str(KERNELS / "native" / source) for source in build["SOURCES"]],
+            depends=[str(path) for path in sorted((KERNELS / "native").glob("*.h"))],
             language="c++",
             optional=True,
         )

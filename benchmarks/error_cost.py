@@ -50,18 +50,18 @@ def kernels(x_TH: Tensor, m_TH: Tensor | None, error: float) -> tuple[int, list[
     rows, hidden = x_TH.shape
     delta = m_TH is not None
     payload = torch.empty(rows * (4 + ops.row_bytes(hidden, HIGH)), dtype=torch.uint8)
-    visit = ops.Visit(x_TH, m_TH, ops.Options(HIGH, None), delta)
+    visit = ops.EncodeItem(x_TH, m_TH, ops.QuantizerOptions(HIGH, None), delta)
     bits = ops.fewest_bits([visit], error, LOW, HIGH)
     part = payload[: rows * (4 + ops.row_bytes(hidden, bits))]
     kept = None if m_TH is None else m_TH.clone()  # moves with every call, and is set back before the next
 
-    def moving() -> ops.Visit:
+    def moving() -> ops.EncodeItem:
         if kept is not None and m_TH is not None:
             kept.copy_(m_TH)
         return visit._replace(m=kept)
 
     def fixed() -> object:
-        return ops.encode_batch([moving()._replace(options=ops.Options(bits, None))], part)
+        return ops.encode_batch([moving()._replace(options=ops.QuantizerOptions(bits, None))], part)
 
     def fitted() -> object:
         return ops.encode_fewest([moving()], payload, error, LOW, HIGH)

@@ -34,7 +34,7 @@ from pipecomp.buffers.base import (
 )
 from pipecomp.buffers.value import ValueFormat, decode_value, read_header, verify_value
 from pipecomp.errors import ConfigError, NonFiniteError, StoreError, WireError
-from pipecomp.kernels.rng import GOLDEN, finalize64
+from pipecomp.kernels.reference.reproducible import GOLDEN, finalize64
 from pipecomp.kernels.staging import Copy, HostStaging, Staging
 
 MAX_REQUESTS = 256  # more than any pipeline has micro-batches in flight: older prefetch requests are stale

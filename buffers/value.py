@@ -126,7 +126,7 @@ class ValueFormat:
         if self.bits == 16:
             return m_nH.clamp(-FLOAT16_MAX, FLOAT16_MAX).to(torch.float16)
         payload = torch.empty(self.size(*m_nH.shape) - HEADER_BYTES, dtype=torch.uint8)
-        visit = ops.Visit(m_nH, None, ops.Options(self.bits, self.grouping))
+        visit = ops.EncodeItem(m_nH, None, ops.QuantizerOptions(self.bits, self.grouping))
         try:
             ops.encode_batch([visit], payload).check()
         except NonFiniteError as error:
@@ -193,7 +193,7 @@ def decode_value(value: bytearray | memoryview, header: ValueHeader, *, alias: b
         return CachedActivation(header.version, _payload_tensor(value, "<f2", n * H).view(n, H).float())
     m_nH = torch.empty(n, H, dtype=torch.float32)
     payload = torch.from_numpy(np.frombuffer(value, np.uint8, offset=HEADER_BYTES))
-    ops.decode_batch(payload, [ops.Arriving(m_nH, ops.Options(bits, grouping))])
+    ops.decode_batch(payload, [ops.DecodeItem(m_nH, ops.QuantizerOptions(bits, grouping))])
     return CachedActivation(header.version, m_nH)
 
 

@@ -1,4 +1,4 @@
-"""Builds the native kernels in a source tree: `python -m pipecomp.kernels.build [OUTPUT]`. Needs no other package.
+"""Build of the native kernels: `python -m pipecomp.kernels.build [OUTPUT]` in a source tree. Needs no other package.
 
 setup.py builds the package's extension with the same function.
 """
@@ -14,7 +14,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-SOURCES = ("native_avx512.cpp", "native_avx2.cpp", "native_portable.cpp", "native.cpp")  # the longest first
+SOURCES = ("avx512.cpp", "avx2.cpp", "portable.cpp", "interface.cpp")  # in native/, the longest to compile first
 # -ffp-contract=off: a fused multiply-add rounds once where the other backends round twice.
 COMPILE_FLAGS = (
     "-std=c++17",
@@ -29,23 +29,23 @@ COMPILE_FLAGS = (
     "-fPIC",
 )
 LINK_FLAGS = ("-pthread", "-shared")
-TIMEOUT_S = 900  # 50 times what the longest command takes on one quiet core: it guards against a compiler that hangs
+TIMEOUT_S = 900  # for a compiler that hangs: 50 times the longest command on one quiet core
 
 
 def find_compiler() -> str | None:
-    """Find the C++ compiler to use: $CXX, else c++, g++ or clang++; None if there is none."""
+    """Find the C++ compiler: $CXX, else c++, g++ or clang++; None if there is none."""
     named = os.environ.get("CXX", "")
     return next((path for path in map(shutil.which, (named, "c++", "g++", "clang++")) if path), None)
 
 
 def source_flags(source: str) -> tuple[str, ...]:
     """List a source's flags. On x86-64 only CPUs without AVX2 run the portable code: not worth 15 s of compiling."""
-    fast = source != "native_portable.cpp" or platform.machine() not in ("x86_64", "AMD64")
+    fast = source != "portable.cpp" or platform.machine() not in ("x86_64", "AMD64")
     return COMPILE_FLAGS if fast else (*COMPILE_FLAGS, "-O1")
 
 
 def run(command: list[str], timeout_s: float) -> None:
-    """Run a compiler's command. RuntimeError with its words if it fails or takes too long."""
+    """Run a compiler command. RuntimeError with its output if it fails or takes too long."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
     except subprocess.TimeoutExpired as error:
@@ -57,12 +57,12 @@ def run(command: list[str], timeout_s: float) -> None:
 def build(output: Path, extra_flags: tuple[str, ...] = (), timeout_s: float = TIMEOUT_S) -> Path:
     """Compile the kernels to the shared library `output`, on all cores.
 
-    timeout_s: for each of the compiler's commands. RuntimeError with the compiler's words if one fails.
+    timeout_s: limit for each compiler command. RuntimeError with the compiler's output if one fails.
     """
     compiler = find_compiler()
     if compiler is None:
         raise RuntimeError("no C++ compiler found: install g++ or clang++, or name one in CXX")
-    folder = Path(__file__).resolve().parent
+    folder = Path(__file__).resolve().parent / "native"
     partial = output.with_name(f"{output.name}.{os.getpid()}.part")
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = [str(Path(temporary, source).with_suffix(".o")) for source in SOURCES]

@@ -1,28 +1,35 @@
-"""Which backend runs an operation, and why.
+"""The choice of the backend that runs an operation: "torch" anywhere, "native" on CPU tensors, "triton" on GPU tensors.
 
-What a backend is: `pipecomp.kernels.backend`.
+A backend is an object whose attributes are operations, each with the name and signature of its reference function. The
+reference itself runs where a backend has no implementation of its own.
 """
 
 from __future__ import annotations
 
 import inspect
 import warnings
+from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from pipecomp.errors import ConfigError, KernelError, ShapeError
-from pipecomp.kernels import native, torch_backend
-from pipecomp.kernels.backend import Backend
-from pipecomp.kernels.self_check import self_check
+from pipecomp.kernels.native import library
+from pipecomp.kernels.native.backend import NativeBackend
+from pipecomp.kernels.reference import layout, rows
+from pipecomp.kernels.reference.layout import QuantizerOptions
 
 BACKENDS = ("auto", "torch", "native", "triton")
+Backend = Any
+TORCH: Backend = SimpleNamespace()  # empty: the reference runs
+Operation = TypeVar("Operation", bound=Callable[..., Any])
 
 
-class Status(NamedTuple):
-    """What backend="auto" runs on one kind of device, for people."""
+class BackendStatus(NamedTuple):
+    """The backend that "auto" runs on one kind of device, and the reason as a sentence."""
 
     device: str  # "cpu" or "cuda"
     backend: str
@@ -30,26 +37,29 @@ class Status(NamedTuple):
 
 
 class SlowKernelsWarning(RuntimeWarning):
-    """The torch path runs because faster kernels are not there."""
+    """The torch backend runs because the faster kernels are missing."""
 
 
-_preferred: dict[str, Backend] = {}  # by device: what "auto" runs in this process, where something else was asked for
+_preferred: dict[str, Backend] = {}  # by device: the backend of "auto" in this process
 
 
-def prefer(backend: str, device: str) -> None:
-    """From now on "auto" means `backend` for tensors on `device` ("cpu" or "cuda"), in this process.
+def implementation(operation: Operation, backend: str, first: Tensor, *others: Tensor | None) -> Operation:
+    """Choose the implementation of an operation for these tensors.
 
-    ConfigError for an unknown name or one that cannot run here; "auto" takes a preference back.
+    Args:
+        operation: The reference function.
+        backend: "auto", "torch", "native" or "triton".
+        first: A tensor argument of the operation.
+        others: Further tensors, on the same device.
+
+    Returns:
+        The backend's function of the same name and signature.
+
+    Raises:
+        ConfigError, ShapeError, KernelError: As `pick`.
     """
-    if backend not in BACKENDS:
-        raise ConfigError("kernels", backend, ", ".join(BACKENDS))
-    if backend == "auto":
-        _preferred.pop(device, None)
-        return
-    loaded = load(backend, device)
-    if isinstance(loaded, str):
-        raise ConfigError("kernels", backend, f"'auto', or what runs here: {loaded}")
-    _preferred[device] = loaded
+    chosen: Operation = getattr(pick(backend, first, *others), operation.__name__, operation)
+    return chosen
 
 
 def pick(backend: str, first: Tensor, *others: Tensor | None) -> Backend:
@@ -71,52 +81,107 @@ def pick(backend: str, first: Tensor, *others: Tensor | None) -> Backend:
     return loaded
 
 
+def prefer(backend: str, device: str) -> None:
+    """Make "auto" choose `backend` for tensors on `device` ("cpu" or "cuda") in this process; "auto" restores it.
+
+    Raises ConfigError for an unknown name or a backend that cannot run here.
+    """
+    if backend not in BACKENDS:
+        raise ConfigError("kernels", backend, ", ".join(BACKENDS))
+    if backend == "auto":
+        _preferred.pop(device, None)
+        return
+    loaded = load(backend, device)
+    if isinstance(loaded, str):
+        raise ConfigError("kernels", backend, "'auto', or a backend that runs here", hint=loaded)
+    _preferred[device] = loaded
+
+
 def load(backend: str, device: str) -> Backend | str:
-    """Load the backend of that name, which is not "auto"; a sentence saying why where it cannot run on this device."""
+    """Load a named backend other than "auto"; a sentence with the reason if it cannot run on this device."""
     if backend == "torch":
-        return torch_backend
+        return TORCH
     if backend == "triton":
         return load_triton(device)
-    return native.load() if device == "cpu" else f"takes CPU tensors, got one on {device}"
+    return load_native() if device == "cpu" else f"takes CPU tensors, got one on {device}"
+
+
+@cache
+def load_native() -> NativeBackend | str:
+    """Load the native backend on this CPU's best instruction set; a sentence with the reason if that fails."""
+    path = library.library_path()
+    if path is None:
+        return "native kernels are not built (no C++ compiler at install time, or one that is too old?)"
+    try:
+        backend = NativeBackend(path)
+        self_check(backend, f"native kernels ({backend.isa} code)")
+    except KernelError as error:
+        return str(error)
+    return backend
 
 
 @cache
 def load_triton(device: str) -> Backend | str:
-    """Load the Triton backend; a sentence saying why where it cannot run on this device."""
+    """Load the Triton backend; a sentence with the reason if it cannot run on this device."""
     try:
         import triton
     except ImportError:
         return "triton is not installed"
     if device != "cuda" and not triton.knobs.runtime.interpret:
         return f"takes GPU tensors, got one on {device}"
-    try:  # Triton compiles its driver and each kernel when they are first used, and needs a C compiler for it
-        from pipecomp.kernels import triton_backend
+    # Note: Triton compiles its driver and each kernel at the first launch, and needs a C compiler for it. Where that is
+    # missing the self-check fails here, not in the middle of training.
+    try:
+        from pipecomp.kernels.triton import BACKEND
 
-        self_check(triton_backend, "triton kernels", device)
+        self_check(BACKEND, "triton kernels", device)
     except KernelError as error:
         return str(error)
     except Exception as error:  # of Triton, its compilers or the device
         first = next(iter(str(error).strip().splitlines()), "")
         return f"triton kernels do not run here: {type(error).__name__}: {first}"
-    return triton_backend
+    return BACKEND
+
+
+def self_check(backend: Backend, name: str = "kernels", device: str = "cpu") -> None:
+    """Compare a backend's quantizer with the reference on a small sample.
+
+    Catches failures that no build flag rules out, such as a compiler that contracts multiply and add.
+
+    Args:
+        backend: The backend to run.
+        name: Name of the kernels in the error.
+        device: Device of the sample.
+
+    Raises:
+        KernelError: The bytes differ from the reference's; also any error of the kernels themselves.
+    """
+    values = torch.linspace(-3, 3, 210, dtype=torch.float32).sin().reshape(3, 70) ** 3
+    for rounding in layout.ROUNDINGS:
+        options = QuantizerOptions(bits=3, group_size=None, rounding=rounding, seed=7)
+        m, m_reference = (values * 0.3).to(device), values * 0.3
+        got = backend.delta_quantize_(values.to(device), m, options)
+        want = rows.delta_quantize_(values, m_reference, options)
+        if not all(torch.equal(a.cpu(), b) for a, b in zip((*got, m), (*want, m_reference), strict=True)):
+            raise KernelError(f"{name} give other bytes than the reference")
 
 
 @cache
 def automatic(device: str) -> Backend:
-    """Choose what "auto" means on a device; warn once where that is the torch path."""
+    """Choose the backend of "auto" on a device; warn once if only torch remains."""
     loaded = load("triton" if device == "cuda" else "native", device)
     if not isinstance(loaded, str):
         return loaded
     warnings.warn(
         f"pipecomp quantizes with plain torch operations on {device}, tens of times slower than its own kernels: "
-        f"{loaded}. `pipecomp doctor` says more.",
+        f"{loaded}. Run `pipecomp doctor` for advice.",
         SlowKernelsWarning,
-        stacklevel=frames_to_caller(),
+        stacklevel=_caller_stacklevel(),
     )
-    return torch_backend
+    return TORCH
 
 
-def frames_to_caller() -> int:
+def _caller_stacklevel() -> int:
     """Find the `stacklevel` with which a warning of the caller names the first line outside kernels and torch."""
     level, frame = 1, inspect.currentframe()
     frame = frame.f_back if frame else None
@@ -125,16 +190,18 @@ def frames_to_caller() -> int:
     return level
 
 
-def status() -> list[Status]:
-    """Say what "auto" runs on each kind of device of this machine, and why."""
-    loaded = native.load()
+def status() -> list[BackendStatus]:
+    """List the backends of "auto" for each kind of device of this machine, with reasons."""
+    loaded = load_native()
     on_cpu = (
         ("torch", loaded)
         if isinstance(loaded, str)
         else ("native", f"{loaded.isa} code, {loaded.threads} thread{'s' * (loaded.threads > 1)}")
     )
-    lines = [Status("cpu", *on_cpu)]
+    lines = [BackendStatus("cpu", *on_cpu)]
     if torch.cuda.is_available():
         on_gpu = load_triton("cuda")
-        lines.append(Status("cuda", *(("torch", on_gpu) if isinstance(on_gpu, str) else ("triton", "GPU tensors"))))
+        lines.append(
+            BackendStatus("cuda", *(("torch", on_gpu) if isinstance(on_gpu, str) else ("triton", "GPU tensors")))
+        )
     return lines

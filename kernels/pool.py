@@ -1,4 +1,4 @@
-"""Buffers that are used again: fresh pages cost more than what most packets need to be written."""
+"""A pool of host buffers. Fresh pages cost more time than writing most packets, so buffers are reused."""
 
 from __future__ import annotations
 
@@ -9,81 +9,83 @@ from collections.abc import Callable
 
 import numpy as np
 
-LEAST_BYTES = 1 << 12
-KEPT_BYTES = 64 << 20  # of buffers that nobody uses
+MIN_BUFFER_BYTES = 1 << 12
+IDLE_BYTES = 64 << 20
 
 
-class Pool:
-    """uint8 buffers of powers of two; one comes back once no array or tensor refers to what `take` returned.
+class BufferPool:
+    """uint8 buffers of powers of two. A buffer returns once no array or tensor refers to the result of `take`.
 
-    make: makes a new one, for pinned memory. kept_bytes: most that lie here unused; more is given back to the system,
-    and `let_go` is told before. most_bytes: of all buffers together, used or not.
+    allocate: makes a new buffer, such as pinned memory. idle_bytes: limit for unused buffers in the pool; further ones
+    go back to the system, after a call of `on_release`. max_bytes: limit for all buffers together, used or not.
     """
 
     def __init__(
         self,
-        make: Callable[[int], np.ndarray] | None = None,
-        kept_bytes: int = KEPT_BYTES,
-        let_go: Callable[[np.ndarray], None] = lambda _: None,
-        most_bytes: float = math.inf,
+        allocate: Callable[[int], np.ndarray] | None = None,
+        idle_bytes: int = IDLE_BYTES,
+        on_release: Callable[[np.ndarray], None] = lambda _: None,
+        max_bytes: float = math.inf,
     ) -> None:
-        self._make = make or (lambda size: np.empty(size, dtype=np.uint8))
-        self._let_go = let_go
-        self._lock = threading.RLock()  # a buffer may come back while its thread takes another
-        self._free: dict[int, list[np.ndarray]] = {}
-        self._lent: dict[int, tuple[weakref.ref, np.ndarray]] = {}  # by the buffer's identity
-        self._kept, self._kept_bytes = 0, kept_bytes
-        self._made, self._most_bytes = 0, most_bytes
+        self._allocate = allocate or (lambda size: np.empty(size, dtype=np.uint8))
+        self._on_release = on_release
+        self._lock = threading.RLock()  # a buffer may return while its thread takes another
+        self._idle: dict[int, list[np.ndarray]] = {}  # by size
+        self._in_use: dict[int, tuple[weakref.ref, np.ndarray]] = {}  # by the buffer's identity
+        self._idle_bytes, self._max_idle_bytes = 0, idle_bytes
+        self._total_bytes, self._max_bytes = 0, max_bytes
 
     def take(self, size: int) -> np.ndarray:
-        """Give uint8 [size], with anything in it.
+        """Take a buffer, uint8 [size], with arbitrary content.
 
         Raises:
-            MemoryError: if there is none of this size, and what is in use leaves no room for a new one.
+            MemoryError: No idle buffer has this size, and those in use leave no room for a new one.
         """
-        room = max(LEAST_BYTES, 1 << (max(size, 1) - 1).bit_length())
+        capacity = max(MIN_BUFFER_BYTES, 1 << (max(size, 1) - 1).bit_length())
         with self._lock:
-            free = self._free.get(room)
-            root = free.pop() if free else None
-            self._kept -= room if root is not None else 0
-        if root is None:
-            root = self._new(room)
-        # An array of another object's memory is what its slices refer to: they keep it, and with it the buffer.
-        taken = np.frombuffer(memoryview(root)[:size], dtype=np.uint8)
-        self._lent[id(root)] = weakref.ref(taken, lambda _: self._put(root)), root
+            idle = self._idle.get(capacity)
+            buffer = idle.pop() if idle else None
+            self._idle_bytes -= capacity if buffer is not None else 0
+        if buffer is None:
+            buffer = self._new(capacity)
+        # Note: numpy collapses the base of a slice to the array that owns the memory. Here that is `taken`, an array of
+        # another object's memory: slices keep `taken` alive, and its finalizer returns the buffer.
+        taken = np.frombuffer(memoryview(buffer)[:size], dtype=np.uint8)
+        self._in_use[id(buffer)] = weakref.ref(taken, lambda _: self._return(buffer)), buffer
         return taken
 
-    def stop_growing(self, refused: int) -> None:
-        """Make no more than there is: to be called by `make` before its MemoryError. refused: bytes it was to make."""
+    def stop_growing(self, refused_bytes: int) -> None:
+        """Allocate no more from here on. `allocate` calls it before MemoryError, with the bytes it could not get."""
         with self._lock:
-            self._most_bytes = self._made - refused
+            self._max_bytes = self._total_bytes - refused_bytes
 
-    def _new(self, room: int) -> np.ndarray:
-        """Make one. Unused ones of other sizes make way for it, the largest first."""
-        gone = []
+    def _new(self, capacity: int) -> np.ndarray:
+        """Allocate a buffer. Idle ones of other sizes are released for it, the largest first."""
+        released = []
         with self._lock:
-            if self._made - self._kept + room > self._most_bytes:
-                raise MemoryError(f"{room} bytes beside {self._made - self._kept} in use, allowed: {self._most_bytes}")
-            while self._made + room > self._most_bytes:
-                gone.append(self._free[max(size for size in list(self._free) if self._free[size])].pop())
-                self._kept -= gone[-1].size
-                self._made -= gone[-1].size
-            self._made += room
-        while gone:
-            self._let_go(gone.pop())
+            used = self._total_bytes - self._idle_bytes
+            if used + capacity > self._max_bytes:
+                raise MemoryError(f"{capacity} bytes beside {used} in use, allowed: {self._max_bytes}")
+            while self._total_bytes + capacity > self._max_bytes:
+                released.append(self._idle[max(size for size in list(self._idle) if self._idle[size])].pop())
+                self._idle_bytes -= released[-1].size
+                self._total_bytes -= released[-1].size
+            self._total_bytes += capacity
+        while released:
+            self._on_release(released.pop())
         try:
-            return self._make(room)
+            return self._allocate(capacity)
         except BaseException:
             with self._lock:
-                self._made -= room
+                self._total_bytes -= capacity
             raise
 
-    def _put(self, root: np.ndarray) -> None:
-        del self._lent[id(root)]
+    def _return(self, buffer: np.ndarray) -> None:
+        del self._in_use[id(buffer)]
         with self._lock:
-            if self._kept + root.size <= self._kept_bytes:
-                self._free.setdefault(root.size, []).append(root)
-                self._kept += root.size
+            if self._idle_bytes + buffer.size <= self._max_idle_bytes:
+                self._idle.setdefault(buffer.size, []).append(buffer)
+                self._idle_bytes += buffer.size
                 return
-            self._made -= root.size
-        self._let_go(root)
+            self._total_bytes -= buffer.size
+        self._on_release(buffer)

@@ -29,7 +29,7 @@ from pipecomp.engine.engine import PipelineEngine
 from pipecomp.engine.replica_sync import optimizer_facts, pipelines
 from pipecomp.engine.validation import RunSetup, validate
 from pipecomp.kernels import ops
-from pipecomp.kernels.staging_cuda import staging_for
+from pipecomp.kernels.staging import staging_for
 from pipecomp.netlab.software import VARIABLE, ThrottleSettings, throttle_to
 from pipecomp.plan.auto_bits import BatchShape, fewest_bits, sample_length, settle, wants_measuring, warn_of_dropout
 from pipecomp.plan.simulation import TCP_SHARE, Channel, LinkNetwork

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipecomp.kernels import staging_cuda
+from pipecomp.kernels import staging as staging_module
 
 DEVICE = torch.device("cpu")  # what stands for the GPU
 
@@ -52,7 +52,7 @@ class FakeCuda:
         yield
 
     def pin(self, size: int) -> np.ndarray:
-        """staging_cuda.pinned."""
+        """staging.pinned."""
         self.check()
         self._pinned.append(np.zeros(size, dtype=np.uint8))
         return self._pinned[-1]
@@ -114,5 +114,5 @@ def use_fake_cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     monkeypatch.setattr(torch.accelerator, "empty_host_cache", cuda.empty_host_cache, raising=False)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: cuda.did.append(("keep", stream.name)))
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda x: cuda.is_pinned(x))
-    monkeypatch.setattr(staging_cuda, "pinned", cuda.pin)
+    monkeypatch.setattr(staging_module, "pinned", cuda.pin)
     return cuda

@@ -40,10 +40,10 @@ import sys
 import torch
 import pipecomp
 from pipecomp.buffers import open_environment
-from pipecomp.kernels import bitpack
+from pipecomp.kernels.reference import rows
 from pipecomp.stages import link, partition, split
 folder, backend = sys.argv[1:]
-for module in (pipecomp, bitpack, link, partition, pipecomp.buffers, pipecomp.kernels.ops):
+for module in (pipecomp, rows, link, partition, pipecomp.buffers, pipecomp.kernels.ops):
     assert module.__file__.startswith(folder), module.__file__
 codes, scale = pipecomp.kernels.ops.quantize(torch.ones(2, 8), 4, backend=backend)
 assert codes.shape == (2, 4)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipecomp.kernels import dispatch, torch_backend
-from pipecomp.kernels.staging import Done
+from pipecomp.kernels import dispatch
+from pipecomp.kernels.staging import FinishedCopy
 
 DEVICE = torch.device("cuda", 0)
 COPIES = (torch.ops.aten.copy_, torch.ops.aten._to_copy)
@@ -173,15 +173,15 @@ class PretendStaging:
         """See Staging."""
         return torch.empty_like(target, device=DEVICE)
 
-    def to_host(self, x: Tensor, target: Tensor | None = None) -> Done:
+    def to_host(self, x: Tensor, target: Tensor | None = None) -> FinishedCopy:
         """See Staging. Refuses what is on the host."""
         assert isinstance(x, OnGpu)
-        return Done(x.cpu() if target is None else target.copy_(x))
+        return FinishedCopy(x.cpu() if target is None else target.copy_(x))
 
-    def to_device(self, x: Tensor) -> Done:
+    def to_device(self, x: Tensor) -> FinishedCopy:
         """See Staging. Refuses what is on the double."""
         assert not isinstance(x, OnGpu)
-        return Done(x.to(DEVICE))
+        return FinishedCopy(x.to(DEVICE))
 
 
 class Event:
@@ -252,4 +252,4 @@ def have_the_double(patched: pytest.MonkeyPatch) -> None:
     patched.setattr(torch.futures, "Future", lambda *, devices=None: future())
     patched.setattr(threading.Thread, "run", run_there)
     patched.setattr(torch, "tensor", made)
-    patched.setattr(dispatch, "automatic", lambda device: torch_backend if device == "cuda" else automatic(device))
+    patched.setattr(dispatch, "automatic", lambda device: dispatch.TORCH if device == "cuda" else automatic(device))

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipecomp.kernels import staging_cuda
+from pipecomp.kernels import staging as staging_module
 from tests.pretend_gpu import DEVICE, Mode, OnGpu, Stream, each_tensor, from_file, have_the_double, loading
 
 
@@ -83,7 +83,7 @@ def _pin_memory(patched: pytest.MonkeyPatch) -> None:
         target = torch.from_numpy(pin(x.numel() * x.element_size())).view(x.dtype).view(x.shape)
         return target.copy_(x)
 
-    patched.setattr(staging_cuda, "pinned", pin)
+    patched.setattr(staging_module, "pinned", pin)
     patched.setattr(Tensor, "is_pinned", is_pinned)
     patched.setattr(Tensor, "pin_memory", pin_memory)
 

@@ -66,7 +66,7 @@ MANY_PARAMETERS = {
     "pipecomp.kernels.ops:*quantize*": "a public operation: one call for every option of the quantizer",
     "pipecomp.kernels.*linear_decode": "a public operation, and the same signature in every backend",
     "pipecomp.kernels.*:exponential_decode": "a public operation",
-    "pipecomp.kernels.triton_*:*_kernel": "a Triton kernel: pointers, strides and sizes one by one",
+    "pipecomp.kernels.triton.*:*_kernel": "a Triton kernel: pointers, strides and sizes one by one",
     "pipecomp.buffers:open_environment": "the settings of the store's section, and the staging",
     "pipecomp.cli.commands:*": "typer makes an option of every parameter",
     "pipecomp.cli.train:train": "typer makes an option of every parameter",

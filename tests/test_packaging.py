@@ -18,8 +18,8 @@ pytestmark = pytest.mark.timeout(packaging.HANGS_S)
 IN_SDIST = """
 LICENSE Makefile README.md CHANGELOG.md CONTRIBUTING.md MANIFEST.in pyproject.toml setup.py .pre-commit-config.yaml
 benchmarks/README.md benchmarks/throughput.py benchmarks/kernel_limits.cpp benchmarks/results/throughput.md
-docs/reliability.md examples/README.md examples/bert_cola.py examples/supervised.sh kernels/native.cpp kernels/native.h
-kernels/native_simd.h pipecomp/py.typed recipes/README.md recipes/gpt2_wikitext2/train.py
+docs/reliability.md examples/README.md examples/bert_cola.py examples/supervised.sh kernels/native/interface.cpp
+kernels/native/shared.h kernels/native/simd.h pipecomp/py.typed recipes/README.md recipes/gpt2_wikitext2/train.py
 recipes/gpt2_wikitext2/ds_config.json scripts/import_graph.py scripts/setup.sh stages/partition/splitting.py
 tests/conftest.py tests/golden/golden.json tests/golden/old_run.tar.xz tests/fuzz/corpus/config/00.json
 """
@@ -84,14 +84,14 @@ def test_a_wheel_holds_every_module(sdist, tmp_path):
     for module, file in house.modules().items():
         folder = module.replace(".", "/")
         wanted.add(f"{folder}/__init__.py" if file.stem == "__init__" else f"{folder}.py")
-    sources = [file.name for file in (packaging.ROOT / "kernels").iterdir() if file.suffix in (".cpp", ".h")]
+    sources = [file.name for file in (packaging.ROOT / "kernels" / "native").iterdir() if file.suffix in (".cpp", ".h")]
     packaged = {name for name in names if ".dist-info/" not in name}
     recipes = {
         f"pipecomp/recipe_files/{file.relative_to(packaging.ROOT / 'recipes').as_posix()}"
         for file in (packaging.ROOT / "recipes").rglob("*")
         if file.suffix in (".py", ".json", ".md")
     }
-    kernels = {f"pipecomp/kernels/{name}" for name in sources}
+    kernels = {f"pipecomp/kernels/native/{name}" for name in sources}
     assert packaged == wanted | kernels | recipes | {"pipecomp/py.typed", *PAGE}
     packaging.works(tmp_path / "site")
     command = [sys.executable, "-P", "-m", "pipecomp.cli", "init", "llama_lora", "laid-out"]

@@ -33,7 +33,7 @@ from pipecomp.allreduce.finite_check import within
 from pipecomp.allreduce.method import LayerAverage, Method
 from pipecomp.allreduce.norms import LARGEST, combine, local_norm
 from pipecomp.kernels import ops
-from pipecomp.kernels.division import divisor
+from pipecomp.kernels.reference.reproducible import divisor
 
 _VALUE = 5  # what a random draw is for
 

@@ -20,7 +20,7 @@ from pipecomp.allreduce.norms import LARGEST, finish_without_codes, local_norm, 
 from pipecomp.allreduce.reduce_scatter import PIECE, Span, copying_turns, packed_bytes, spans
 from pipecomp.errors import WireError
 from pipecomp.kernels import ops
-from pipecomp.kernels.division import divisor
+from pipecomp.kernels.reference.reproducible import divisor
 from pipecomp.kernels.staging import Copy
 
 

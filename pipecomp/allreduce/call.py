@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pipecomp.allreduce.group import Group
 from pipecomp.kernels import ops
-from pipecomp.kernels.staging import Copy, Done, HostStaging, Staging
+from pipecomp.kernels.staging import Copy, FinishedCopy, HostStaging, Staging
 
 Name = int | str  # of a parameter
 Slices = tuple[tuple[Name, int], ...]  # what a bucket is made of: (parameter, its values)
@@ -83,11 +83,11 @@ class Call:
 
     def to_host(self, codes: Tensor) -> Copy:
         """Start copying codes, uint8, to where they are sent from."""
-        return self.staging.to_host(codes) if codes.numel() else Done(_NOTHING)
+        return self.staging.to_host(codes) if codes.numel() else FinishedCopy(_NOTHING)
 
     def to_device(self, received: Tensor) -> Copy:
         """Start copying received bytes to where they are decoded."""
-        return self.staging.to_device(received) if received.numel() else Done(received)
+        return self.staging.to_device(received) if received.numel() else FinishedCopy(received)
 
     def draw(self, *what: int) -> int:
         """A seed for random numbers that all ranks agree on."""

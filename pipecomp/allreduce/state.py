@@ -24,8 +24,7 @@ from pipecomp.allreduce.method import Average, Stateful
 from pipecomp.allreduce.methods.torch_hooks import LoneBucket
 from pipecomp.allreduce.options import Gradients
 from pipecomp.errors import ConfigError, ShapeError
-from pipecomp.kernels.staging import Staging
-from pipecomp.kernels.staging_cuda import staging_for
+from pipecomp.kernels.staging import Staging, staging_for
 from pipecomp.stats import ring_bytes
 
 _FAILED_S = 10.0  # for what is under way when other ranks may be gone, and when the interpreter ends

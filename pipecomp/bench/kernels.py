@@ -21,8 +21,8 @@ from torch import Tensor
 
 from pipecomp.errors import KernelError, require
 from pipecomp.kernels import ops
-from pipecomp.kernels.layout import Options
-from pipecomp.kernels.ragged import Visit
+from pipecomp.kernels.ops import QuantizerOptions
+from pipecomp.kernels.reference.batches import EncodeItem
 from pipecomp.utils.tables import table
 
 Row = dict[str, Any]
@@ -113,8 +113,10 @@ def cases(shape: tuple[int, ...], bits: Sequence[int], backend: str, device: str
         yield Case("delta_quantize", b, 12 * n + packed, partial(delta, inputs, m, options))
         yield Case("delta_quantize stochastic", b, 12 * n + packed, partial(delta, inputs, m, stochastic))
         payload = torch.empty(packed, dtype=torch.uint8, device=device)
-        yield Case("encode_batch", b, 12 * n + packed, partial(batch, inputs, m, payload, Options(b, None), backend))
-        fewest = partial(fitted, inputs, m, payload, Options(b, None), backend)
+        yield Case(
+            "encode_batch", b, 12 * n + packed, partial(batch, inputs, m, payload, QuantizerOptions(b, None), backend)
+        )
+        fewest = partial(fitted, inputs, m, payload, QuantizerOptions(b, None), backend)
         yield Case("encode_fewest", b, 12 * n + packed, fewest)
         yield Case("quantize", b, 4 * n + packed, partial(ops.quantize, first, **options))
         codes, scale = ops.quantize(first, b)
@@ -159,22 +161,22 @@ def delta(inputs: Iterator[Tensor], m: Tensor, options: Row) -> object:
     return ops.delta_quantize_(next(inputs), m, **options)
 
 
-def batch(inputs: Iterator[Tensor], m: Tensor, payload: Tensor, options: Options, backend: str) -> object:
+def batch(inputs: Iterator[Tensor], m: Tensor, payload: Tensor, options: QuantizerOptions, backend: str) -> object:
     """Do the sender's side of a micro-batch of SAMPLES samples; nobody waits for its verdict."""
     return ops.encode_batch(micro_batch(inputs, m, options), payload, backend=backend)
 
 
-def fitted(inputs: Iterator[Tensor], m: Tensor, payload: Tensor, options: Options, backend: str) -> object:
+def fitted(inputs: Iterator[Tensor], m: Tensor, payload: Tensor, options: QuantizerOptions, backend: str) -> object:
     """Do the same with the fewest bits that keep an error, of which all are needed."""
     error = min(0.9, 4 / 2**options.bits)  # of normal values and max scales
     return ops.encode_fewest(micro_batch(inputs, m, options), payload, error, 1, options.bits, backend=backend)
 
 
-def micro_batch(inputs: Iterator[Tensor], m: Tensor, options: Options) -> list[Visit]:
+def micro_batch(inputs: Iterator[Tensor], m: Tensor, options: QuantizerOptions) -> list[EncodeItem]:
     """Make SAMPLES samples of the next input and m, all changes."""
     H = m.shape[-1]
     samples = zip(next(inputs).view(-1, H).chunk(SAMPLES), m.view(-1, H).chunk(SAMPLES), strict=True)
-    return [Visit(x, m, options, True) for x, m in samples]
+    return [EncodeItem(x, m, options, True) for x, m in samples]
 
 
 def reduce(a: Tensor, b: Tensor, n: int, options: Row) -> object:

@@ -49,11 +49,11 @@ class Clustered:
 
     def fitted(self, x_TH: Tensor, c_TH: Tensor) -> Clustered:
         """Make the codec of a packet of x, whose rows build on the centers c."""
-        return self.of_packet(self.change.fewest([ops.Visit(x_TH, c_TH, self.change.options(), True)]))
+        return self.of_packet(self.change.fewest([ops.EncodeItem(x_TH, c_TH, self.change.options(), True)]))
 
     def encode(
         self, x_TH: Tensor, number_T: Tensor, c_TH: Tensor, payload: Tensor, packet: Tensor | None, seed: int
-    ) -> ops.Verdict:
+    ) -> ops.FiniteFlag:
         """Write the payload, uint8 [payload_bytes] beside x, and make c what it decodes to.
 
         Args:
@@ -69,7 +69,7 @@ class Clustered:
         """
         head = self.head_bytes(x_TH.shape[0])
         payload[:head] = ops.pack_bits(number_T[None], self.number_bits)[0]
-        visit = ops.Visit(x_TH, c_TH, self.change.options(seed), True)
+        visit = ops.EncodeItem(x_TH, c_TH, self.change.options(seed), True)
         return ops.encode_batch([visit], payload[head:], packet=packet)
 
     def numbers(self, payload: Tensor, tokens: int) -> Tensor:
@@ -79,5 +79,5 @@ class Clustered:
 
     def decode(self, payload: Tensor, c_TH: Tensor) -> None:
         """Add a payload's changes to the centers of its rows, float32 [T, H], in place."""
-        arriving = ops.Arriving(c_TH, self.change.options(), True)
+        arriving = ops.DecodeItem(c_TH, self.change.options(), True)
         ops.decode_batch(payload[self.head_bytes(c_TH.shape[0]) :], [arriving])

@@ -61,7 +61,9 @@ class Codec(Protocol):
     def payload_bytes(self, tokens: int, hidden: int) -> int:
         """Bytes of an encoded [tokens, hidden]."""
 
-    def encode(self, x_TH: Tensor, payload: Tensor, seed: int = 0, packet: Tensor | None = None) -> list[ops.Verdict]:
+    def encode(
+        self, x_TH: Tensor, payload: Tensor, seed: int = 0, packet: Tensor | None = None
+    ) -> list[ops.FiniteFlag]:
         """Write the payload, uint8 [payload_bytes] beside x. `seed` drives stochastic rounding.
 
         packet: in which the payload lies; what quantizes makes its check on the way, see `ops.encode_batch`. Returns
@@ -89,7 +91,9 @@ class Cast:
         """Count the bytes of an encoded [tokens, hidden]; see Codec."""
         return tokens * hidden * self.dtype.itemsize
 
-    def encode(self, x_TH: Tensor, payload: Tensor, seed: int = 0, packet: Tensor | None = None) -> list[ops.Verdict]:
+    def encode(
+        self, x_TH: Tensor, payload: Tensor, seed: int = 0, packet: Tensor | None = None
+    ) -> list[ops.FiniteFlag]:
         """Write the payload; see Codec."""
         y_TH = x_TH.detach().to(self.dtype)
         payload.copy_(as_bytes(y_TH))
@@ -99,8 +103,8 @@ class Cast:
         low, high = torch.aminmax(x_TH.detach())
         most = torch.maximum(high, -low).to(torch.float32)  # NaN if any value is
         bits = most.view(torch.int32).to(torch.int64)
-        flag = torch.where(most.to(self.dtype).isfinite(), ops.FINE, bits).reshape(1)
-        return [ops.Verdict(flag, _too_large)]
+        flag = torch.where(most.to(self.dtype).isfinite(), ops.ALL_FINITE, bits).reshape(1)
+        return [ops.FiniteFlag(flag, _too_large)]
 
     def decode(self, payload: Tensor, tokens: int, hidden: int) -> Tensor:
         """Undo `encode`; see Codec."""
@@ -131,12 +135,12 @@ class Quantized:
         """Make the codec of one packet, which has so many bits."""
         return self if self.error is None else replace(self, bits=bits, error=None)
 
-    def fewest(self, visits: list[ops.Visit]) -> int:
+    def fewest(self, visits: list[ops.EncodeItem]) -> int:
         """Choose the bits of a packet with these samples, each after `before`."""
         e = self.error
         return self.bits if e is None else ops.fewest_bits(visits, e.error, e.min, e.max)
 
-    def encode_fewest(self, visits: list[ops.Visit], payload: Tensor) -> tuple[Tensor, ops.Verdict]:
+    def encode_fewest(self, visits: list[ops.EncodeItem], payload: Tensor) -> tuple[Tensor, ops.FiniteFlag]:
         """Encode these samples with the bits of `fewest`, where there is room for the most.
 
         Returns the bits, int64 [1] beside the payload, whose beginning is what `of_packet` of them encodes; and what
@@ -149,9 +153,9 @@ class Quantized:
         """Count the bytes of an encoded [tokens, hidden]; see Codec."""
         return tokens * ops.quantized_row_bytes(hidden, self.bits, self.group_size)
 
-    def options(self, seed: int = 0) -> ops.Options:
+    def options(self, seed: int = 0) -> ops.QuantizerOptions:
         """What kernels are told."""
-        return ops.Options(self.bits, self.group_size, self.scale, self.rounding, seed)
+        return ops.QuantizerOptions(self.bits, self.group_size, self.scale, self.rounding, seed)
 
     def before(self, x_TH: Tensor) -> Tensor:
         """Make what is quantized of x."""
@@ -161,15 +165,17 @@ class Quantized:
         """Undo `before`, of decoded values."""
         return y_TH
 
-    def encode(self, x_TH: Tensor, payload: Tensor, seed: int = 0, packet: Tensor | None = None) -> list[ops.Verdict]:
+    def encode(
+        self, x_TH: Tensor, payload: Tensor, seed: int = 0, packet: Tensor | None = None
+    ) -> list[ops.FiniteFlag]:
         """Write the payload; see Codec."""
-        return [ops.encode_batch([ops.Visit(self.before(x_TH), None, self.options(seed))], payload, packet=packet)]
+        return [ops.encode_batch([ops.EncodeItem(self.before(x_TH), None, self.options(seed))], payload, packet=packet)]
 
     def decode(self, payload: Tensor, tokens: int, hidden: int) -> Tensor:
         """Undo `encode`; see Codec."""
         _check_length(payload, self.payload_bytes(tokens, hidden))
         y_TH = payload.new_empty((tokens, hidden), dtype=torch.float32)
-        ops.decode_batch(payload, [ops.Arriving(y_TH, self.options())])
+        ops.decode_batch(payload, [ops.DecodeItem(y_TH, self.options())])
         return self.after(y_TH)
 
 
@@ -199,7 +205,9 @@ class TopK:
         kept, inner = self._kept(hidden)
         return tokens * ops.position_bytes(hidden, kept)[1] + inner.payload_bytes(tokens, kept)
 
-    def encode(self, x_TH: Tensor, payload: Tensor, seed: int = 0, packet: Tensor | None = None) -> list[ops.Verdict]:
+    def encode(
+        self, x_TH: Tensor, payload: Tensor, seed: int = 0, packet: Tensor | None = None
+    ) -> list[ops.FiniteFlag]:
         """Write the payload; see Codec."""
         kept, inner = self._kept(x_TH.shape[-1])
         cut = x_TH.shape[0] * ops.position_bytes(x_TH.shape[-1], kept)[1]

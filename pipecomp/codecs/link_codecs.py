@@ -34,7 +34,7 @@ class VisitCodecs:
         """Whether all packets have the same bits."""
         return self.change.error is None and (self.first is None or self.first.error is None)
 
-    def fitted(self, changes: list[ops.Visit], firsts: list[ops.Visit]) -> VisitCodecs:
+    def fitted(self, changes: list[ops.EncodeItem], firsts: list[ops.EncodeItem]) -> VisitCodecs:
         """Make the codecs of a packet with these samples; the fewest bits allowed of what it has none of."""
         return self.of_packet(self.change.fewest(changes), 0 if self.first is None else self.first.fewest(firsts))
 
@@ -70,15 +70,15 @@ class VisitCodecs:
         """Of a sample's first visit. dtype: the stages' own."""
         return self.first or Cast(dtype)
 
-    def visit(self, x_nH: Tensor, m_nH: Tensor | None, delta: bool, seed: int = 0) -> ops.Visit:
+    def visit(self, x_nH: Tensor, m_nH: Tensor | None, delta: bool, seed: int = 0) -> ops.EncodeItem:
         """A sample of a packet, after `before`: its change, which moves m, or a first visit, which sets it."""
         codec = self.change if delta else self.first
-        return ops.Visit(x_nH, m_nH, None if codec is None else codec.options(seed), delta)
+        return ops.EncodeItem(x_nH, m_nH, None if codec is None else codec.options(seed), delta)
 
-    def arriving(self, m_nH: Tensor, delta: bool, dtype: torch.dtype) -> ops.Arriving:
+    def arriving(self, m_nH: Tensor, delta: bool, dtype: torch.dtype) -> ops.DecodeItem:
         """The same at the other end. dtype: the stages' own."""
         codec = self.change if delta else self.first
-        return ops.Arriving(m_nH, None if codec is None else codec.options(), delta, dtype)
+        return ops.DecodeItem(m_nH, None if codec is None else codec.options(), delta, dtype)
 
     def first_m(self, decoded_nH: Tensor) -> Tensor:
         """m after a first visit, from what its values decode to."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pipecomp.codecs.codecs import Quantized
-from pipecomp.kernels.rng import random_bits
+from pipecomp.kernels.reference.reproducible import random_bits
 
 _SEED = 0x5EED
 _LARGEST = 1024

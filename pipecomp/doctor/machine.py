@@ -119,7 +119,7 @@ def check_threads(cores: int, local_ranks: int | None, omp_num_threads: str | No
     )
 
 
-def check_kernels(status: dispatch.Status, compiler: str | None) -> Finding:
+def check_kernels(status: dispatch.BackendStatus, compiler: str | None) -> Finding:
     """Check which backend quantizes tensors of one kind of device. compiler: path of a C++ compiler, if any."""
     check = f"kernels on {status.device}"
     if status.backend != "torch":

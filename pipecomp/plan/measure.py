@@ -29,8 +29,7 @@ from pipecomp.doctor.measure import LinkMeasurement, follow, lead
 from pipecomp.doctor.storage import measure_speed, nearest
 from pipecomp.errors import LinkError, require, writable
 from pipecomp.kernels import ops
-from pipecomp.kernels.staging import Staging
-from pipecomp.kernels.staging_cuda import staging_for
+from pipecomp.kernels.staging import Staging, staging_for
 from pipecomp.plan.prediction import MachineSpeeds
 from pipecomp.plan.profile import PartCost, Profile, assemble, check_tokens, cut_apart, example, without_weights
 from pipecomp.plan.search import aqsgd_sections, keeping_error

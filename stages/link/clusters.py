@@ -61,7 +61,7 @@ class Clusters:
         header = self._end.header(Kind.ACTIVATION, codec.change, x_TH.shape[1], samples, layout, at, x_TH.dtype)
         seed = self._end.draw(Kind.ACTIVATION, at)
 
-        def encode(payload: Tensor, whole: Tensor | None) -> tuple[list[ops.Verdict], None]:
+        def encode(payload: Tensor, whole: Tensor | None) -> tuple[list[ops.FiniteFlag], None]:
             return [codec.encode(x_TH, number_T, y_TH, payload, whole, seed)], None
 
         packet = self._end.pack(replace(header, method=codec.method), codec.payload_bytes(*x_TH.shape), encode, at)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pipecomp.kernels.rng import random_bits
+from pipecomp.kernels.reference.reproducible import random_bits
 
 MEMORY = 64  # rows: a packet with n of a center's rows moves it by at least n / (MEMORY + n) of the way to their mean
 IDLE = 16  # times C rows without one of its own after which a center is free: a sixteenth of the mean center's share

@@ -35,7 +35,7 @@ from pipecomp.codecs.wire import Header, Kind, Sample, begin, decode, packet_byt
 from pipecomp.config import Config
 from pipecomp.errors import ConfigError, LinkError, WireError
 from pipecomp.kernels import ops
-from pipecomp.kernels.ops import Verdict
+from pipecomp.kernels.ops import FiniteFlag
 from pipecomp.kernels.staging import Copy, HostStaging, Staging
 from pipecomp.stages.link.arrivals import Arrivals
 from pipecomp.stages.link.boundary import Layout, scatter
@@ -212,10 +212,10 @@ class Endpoint:
         most, seed = codec.payload_bytes(rows, hidden), self.draw(kind, at)
         fitting = codec if isinstance(codec, Quantized) and codec.error is not None else None
 
-        def encode(payload: Tensor, whole: Tensor | None) -> tuple[list[Verdict], Tensor | None]:
+        def encode(payload: Tensor, whole: Tensor | None) -> tuple[list[FiniteFlag], Tensor | None]:
             if fitting is None:
                 return codec.encode(x_TH, payload, seed, whole), None
-            visit = ops.Visit(fitting.before(x_TH), None, fitting.options(seed))
+            visit = ops.EncodeItem(fitting.before(x_TH), None, fitting.options(seed))
             bits, verdict = fitting.encode_fewest([visit], payload)
             return [verdict], bits
 

@@ -22,8 +22,8 @@ def check_finite(end: Endpoint, x_TH: Tensor, at: Position, what: str) -> PutChe
         return None
     # The extremes are NaN if any value is. They take one pass and no memory: a fifteenth of the time of isfinite.
     finite = torch.stack(torch.aminmax(x_TH)).isfinite().all()
-    verdict = ops.Verdict(
-        torch.where(finite, ops.FINE, 0).reshape(1),
+    verdict = ops.FiniteFlag(
+        torch.where(finite, ops.ALL_FINITE, 0).reshape(1),
         lambda _: WireError(end.where(at, f"{what} that decode to NaN or Inf")),
     )
     if end.staging.immediate:

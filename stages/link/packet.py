@@ -11,12 +11,12 @@ from torch import Tensor
 
 from pipecomp.codecs.wire import Header, Kind, Sample, begin, packet_bytes, seal
 from pipecomp.errors import NonFiniteError
-from pipecomp.kernels.ops import Verdict
+from pipecomp.kernels.ops import FiniteFlag
 from pipecomp.kernels.staging import Copy, Staging
 
 # Writes a payload, and seals the packet around it if that is given and can be done on the way. The verdicts, and where
 # the bits follow from the values, these bits: int64 [1] beside the payload.
-Encode = Callable[[Tensor, Tensor | None], tuple[list[Verdict], Tensor | None]]
+Encode = Callable[[Tensor, Tensor | None], tuple[list[FiniteFlag], Tensor | None]]
 
 
 class Fitted(NamedTuple):
@@ -65,7 +65,7 @@ class Packet:
         samples: Sequence[Sample],
         contents: Contents,
         buffer: np.ndarray,
-        verdicts: list[Verdict],
+        verdicts: list[FiniteFlag],
         payload: Copy,
         staging: Staging,
         what: str,
@@ -74,7 +74,7 @@ class Packet:
     ) -> None:
         self.samples, self.contents, self.buffer, self._payload = samples, contents, buffer, payload
         self._begun, self._checksum = contents.known, checksum
-        self._sealed = any(verdict.sealed for verdict in verdicts)
+        self._sealed = any(verdict.has_checksum for verdict in verdicts)
         self.settle = partial(_settle, [(verdict, staging.to_host(verdict.flag)) for verdict in verdicts], what)
 
     @property
@@ -96,7 +96,7 @@ class Packet:
         return self.buffer
 
 
-def _settle(verdicts: list[tuple[Verdict, Copy]], what: str) -> None:
+def _settle(verdicts: list[tuple[FiniteFlag, Copy]], what: str) -> None:
     for verdict, flag in verdicts:
         try:
             verdict.check(flag.wait())

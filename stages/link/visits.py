@@ -81,7 +81,7 @@ class Visits:
         def header(codecs: VisitCodecs) -> Header:
             return self._end.header(self._kind, codecs.change, hidden, samples, layout, at, dtype, codecs.first_bits)
 
-        def visits(run: range, m: list[Tensor], payload: Tensor) -> list[ops.Visit]:
+        def visits(run: range, m: list[Tensor], payload: Tensor) -> list[ops.EncodeItem]:
             for i, m_nH in zip(run, m, strict=True):
                 if head and samples[i].form is Form.DELTA:
                     smaller_n = smaller[i] if i in smaller else codecs.smaller(x[i] - m_nH, x[i])
@@ -94,7 +94,7 @@ class Visits:
                 for i, m_nH in zip(run, m, strict=True)
             ]
 
-        def encode(payload: Tensor, whole: Tensor | None) -> tuple[list[ops.Verdict], Tensor | None]:
+        def encode(payload: Tensor, whole: Tensor | None) -> tuple[list[ops.FiniteFlag], Tensor | None]:
             verdicts, bits = [], None
             for run, m in runs:  # one, if `fitting`
                 its, part = visits(run, m, payload), payload[ends[run.start] : ends[run.stop]]
@@ -202,7 +202,7 @@ class Visits:
         smaller: dict[int, Tensor] = {}
         if self._codecs.fixed:
             return self._codecs, smaller
-        visits: dict[bool, list[ops.Visit]] = {True: [], False: []}
+        visits: dict[bool, list[ops.EncodeItem]] = {True: [], False: []}
         for i, (x_nH, s) in enumerate(zip(x, samples, strict=True)):
             delta = s.form is Form.DELTA
             cached = changes.held(s.id) if delta else None

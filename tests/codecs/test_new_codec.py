@@ -24,12 +24,14 @@ class Float8:
     def payload_bytes(self, tokens: int, hidden: int) -> int:
         return tokens * (4 + hidden)
 
-    def encode(self, x_TH: Tensor, payload: Tensor, seed: int = 0, packet: Tensor | None = None) -> list[ops.Verdict]:
+    def encode(
+        self, x_TH: Tensor, payload: Tensor, seed: int = 0, packet: Tensor | None = None
+    ) -> list[ops.FiniteFlag]:
         x_TH = x_TH.detach().float()
         scale_T1 = (x_TH.abs().amax(dim=1, keepdim=True) / 448).clamp(min=2**-100)
         payload.copy_(torch.cat([as_bytes(scale_T1), as_bytes((x_TH / scale_T1).to(torch.float8_e4m3fn))]))
-        flag = torch.where(x_TH.isfinite().all(), ops.FINE, 0).reshape(1)
-        return [ops.Verdict(flag, lambda _: NonFiniteError("values are not finite"))]
+        flag = torch.where(x_TH.isfinite().all(), ops.ALL_FINITE, 0).reshape(1)
+        return [ops.FiniteFlag(flag, lambda _: NonFiniteError("values are not finite"))]
 
     def decode(self, payload: Tensor, tokens: int, hidden: int) -> Tensor:
         _check_length(payload, self.payload_bytes(tokens, hidden))

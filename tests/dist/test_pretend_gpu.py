@@ -154,22 +154,22 @@ def callback(folder: str) -> dict[str, Any]:
 
 def measured(folder: str) -> dict[str, Any]:
     """Bits that are found when the run begins."""
-    from pipecomp.kernels import staging_cuda
+    from pipecomp.kernels import staging as staging_module
 
-    stock, made = staging_cuda.CudaStaging, []
+    stock, made = staging_module.CudaStaging, []
 
     class Counted(stock):  # type: ignore[valid-type, misc]
         def __init__(self, *given: Any) -> None:
             super().__init__(*given)
             made.append(self)
 
-    staging_cuda.CudaStaging = Counted  # type: ignore[misc]
+    staging_module.CudaStaging = Counted  # type: ignore[misc]
     store = {"backend": "memory", "pinned_bytes": 1 << 16}
     activations = {"method": "aqsgd", "forward_bits": "auto", "backward_bits": "auto"}
     engine = engine_of(2, {"activations": activations, "store": store, "gradients": SQUEEZE})
     losses(engine, 2)
     engine.close()
-    staging_cuda.CudaStaging = stock  # type: ignore[misc]
+    staging_module.CudaStaging = stock  # type: ignore[misc]
     return {"made": len(made)}
 
 

@@ -29,7 +29,7 @@ from pipecomp.doctor.finding import OK, PROBLEM, WARNING, Finding, has_problem, 
 from pipecomp.doctor.measure import LinkMeasurement
 from pipecomp.doctor.ranks import RankIdentity, RankSession, RendezvousError, check_met
 from pipecomp.errors import ConfigError
-from pipecomp.kernels.dispatch import Status
+from pipecomp.kernels.dispatch import BackendStatus
 from pipecomp.netlab.software import VARIABLE as SOFTWARE_LAB
 from pipecomp.netlab.software import ThrottleSettings
 from pipecomp.utils import cgroups
@@ -203,17 +203,23 @@ def test_the_advised_threads_are_well(cores, ranks):
 
 
 def test_kernels():
-    expect(machine.check_kernels(Status("cpu", "native", "avx2 code, 2 threads"), None), OK, "avx2")
-    slow = Status("cpu", "torch", "native kernels are not built")
+    expect(machine.check_kernels(BackendStatus("cpu", "native", "avx2 code, 2 threads"), None), OK, "avx2")
+    slow = BackendStatus("cpu", "torch", "native kernels are not built")
     expect(machine.check_kernels(slow, None), WARNING, "plain torch", "not built", "apt install g++", "kernels.build")
     expect(machine.check_kernels(slow, "/usr/bin/c++"), WARNING, "A compiler is here (/usr/bin/c++)", "kernels.build")
-    expect(machine.check_kernels(Status("cuda", "torch", "triton is not installed"), None), WARNING, "install triton")
-    broken = Status("cuda", "torch", "triton kernels do not run here: RuntimeError: Failed to find C compiler.")
+    expect(
+        machine.check_kernels(BackendStatus("cuda", "torch", "triton is not installed"), None),
+        WARNING,
+        "install triton",
+    )
+    broken = BackendStatus("cuda", "torch", "triton kernels do not run here: RuntimeError: Failed to find C compiler.")
     expect(machine.check_kernels(broken, "/usr/bin/c++"), WARNING, "C compiler", "needs", "gcc", "python3-dev")
 
 
 def test_kernels_without_a_compiler_as_the_machine_finds_it(monkeypatch):
-    monkeypatch.setattr(machine.dispatch, "status", lambda: [Status("cpu", "torch", "native kernels are not built")])
+    monkeypatch.setattr(
+        machine.dispatch, "status", lambda: [BackendStatus("cpu", "torch", "native kernels are not built")]
+    )
     monkeypatch.setattr(machine, "find_compiler", lambda: None)
     finding = next(f for f in machine.compute_findings(ALONE) if f.check == "kernels on cpu")
     expect(finding, WARNING, "apt install g++")

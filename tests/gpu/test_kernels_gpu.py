@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from pipecomp.errors import NonFiniteError
-from pipecomp.kernels import dispatch, dithering, ops, reference
-from pipecomp.kernels.layout import Options
+from pipecomp.kernels import dispatch, ops
+from pipecomp.kernels.reference import gradients
+from pipecomp.kernels.reference import rows as reference
+from pipecomp.kernels.reference.layout import QuantizerOptions
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,7 +39,7 @@ def test_quantizer(rows, H, group, dtype, mode):
     x[0, :] = 0
     m[0, :] = -0.0
     for bits in (1, 3, 4, 8):
-        o = Options(bits, group, *mode, 2**40 + bits)
+        o = QuantizerOptions(bits, group, *mode, 2**40 + bits)
         m_want, m_got = m.clone(), m.cuda()
         want = reference.delta_quantize_(x, m_want, o)
         got = ops.delta_quantize_(x.cuda(), m_got, bits, group_size=group, scale=mode[0], rounding=mode[1], seed=o.seed)
@@ -58,7 +60,7 @@ def test_the_gpu_finds_the_fewest_bits_alone(H, group, rounding):
         m = [each.float() + 0.2 * torch.randn(each.shape, generator=g) for each in x]
         for delta in (False, True):
             visits = [
-                ops.Visit(a, b.clone(), Options(high, group, rounding=rounding, seed=i), delta)
+                ops.EncodeItem(a, b.clone(), QuantizerOptions(high, group, rounding=rounding, seed=i), delta)
                 for i, (a, b) in enumerate(zip(x, m, strict=True))
             ]
             on_gpu = [v._replace(x=v.x.cuda(), m=v.m.cuda()) for v in visits]
@@ -115,7 +117,7 @@ def test_gradient_codes(d):
     g, h = torch.randn(d), torch.randn(d)
     norm = float(torch.maximum(g.abs(), h.abs()).max())
     for levels in (1, 7, 127):
-        want = dithering.linear_encode(g, norm, (levels,), None, ops.linear_bits(levels), 5, 0)
+        want = gradients.linear_encode(g, norm, (levels,), None, ops.linear_bits(levels), 5, 0)
         got = ops.linear_encode(g.cuda(), norm, levels, seed=5)
         assert same(got, want)
         total = ops.linear_reduce([got, got, got], d, levels)

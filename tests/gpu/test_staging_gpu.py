@@ -14,7 +14,7 @@ from pipecomp.allreduce.loopback import LoopbackGroup, run_threads
 from pipecomp.allreduce.reduce_scatter import PIECE
 from pipecomp.buffers import open_environment
 from pipecomp.kernels import dispatch, ops
-from pipecomp.kernels.ragged import Arriving, Visit
+from pipecomp.kernels.reference.batches import DecodeItem, EncodeItem
 from pipecomp.stages.link.boundary import Layout
 from pipecomp.stages.link.endpoint import Position
 from tests.stages.test_staging import METHODS, H, S, but_for_norms, ends, train
@@ -27,7 +27,7 @@ pytestmark = [
 
 @pytest.fixture
 def staging():
-    from pipecomp.kernels.staging_cuda import CudaStaging
+    from pipecomp.kernels.staging import CudaStaging
 
     return CudaStaging(torch.device("cuda", 0), pinned_bytes=1 << 20)
 
@@ -43,7 +43,7 @@ def hold_up(stream: torch.cuda.Stream, times: int = 1) -> None:
 @pytest.mark.parametrize("pinned_bytes", [1 << 26, 1], ids=["pinned", "pageable"])
 def test_copies_and_computing_wait_for_each_other(pinned_bytes, late):
     """And memory is used for something else when both are done with it, not before."""
-    from pipecomp.kernels.staging_cuda import CudaStaging
+    from pipecomp.kernels.staging import CudaStaging
 
     staging, size = CudaStaging(torch.device("cuda", 0), pinned_bytes), 1 << 20
     out, into = staging._streams[True], staging._streams[False]
@@ -88,10 +88,10 @@ def test_a_link_works_where_torch_alone_runs(tmp_path, staging):
 @pytest.mark.parametrize(("width", "group_size"), [(97, 40), (1600, None)])
 def test_samples_lie_at_any_address(width, group_size, dtype):
     """A GPU refuses to load or store four bytes at an odd one, or sixteen that do not begin at a multiple of them."""
-    assert_alike(width, ops.Options(3, group_size), dtype, ("cpu", "cuda"))
+    assert_alike(width, ops.QuantizerOptions(3, group_size), dtype, ("cpu", "cuda"))
 
 
-def assert_alike(width: int, o: ops.Options, dtype: torch.dtype, devices: Sequence[str]) -> None:
+def assert_alike(width: int, o: ops.QuantizerOptions, dtype: torch.dtype, devices: Sequence[str]) -> None:
     counts = (5, 1, 40, 2)
     how = [(o, True), (o, True), (None, False), (o, False)]
     size = sum(ops.payload_bytes(n, width, options, dtype) for n, (options, _) in zip(counts, how, strict=True))
@@ -101,9 +101,9 @@ def assert_alike(width: int, o: ops.Options, dtype: torch.dtype, devices: Sequen
         whole = torch.zeros(1 + size, dtype=torch.uint8, device=device)
         sent_TH, held_TH = m_TH.to(device, copy=True), m_TH.to(device, copy=True)
         rows = zip(x_TH.to(device).split(counts), sent_TH.split(counts), how, strict=True)
-        ops.encode_batch([Visit(x, m, options, delta) for x, m, (options, delta) in rows], whole[1:]).check()
+        ops.encode_batch([EncodeItem(x, m, options, delta) for x, m, (options, delta) in rows], whole[1:]).check()
         held = zip(held_TH.split(counts), how, strict=True)
-        ops.decode_batch(whole[1:], [Arriving(m, options, delta, dtype) for m, (options, delta) in held])
+        ops.decode_batch(whole[1:], [DecodeItem(m, options, delta, dtype) for m, (options, delta) in held])
         assert torch.equal(held_TH, sent_TH)
         found.append([whole.cpu(), held_TH.cpu()])
     assert all(map(torch.equal, *found))

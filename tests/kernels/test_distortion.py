@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pipecomp.errors import ConfigError, NonFiniteError, ShapeError
-from pipecomp.kernels import native, ops
-from pipecomp.kernels.distortion import halved_sum
+from pipecomp.kernels import dispatch, ops
+from pipecomp.kernels.reference.batches import halved_sum
 
 KINDS = ("gaussian", "heavy tail", "few large columns", "one large token", "sparse")
 
@@ -32,7 +32,7 @@ def values(kind: str, rows: int, H: int, seed: int) -> Tensor:
     return x_RH
 
 
-def error(visits: list[ops.Visit], bits: int) -> float:
+def error(visits: list[ops.EncodeItem], bits: int) -> float:
     """‖sent − x‖ / ‖x‖, by sending it."""
     left = norm = 0.0
     for i, v in enumerate(visits):
@@ -46,14 +46,14 @@ def error(visits: list[ops.Visit], bits: int) -> float:
     return (left / norm) ** 0.5
 
 
-def fewest(visits: list[ops.Visit], most: float, low: int, high: int) -> int:
+def fewest(visits: list[ops.EncodeItem], most: float, low: int, high: int) -> int:
     return next((b for b in range(low, high) if error(visits, b) <= most), high)
 
 
 @st.composite
-def packets(draw: st.DrawFn) -> list[ops.Visit]:
+def packets(draw: st.DrawFn) -> list[ops.EncodeItem]:
     H, kind = draw(st.sampled_from([33, 64, 256])), draw(st.sampled_from(KINDS))
-    options = ops.Options(8, draw(st.sampled_from([None, 32])), draw(st.sampled_from(["max", "rms"])))
+    options = ops.QuantizerOptions(8, draw(st.sampled_from([None, 32])), draw(st.sampled_from(["max", "rms"])))
     seed = draw(st.integers(0, 2**32))
     dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]))
     visits = []
@@ -61,14 +61,14 @@ def packets(draw: st.DrawFn) -> list[ops.Visit]:
         x_nH = values(kind, draw(st.integers(8, 40)), H, seed + i).to(dtype)
         change_nH = draw(st.sampled_from([0.05, 0.3])) * x_nH.float() * values("gaussian", *x_nH.shape, seed + i + 9)
         m_nH = x_nH.float() - change_nH if draw(st.booleans()) else None
-        visits.append(ops.Visit(x_nH, m_nH, options, m_nH is not None))
+        visits.append(ops.EncodeItem(x_nH, m_nH, options, m_nH is not None))
     return visits
 
 
 @settings(max_examples=60, deadline=None)
 @given(visits=packets(), most=st.floats(0.01, 0.5), low=st.integers(1, 4), high=st.integers(5, 8))
 def test_the_bits_chosen_are_the_fewest_that_keep_the_error(
-    visits: list[ops.Visit], most: float, low: int, high: int
+    visits: list[ops.EncodeItem], most: float, low: int, high: int
 ) -> None:
     chosen, wanted = ops.fewest_bits(visits, most, low, high), fewest(visits, most, low, high)
     # Where the error of some bits is just the one allowed, the last float32 digit decides.
@@ -80,16 +80,20 @@ def test_the_bits_chosen_are_the_fewest_that_keep_the_error(
 def test_of_a_change_the_error_is_relative_to_the_value_itself(backend: str) -> None:
     x_RH = values("gaussian", 64, 128, 0)
     m_RH = x_RH - 0.05 * values("gaussian", 64, 128, 1)
-    options = ops.Options(8, None)
+    options = ops.QuantizerOptions(8, None)
     change = x_RH - m_RH
-    assert ops.fewest_bits([ops.Visit(x_RH, m_RH, options, True)], 0.025, 1, 8, backend=backend) == 2
-    assert ops.fewest_bits([ops.Visit(change, None, options)], 0.025, 1, 8, backend=backend) == 7
-    assert ops.fewest_bits([ops.Visit(x_RH, m_RH, options, False)], 0.025, 1, 8, backend=backend) == 7
+    assert ops.fewest_bits([ops.EncodeItem(x_RH, m_RH, options, True)], 0.025, 1, 8, backend=backend) == 2
+    assert ops.fewest_bits([ops.EncodeItem(change, None, options)], 0.025, 1, 8, backend=backend) == 7
+    assert ops.fewest_bits([ops.EncodeItem(x_RH, m_RH, options, False)], 0.025, 1, 8, backend=backend) == 7
 
 
 def test_stochastic_rounding_counts_with_what_is_to_be_expected() -> None:
     for seed in range(20):
-        visits = [ops.Visit(values("gaussian", 64, 128, seed), None, ops.Options(8, None, rounding="stochastic"))]
+        visits = [
+            ops.EncodeItem(
+                values("gaussian", 64, 128, seed), None, ops.QuantizerOptions(8, None, rounding="stochastic")
+            )
+        ]
         squares = ops.distortion(visits, (2, 5))
         for b, left in zip((2, 5), halved_sum(squares)[1:].tolist(), strict=True):
             norm = float(halved_sum(squares)[0])
@@ -101,11 +105,11 @@ def test_stochastic_rounding_counts_with_what_is_to_be_expected() -> None:
 def test_what_is_measured_is_the_error() -> None:
     for kind in KINDS:
         x_RH = values(kind, 16, 100, 3)
-        for o in (ops.Options(8, None), ops.Options(8, 24, "rms")):
-            found = ops.distortion([ops.Visit(x_RH, None, o)], (1, 2, 4, 8))
+        for o in (ops.QuantizerOptions(8, None), ops.QuantizerOptions(8, 24, "rms")):
+            found = ops.distortion([ops.EncodeItem(x_RH, None, o)], (1, 2, 4, 8))
             norm, *left = halved_sum(found).tolist()
             for b, got in zip((1, 2, 4, 8), left, strict=True):
-                assert (got / norm) ** 0.5 == pytest.approx(error([ops.Visit(x_RH, None, o)], b), rel=1e-4)
+                assert (got / norm) ** 0.5 == pytest.approx(error([ops.EncodeItem(x_RH, None, o)], b), rel=1e-4)
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 3, 7, 8, 100, 255])
@@ -114,27 +118,27 @@ def test_a_sum_by_halves_is_a_sum(n: int) -> None:
 
 
 def test_the_ends_of_the_range() -> None:
-    options = ops.Options(8, None)
+    options = ops.QuantizerOptions(8, None)
     x_RH = values("gaussian", 16, 64, 0)
     assert ops.fewest_bits([], 0.1, 2, 8) == 2
-    assert ops.fewest_bits([ops.Visit(x_RH[:0], None, options)], 0.1, 3, 8) == 3
-    assert ops.fewest_bits([ops.Visit(torch.zeros(4, 8), None, options)], 0.1, 3, 8) == 3
-    assert ops.fewest_bits([ops.Visit(torch.zeros(4, 8), torch.ones(4, 8), options, True)], 0.1, 3, 7) == 7
-    assert ops.fewest_bits([ops.Visit(x_RH, None, options)], 1e-6, 3, 7) == 7, "even the most do not suffice"
-    assert ops.fewest_bits([ops.Visit(x_RH, None, options)], 0.9, 3, 7) == 3
+    assert ops.fewest_bits([ops.EncodeItem(x_RH[:0], None, options)], 0.1, 3, 8) == 3
+    assert ops.fewest_bits([ops.EncodeItem(torch.zeros(4, 8), None, options)], 0.1, 3, 8) == 3
+    assert ops.fewest_bits([ops.EncodeItem(torch.zeros(4, 8), torch.ones(4, 8), options, True)], 0.1, 3, 7) == 7
+    assert ops.fewest_bits([ops.EncodeItem(x_RH, None, options)], 1e-6, 3, 7) == 7, "even the most do not suffice"
+    assert ops.fewest_bits([ops.EncodeItem(x_RH, None, options)], 0.9, 3, 7) == 3
     for bad in (torch.nan, torch.inf, 2.0**101):
-        assert ops.fewest_bits([ops.Visit(x_RH.clone().fill_(bad), None, options)], 0.9, 3, 7) == 7
+        assert ops.fewest_bits([ops.EncodeItem(x_RH.clone().fill_(bad), None, options)], 0.9, 3, 7) == 7
 
 
-@pytest.mark.skipif(isinstance(native.load(), str), reason="native kernels are not built")
+@pytest.mark.skipif(isinstance(dispatch.load_native(), str), reason="native kernels are not built")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_native_kernels_mostly_find_the_bits_at_once(kind: str) -> None:
-    backend, found = native.load(), 0
+    backend, found = dispatch.load_native(), 0
     assert not isinstance(backend, str)
     for seed, error in enumerate(0.02 * 1.1**i for i in range(20)):
         x_RH = values(kind, 64, 256, seed)
         for m_RH in (None, x_RH - 0.2 * values("gaussian", 64, 256, seed + 99)):
-            visit = ops.Visit(x_RH, m_RH, ops.Options(8, None), m_RH is not None)
+            visit = ops.EncodeItem(x_RH, m_RH, ops.QuantizerOptions(8, None), m_RH is not None)
             found += backend.fit([visit], error, 2, 8, None) > 0
     assert found >= 36
 
@@ -144,16 +148,16 @@ def test_the_native_kernels_mostly_find_the_bits_at_once(kind: str) -> None:
 def test_encoding_with_the_fewest_bits_is_encoding_with_these(backend: str, rounding: str) -> None:
     x_RH = values("heavy tail", 40, 100, 5)
 
-    def visits(x_RH: Tensor, bits: int) -> list[ops.Visit]:
-        options = ops.Options(bits, 32, rounding=rounding, seed=3)
+    def visits(x_RH: Tensor, bits: int) -> list[ops.EncodeItem]:
+        options = ops.QuantizerOptions(bits, 32, rounding=rounding, seed=3)
         m_RH = torch.zeros_like(x_RH) if bool(x_RH.isnan().any()) else x_RH + 0.1 * values("gaussian", *x_RH.shape, 6)
         return [
-            ops.Visit(x_RH, None, options),
-            ops.Visit(x_RH, m_RH, options, True),
-            ops.Visit(x_RH, m_RH + 1, options),
+            ops.EncodeItem(x_RH, None, options),
+            ops.EncodeItem(x_RH, m_RH, options, True),
+            ops.EncodeItem(x_RH, m_RH + 1, options),
         ]
 
-    def size(its: list[ops.Visit]) -> int:
+    def size(its: list[ops.EncodeItem]) -> int:
         return sum(ops.payload_bytes(*v.x.shape, v.options, v.x.dtype) for v in its)
 
     for x in (x_RH, x_RH[:0], torch.zeros(3, 8), x_RH * torch.nan):
@@ -177,7 +181,7 @@ def test_encoding_with_the_fewest_bits_is_encoding_with_these(backend: str, roun
 
 
 def test_what_is_refused() -> None:
-    visit = ops.Visit(torch.zeros(4, 8), None, ops.Options(8, None))
+    visit = ops.EncodeItem(torch.zeros(4, 8), None, ops.QuantizerOptions(8, None))
     for low, high, most in ((0, 8, 0.1), (2, 9, 0.1), (5, 4, 0.1), (2, 8, 0.0), (2, 8, 1.0)):
         with pytest.raises(ConfigError):
             ops.fewest_bits([visit], most, low, high)

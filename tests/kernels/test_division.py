@@ -1,4 +1,4 @@
-"""What all ranks, on CPUs and GPUs, must compute alike is never divided by a Python number: see kernels/division.py."""
+"""What all ranks, on CPUs and GPUs, must compute alike is never divided by a Python number: `reproducible.divisor`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipecomp.allreduce.all_gather import GatheredAverage
 from pipecomp.allreduce.call import Call, Counters
 from pipecomp.allreduce.loopback import LoopbackGroup
-from pipecomp.kernels import feedback, ragged, reference, sketch
-from pipecomp.kernels.layout import Options
+from pipecomp.kernels.reference import batches, gradients
+from pipecomp.kernels.reference import rows as reference
+from pipecomp.kernels.reference.layout import QuantizerOptions
 
 N, D = 3, 1000  # a number of ranks whose reciprocal is rounded
 DIVISIONS = {torch.ops.aten.div, torch.ops.aten.div_, torch.ops.aten.true_divide}
@@ -38,24 +39,26 @@ def test_a_division_by_a_number_is_refused():
 
 
 def scales_of_rms() -> None:
-    reference.quantize(torch.randn(3, 50), Options(4, 7, "rms"))
-    ragged.encode_batch([ragged.Visit(torch.randn(3, 5), None, Options(4, None, "rms"))], torch.empty(24).byte(), None)
+    reference.quantize(torch.randn(3, 50), QuantizerOptions(4, 7, "rms"))
+    batches.encode_batch(
+        [batches.EncodeItem(torch.randn(3, 5), None, QuantizerOptions(4, None, "rms"))], torch.empty(24).byte(), None
+    )
 
 
 def mean_magnitudes() -> None:
-    feedback.feedback_quantize_(torch.randn(D), torch.zeros(D), 1, 7, True)
+    gradients.feedback_quantize_(torch.randn(D), torch.zeros(D), 1, 7, True)
 
 
 def mean_of_codes() -> None:
     e = torch.zeros(D)
-    codes, scales = feedback.feedback_quantize_(torch.randn(D), e, 4, 100, False)
-    feedback.feedback_reduce_([codes] * N, [scales] * N, 4, e, 100, False)
+    codes, scales = gradients.feedback_quantize_(torch.randn(D), e, 4, 100, False)
+    gradients.feedback_reduce_([codes] * N, [scales] * N, 4, e, 100, False)
 
 
 def mean_of_sketches() -> None:
-    how, x = sketch.Sketch(torch.tensor([2, 3]), 1, 5), torch.randn(D)
-    codes, means = sketch.sketch_encode(x, torch.empty(D), torch.tensor([-1.0, 1.0]), torch.zeros(1), how)
-    sketch.sketch_decode(codes, means, how, x, True, N)
+    how, x = gradients.Sketch(torch.tensor([2, 3]), 1, 5), torch.randn(D)
+    codes, means = gradients.sketch_encode(x, torch.empty(D), torch.tensor([-1.0, 1.0]), torch.zeros(1), how)
+    gradients.sketch_decode(codes, means, how, x, True, N)
 
 
 def mean_of_gathered_codes() -> None:
@@ -74,7 +77,7 @@ def test_what_ranks_agree_on_is_divided_by_tensors(computed: Callable[[], None])
 
 def test_a_count_of_many_values_is_exact():
     """In float32 2**24 + 1 is 2**24."""
-    count, o = (1 << 24) + 1, Options(4, None, "rms")
+    count, o = (1 << 24) + 1, QuantizerOptions(4, None, "rms")
     squares = torch.randint(1 << 50, (1000,), generator=torch.Generator().manual_seed(0))
     most = torch.ones(1000)
     scales = [reference.finish_scales(most, squares, each, o) for each in (torch.full((1000,), count), count)]

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from pipecomp.errors import ConfigError, ShapeError
-from pipecomp.kernels import native, ops
+from pipecomp.kernels import dispatch, ops
 
-BACKENDS = ["torch", "native"] if not isinstance(native.load(), str) else ["torch"]
+BACKENDS = ["torch", "native"] if not isinstance(dispatch.load_native(), str) else ["torch"]
 
 
 def groups_of(x: Tensor, size: int) -> list[Tensor]:

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipecomp.errors import ConfigError, NonFiniteError, ShapeError
-from pipecomp.kernels import native, ops, rng, sketch
+from pipecomp.kernels import dispatch, ops
+from pipecomp.kernels.reference import gradients, reproducible
 
-BACKENDS = ["torch", "native"] if not isinstance(native.load(), str) else ["torch"]
+BACKENDS = ["torch", "native"] if not isinstance(dispatch.load_native(), str) else ["torch"]
 F = np.float32
 GRADIENTS = st.lists(
     st.one_of(st.floats(-2, 2, width=32), st.sampled_from([0.0, -0.0, 2.0, -1.0, 0.5, 2.0**-149, 1e-30])),
@@ -23,7 +24,7 @@ GRADIENTS = st.lists(
 
 
 def random_32(seed: int, index: int) -> int:
-    return int(rng.random_bits(seed, index, 1))
+    return int(reproducible.random_bits(seed, index, 1))
 
 
 def plain_linear(g, norm, s, seed, start):
@@ -329,7 +330,7 @@ def test_arguments_are_checked():
 def test_what_makes_no_sketch_is_refused():
     """Kernels go by its numbers, and would read and write beside the tensors."""
     x, e, centers, counts = torch.randn(50), torch.empty(50), torch.tensor([-1.0, 1.0]), torch.tensor([3, 0])
-    how = sketch.Sketch(counts, 1, 5)
+    how = gradients.Sketch(counts, 1, 5)
     codes, means = ops.sketch_encode_(x, e, centers, how)
     assert means.shape == (2 + 3,)
     for wrong in (counts - 1, counts + (1 << 30)):
@@ -350,12 +351,12 @@ def test_what_makes_no_sketch_is_refused():
 def test_hashes_of_places_are_kept_on_the_cpu_alone():
     """On a GPU another thread's stream would read them with nothing to wait for."""
     cluster = torch.zeros(50, dtype=torch.uint8)
-    how = sketch.Sketch(torch.tensor([7, 0]), 1, 12345)
-    sketch._kept.cache_clear()
-    want = sketch.slots(cluster, how)
-    assert torch.equal(sketch.slots(cluster, how), want)
-    hits, misses = sketch._kept.cache_info()[:2]
+    how = gradients.Sketch(torch.tensor([7, 0]), 1, 12345)
+    gradients._cached_uniform.cache_clear()
+    want = gradients.slots(cluster, how)
+    assert torch.equal(gradients.slots(cluster, how), want)
+    hits, misses = gradients._cached_uniform.cache_info()[:2]
     assert (hits, misses) == (1, 1)
     for _ in range(2):
-        assert sketch.slots(cluster.to("meta"), how).shape == want.shape
-    assert sketch._kept.cache_info()[:2] == (hits, misses)
+        assert gradients.slots(cluster.to("meta"), how).shape == want.shape
+    assert gradients._cached_uniform.cache_info()[:2] == (hits, misses)

@@ -18,13 +18,16 @@ import pytest
 import torch
 
 from pipecomp.errors import ConfigError, KernelError, ShapeError
-from pipecomp.kernels import build, dispatch, native, native_library, ops, reference, torch_backend
-from pipecomp.kernels.layout import Options
+from pipecomp.kernels import build, dispatch, ops
+from pipecomp.kernels.native import library
+from pipecomp.kernels.native.backend import NativeBackend
+from pipecomp.kernels.reference import rows as reference
+from pipecomp.kernels.reference.layout import QuantizerOptions
 from tests.limits import HANG_S
 
 ROOT = Path(__file__).parents[2]
 
-BUILT = not isinstance(native.load(), str)
+BUILT = not isinstance(dispatch.load_native(), str)
 needs_native = pytest.mark.skipif(not BUILT, reason="native kernels are not built")
 needs_compiler = pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
 
@@ -41,14 +44,14 @@ def fresh_choice(monkeypatch):
 def test_auto_takes_native_for_cpu_tensors_and_says_so(fresh_choice):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert dispatch.pick("auto", torch.zeros(1)) is native.load()
+        assert dispatch.pick("auto", torch.zeros(1)) is dispatch.load_native()
     status = dispatch.status()[0]
     assert (status.device, status.backend) == ("cpu", "native")
-    assert native.load().isa in status.reason
+    assert dispatch.load_native().isa in status.reason
 
 
 def test_without_native_kernels_torch_runs_with_one_warning(fresh_choice):
-    fresh_choice.setattr(native, "load", lambda: "native kernels are not built")
+    fresh_choice.setattr(dispatch, "load_native", lambda: "native kernels are not built")
     x = torch.randn(3, 10)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -57,7 +60,7 @@ def test_without_native_kernels_torch_runs_with_one_warning(fresh_choice):
     assert [w.category for w in caught] == [dispatch.SlowKernelsWarning]
     assert "native kernels are not built" in str(caught[0].message)
     assert caught[0].filename == __file__
-    assert dispatch.pick("auto", x) is torch_backend
+    assert dispatch.pick("auto", x) is dispatch.TORCH
     assert dispatch.status()[0] == ("cpu", "torch", "native kernels are not built")
     with pytest.raises(KernelError, match=r"native.*not built"):
         ops.quantize(x, 4, backend="native")
@@ -77,30 +80,30 @@ def test_impossible_choices_are_errors():
 
 @needs_native
 def test_a_named_instruction_set_must_exist(monkeypatch):
-    path = native_library.library_path()
+    path = library.library_path()
     with pytest.raises(KernelError, match="avx1024"):
-        native.NativeBackend(path, "avx1024")
-    assert native.NativeBackend(path, "portable").isa == "portable"
+        NativeBackend(path, "avx1024")
+    assert NativeBackend(path, "portable").isa == "portable"
 
 
 def test_what_does_not_load_is_explained(tmp_path, monkeypatch):
     broken = tmp_path / "_native.so"
     broken.write_bytes(b"not a library")
     with pytest.raises(KernelError, match=r"_native\.so does not load"):
-        native.NativeBackend(broken)
-    monkeypatch.setattr(native_library, "library_path", lambda: broken)
-    assert "does not load" in native.load.__wrapped__()
-    monkeypatch.setattr(native_library, "library_path", lambda: None)
-    assert "not built" in native.load.__wrapped__()
+        NativeBackend(broken)
+    monkeypatch.setattr(library, "library_path", lambda: broken)
+    assert "does not load" in dispatch.load_native.__wrapped__()
+    monkeypatch.setattr(library, "library_path", lambda: None)
+    assert "not built" in dispatch.load_native.__wrapped__()
 
 
 @needs_native
 def test_another_version_or_wrong_bytes_are_not_used(monkeypatch):
-    monkeypatch.setattr(native_library, "ABI", native_library.ABI + 1)
-    assert "another version" in native.load.__wrapped__()
+    monkeypatch.setattr(library, "ABI", library.ABI + 1)
+    assert "another version" in dispatch.load_native.__wrapped__()
     monkeypatch.undo()
-    backend = native.NativeBackend(native_library.library_path())
-    native.self_check(backend)
+    backend = NativeBackend(library.library_path())
+    dispatch.self_check(backend)
     honest = backend._quantize
 
     def off_by_one_bit(x, m, options, name):
@@ -110,7 +113,7 @@ def test_another_version_or_wrong_bytes_are_not_used(monkeypatch):
 
     monkeypatch.setattr(backend, "_quantize", off_by_one_bit)
     with pytest.raises(KernelError, match="other bytes than the reference"):
-        native.self_check(backend)
+        dispatch.self_check(backend)
 
 
 def fails(error: Exception) -> Callable[..., Any]:
@@ -120,7 +123,7 @@ def fails(error: Exception) -> Callable[..., Any]:
     return run
 
 
-def off_by_one_bit(a: torch.Tensor, m: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
+def off_by_one_bit(a: torch.Tensor, m: torch.Tensor, options: QuantizerOptions) -> tuple[torch.Tensor, torch.Tensor]:
     codes, scale = reference.delta_quantize_(a, m, options)
     scale.view(torch.int32)[1] ^= 1
     return codes, scale
@@ -142,20 +145,19 @@ def test_triton_is_tried_before_it_is_chosen(fresh_choice, first_call, why):
     triton = pytest.importorskip("triton", reason="triton is not installed")
     fake = SimpleNamespace(delta_quantize_=reference.delta_quantize_)
     fresh_choice.setattr(triton.knobs.runtime, "interpret", True)  # then it takes tensors of any device
-    fresh_choice.setattr("pipecomp.kernels.triton_backend", fake, raising=False)
-    fresh_choice.setitem(sys.modules, "pipecomp.kernels.triton_backend", fake)
+    fresh_choice.setitem(sys.modules, "pipecomp.kernels.triton", SimpleNamespace(BACKEND=fake))
     load = dispatch.load_triton.__wrapped__
     assert load("cpu") is fake
     fake.delta_quantize_ = first_call
     assert re.search(why, load("cpu"))
     fresh_choice.setattr(dispatch, "load_triton", lambda device: load("cpu"))
     with pytest.warns(dispatch.SlowKernelsWarning, match=why.rstrip("$")):
-        assert dispatch.automatic("cuda") is torch_backend
+        assert dispatch.automatic("cuda") is dispatch.TORCH
 
 
 @needs_native
 def test_threads_follow_torch_and_calls_may_overlap():
-    backend = native.NativeBackend(native_library.library_path())
+    backend = NativeBackend(library.library_path())
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
@@ -164,7 +166,7 @@ def test_threads_follow_torch_and_calls_may_overlap():
         assert backend.threads == 2
     finally:
         torch.set_num_threads(before)
-    options = Options(4, None, "max", "stochastic", 3)
+    options = QuantizerOptions(4, None, "max", "stochastic", 3)
     inputs = [torch.randn(400, 500) for _ in range(4)]
     results: list = [None] * 4
 
@@ -183,10 +185,10 @@ def test_threads_follow_torch_and_calls_may_overlap():
 
 
 @needs_native
-@pytest.mark.parametrize("block", [native_library.QuantizeArgs, native_library.DequantizeArgs])
+@pytest.mark.parametrize("block", [library.QuantizeArgs, library.DequantizeArgs])
 def test_an_argument_block_is_filled_alike_at_once_and_field_by_field(block):
     names = [name for name, *_ in block._fields_]
-    layout, filled = native_library.layout_of(block), (block * 2)()
+    layout, filled = library.struct_of(block), (block * 2)()
     layout.pack_into(filled, layout.size, *range(1, len(names) + 1))
     assert layout.size == ctypes.sizeof(block)
     assert [getattr(filled[1], name) for name in names] == list(range(1, len(names) + 1))
@@ -262,5 +264,5 @@ def test_build_flags_forbid_contraction_and_are_the_extensions():
     for source in build.SOURCES:
         assert "-ffp-contract=off" in build.source_flags(source)
         assert not {"-ffast-math", "-Ofast", "-march=native"} & set(build.source_flags(source))
-    assert {path.name for path in (ROOT / "kernels").glob("*.cpp")} == set(build.SOURCES)
+    assert {path.name for path in (ROOT / "kernels" / "native").glob("*.cpp")} == set(build.SOURCES)
     assert 'build["build"]' in (ROOT / "setup.py").read_text()

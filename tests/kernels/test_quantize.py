@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipecomp.errors import ConfigError, KernelError, NonFiniteError, ShapeError
-from pipecomp.kernels import native, ops
+from pipecomp.kernels import dispatch, ops
 
-BACKENDS = ["torch", "native"] if not isinstance(native.load(), str) else ["torch"]
+BACKENDS = ["torch", "native"] if not isinstance(dispatch.load_native(), str) else ["torch"]
 F = np.float32
 LOADING = {1: 1.596, 2: 1.991, 3: 2.344, 4: 2.682, 5: 3.01, 6: 3.33, 7: 3.64, 8: 3.94}
 M64 = 2**64 - 1

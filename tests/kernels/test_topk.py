@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipecomp.errors import ConfigError, ShapeError
-from pipecomp.kernels import native, ops
+from pipecomp.kernels import dispatch, ops
 
-BACKENDS = ["torch", "native"] if not isinstance(native.load(), str) else ["torch"]
+BACKENDS = ["torch", "native"] if not isinstance(dispatch.load_native(), str) else ["torch"]
 
 
 def plain_select(row, fraction, group):

@@ -17,17 +17,17 @@ import torch
 
 from pipecomp.errors import KernelError
 from pipecomp.kernels import dispatch, ops
-from pipecomp.kernels.layout import Options
-from pipecomp.kernels.ragged import Arriving, Visit
+from pipecomp.kernels.reference.batches import DecodeItem, EncodeItem
+from pipecomp.kernels.reference.layout import QuantizerOptions
 from tests.device_copies import DeviceCopies
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 
 # Rows of several groups; rows, then a bucket, of one value, where Triton takes most arguments for constants.
 CASES = {
-    "fp32 [3, 100]": (torch.float32, (3, 100), Options(3, 24, "max", "stochastic", 5)),
-    "bf16 [3, 1]": (torch.bfloat16, (3, 1), Options(8, None)),
-    "fp16 [1, 1]": (torch.float16, (1, 1), Options(4, None, "rms")),
+    "fp32 [3, 100]": (torch.float32, (3, 100), QuantizerOptions(3, 24, "max", "stochastic", 5)),
+    "bf16 [3, 1]": (torch.bfloat16, (3, 1), QuantizerOptions(8, None)),
+    "fp16 [1, 1]": (torch.float16, (1, 1), QuantizerOptions(4, None, "rms")),
 }
 
 
@@ -82,14 +82,14 @@ def test_the_check_above_can_fail(launches):
 def test_norms_may_be_whole_numbers():
     """To Triton those are integers, by which it does not divide."""
     pytest.importorskip("triton", reason="triton is not installed")
-    from pipecomp.kernels import triton_backend
+    from pipecomp.kernels.triton import BACKEND
     from tests.kernels.triton_launches import recorded
 
     g_d = torch.empty(100, device="meta")
     with recorded() as launches:
-        triton_backend.linear_encode(g_d, 2, (7,), None, 4, 5, 0)
-        triton_backend.exponential_encode(g_d, 2, 8, 1, 5, 0)
-        triton_backend.scale_index(g_d, 2, (7, 30))
+        BACKEND.linear_encode(g_d, 2, (7,), None, 4, 5, 0)
+        BACKEND.exponential_encode(g_d, 2, 8, 1, 5, 0)
+        BACKEND.scale_index(g_d, 2, (7, 30))
     assert len(launches) == 3
     for launch in launches:
         assert "div.rn.f32" in launch.ptx(), launch
@@ -99,14 +99,14 @@ def test_norms_may_be_whole_numbers():
 def test_of_a_batch_the_device_gets_some_numbers_a_sample(rows):
     """At once, and none a row: a copy of more than 64 KiB would wait for the device."""
     pytest.importorskip("triton", reason="triton is not installed")
-    from pipecomp.kernels import triton_backend
+    from pipecomp.kernels.triton import BACKEND
     from tests.kernels.triton_launches import recorded
 
-    o, x = Options(4, None), torch.zeros(sum(rows), 2, device="meta")
+    o, x = QuantizerOptions(4, None), torch.zeros(sum(rows), 2, device="meta")
     payload = torch.empty(ops.payload_bytes(*x.shape, o, x.dtype), dtype=torch.uint8, device="meta")
     with recorded() as launches, DeviceCopies() as copied:
-        triton_backend.encode_batch([Visit(each, each, o, True) for each in x.split(rows)], payload, None)
-        triton_backend.decode_batch(payload, [Arriving(each, o, True) for each in x.split(rows)])
+        BACKEND.encode_batch([EncodeItem(each, each, o, True) for each in x.split(rows)], payload, None)
+        BACKEND.decode_batch(payload, [DecodeItem(each, o, True) for each in x.split(rows)])
     for launch in launches:
         values = launch.arguments["table"].numel(), launch.arguments["w"].numel()
         assert values == (len(rows) * launch.arguments["FIELDS"], 1 << o.bits)
@@ -116,13 +116,13 @@ def test_of_a_batch_the_device_gets_some_numbers_a_sample(rows):
 def test_bits_that_the_device_finds_cost_one_copy():
     """And nothing else: what is found stays there until the host is sent it."""
     pytest.importorskip("triton", reason="triton is not installed")
-    from pipecomp.kernels import triton_backend
+    from pipecomp.kernels.triton import BACKEND
     from tests.kernels.triton_launches import recorded
 
-    o, x = Options(8, None), torch.zeros(192, 2, device="meta")
+    o, x = QuantizerOptions(8, None), torch.zeros(192, 2, device="meta")
     payload = torch.empty(ops.payload_bytes(*x.shape, o, x.dtype), dtype=torch.uint8, device="meta")
     with recorded() as launches, DeviceCopies() as copied:
-        triton_backend.encode_fewest([Visit(each, each, o, True) for each in x.split(64)], 0.1, 2, 8, payload)
+        BACKEND.encode_fewest([EncodeItem(each, each, o, True) for each in x.split(64)], 0.1, 2, 8, payload)
     assert [launch.name for launch in launches] == ["distortion_kernel", "choose_kernel", "encode_kernel"]
     assert copied.values == [8 * 3 + 255]  # the samples' numbers; what codes stand for, two in one
 
@@ -131,16 +131,16 @@ def test_bits_that_the_device_finds_cost_one_copy():
 def test_values_are_moved_four_at_a_time_where_they_lie_so(shift):
     """Elsewhere a GPU would refuse it."""
     pytest.importorskip("triton", reason="triton is not installed")
-    from pipecomp.kernels import triton_backend
+    from pipecomp.kernels.triton import BACKEND
     from tests.kernels.triton_launches import recorded
 
-    o, H = Options(4, None), 1024
+    o, H = QuantizerOptions(4, None), 1024
     x, m = torch.randn(5 * H), torch.randn(5 * H + shift)
     samples = [(x[: 2 * H].view(2, H), m[: 2 * H].view(2, H)), (x[2 * H :].view(3, H), m[2 * H + shift :].view(3, H))]
     payload = torch.empty(ops.payload_bytes(5, H, o, torch.float32), dtype=torch.uint8)
     with recorded() as launches:
-        triton_backend.encode_batch([Visit(a, b, o, True) for a, b in samples], payload, None)
-        triton_backend.decode_batch(payload, [Arriving(b, o, True) for _, b in samples])
+        BACKEND.encode_batch([EncodeItem(a, b, o, True) for a, b in samples], payload, None)
+        BACKEND.decode_batch(payload, [DecodeItem(b, o, True) for _, b in samples])
     assert [launch.name for launch in launches] == ["encode_kernel", "decode_kernel"]
     for launch in launches:
         text = launch.ptx()
@@ -151,7 +151,7 @@ def test_values_are_moved_four_at_a_time_where_they_lie_so(shift):
 def test_kernels_run_where_their_tensors_are(monkeypatch):
     """Triton launches on the current device, wherever the tensors are."""
     pytest.importorskip("triton", reason="triton is not installed")
-    from pipecomp.kernels import triton_backend
+    from pipecomp.kernels.triton import BACKEND, rows
 
     current: list[torch.Tensor] = []
 
@@ -162,37 +162,36 @@ def test_kernels_run_where_their_tensors_are(monkeypatch):
         current.pop()
 
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
-    x, y, o = torch.empty(2, 8), torch.empty(2, 8), Options(4, None)
-    found = triton_backend.on_their_device(lambda *args: list(current))
+    x, y, o = torch.empty(2, 8), torch.empty(2, 8), QuantizerOptions(4, None)
+    monkeypatch.setattr(rows, "OPERATIONS", {})
+    found = rows.operation(lambda *args: list(current))
     assert found(x, y, o)[0] is x
     assert found([x, y], 4)[0] is x
-    assert found([Visit(x, y, o)], y, None)[0] is x
+    assert found([EncodeItem(x, y, o)], y, None)[0] is x
     assert found([], y)[0] is y
     assert not current
-    with_torch_alone = {"distortion", "fit"}
-    for name in set(triton_backend.__all__) - with_torch_alone:
-        assert getattr(triton_backend, name).__code__ is found.__code__, name
+    for name, function in vars(BACKEND).items():
+        assert function.__code__ is found.__code__, name
 
 
 def test_a_long_row_fits_into_a_grid(monkeypatch):
     """Its second dimension and its third end at 65,535."""
     pytest.importorskip("triton", reason="triton is not installed")
-    from pipecomp.kernels import triton_backend, triton_buckets
-    from pipecomp.kernels import triton_rows as rows
+    from pipecomp.kernels.triton import BACKEND, gradients, rows
     from tests.kernels.triton_launches import recorded
 
-    d, o = 100_000_000, Options(4, None, "rms")
+    d, o = 100_000_000, QuantizerOptions(4, None, "rms")
     x, codes = torch.empty(1, d, device="meta"), torch.empty(1, d // 2, dtype=torch.uint8, device="meta")
     with recorded() as launches:
         rows.launch_quantize(x, None, o)
         rows.launch_dequantize(codes, x[:, :1], 4, x, None, "nearest", False)
-        triton_backend.pack_bits(x.to(torch.int32), 8)
-        triton_backend.unpack_bits(codes, 4, d)
-        triton_backend.select(x, 0.1, 1000)
-        visit = Visit(x, None, o._replace(group_size=1000, scale="max"))
-        triton_backend.encode_batch([visit], torch.empty(d, dtype=torch.uint8, device="meta"), None)
-        triton_backend.decode_batch(torch.empty(d, dtype=torch.uint8, device="meta"), [Arriving(x, o)])
-    assert triton_buckets.flat_grid(d, 10) == rows.grid(1, d, 10) == (d // 10,)
+        BACKEND.pack_bits(x.to(torch.int32), 8)
+        BACKEND.unpack_bits(codes, 4, d)
+        BACKEND.select(x, 0.1, 1000)
+        visit = EncodeItem(x, None, o._replace(group_size=1000, scale="max"))
+        BACKEND.encode_batch([visit], torch.empty(d, dtype=torch.uint8, device="meta"), None)
+        BACKEND.decode_batch(torch.empty(d, dtype=torch.uint8, device="meta"), [DecodeItem(x, o)])
+    assert gradients.flat_grid(d, 10) == rows.grid(1, d, 10) == (d // 10,)
     assert {launch.name for launch in launches} == {
         *("quantize_kernel", "measure_kernel", "squares_kernel", "dequantize_kernel", "pack_kernel", "unpack_kernel"),
         *("select_kernel", "encode_kernel", "decode_kernel"),

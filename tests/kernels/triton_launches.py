@@ -19,18 +19,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from pipecomp.kernels import (
-    triton_backend,
-    triton_distortion,
-    triton_gradient,
-    triton_quantize,
-    triton_ragged,
-    triton_rows,
-)
-from pipecomp.kernels.layout import Options
-from pipecomp.kernels.ragged import Arriving, Visit
+from pipecomp.kernels.reference.batches import DecodeItem, EncodeItem
+from pipecomp.kernels.reference.layout import QuantizerOptions
+from pipecomp.kernels.triton import BACKEND, batches, fewest_bits, gradients, rows
 
-MODULES = (triton_quantize, triton_gradient, triton_ragged, triton_distortion)
+MODULES = (rows, gradients, batches, fewest_bits)
 KERNELS = {name: kernel for module in MODULES for name, kernel in vars(module).items() if name.endswith("_kernel")}
 POINTERS = {
     **{torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"},
@@ -111,35 +104,35 @@ def recorded() -> Iterator[list[Launch]]:
         yield launches
 
 
-def launch_all(x: torch.Tensor, options: Options) -> None:
+def launch_all(x: torch.Tensor, options: QuantizerOptions) -> None:
     """Call everything that launches kernels, with x [R, H], a meta tensor of a dtype that the quantizer takes."""
     m, g_d = torch.empty_like(x, dtype=torch.float32), x.reshape(-1)
     bits, rounding, group = options.bits, options.rounding, options.group_size
-    codes, scales, bad = triton_rows.launch_quantize(x, None, options)
-    triton_rows.launch_quantize(x, m, options)
-    triton_rows.launch_dequantize(codes, scales, bits, m, group, rounding, False)
-    triton_rows.launch_dequantize(codes, scales, bits, m, group, rounding, True, bad)
-    triton_rows.quantize_sum(m.reshape(-1), scales.reshape(-1), bits, group or x.shape[1])
-    triton_backend.unpack_bits(triton_backend.pack_bits(x.to(torch.int32), bits), bits, x.shape[1])
-    triton_backend.select(x, 0.3, group)
+    codes, scales, bad = rows.launch_quantize(x, None, options)
+    rows.launch_quantize(x, m, options)
+    rows.launch_dequantize(codes, scales, bits, m, group, rounding, False)
+    rows.launch_dequantize(codes, scales, bits, m, group, rounding, True, bad)
+    gradients.quantize_with_scales(m.reshape(-1), scales.reshape(-1), bits, group or x.shape[1])
+    BACKEND.unpack_bits(BACKEND.pack_bits(x.to(torch.int32), bits), bits, x.shape[1])
+    BACKEND.select(x, 0.3, group)
     payload = torch.empty(8 * x.numel(), dtype=torch.uint8, device=x.device)
     for delta in (False, True):
-        triton_backend.encode_batch([Visit(x, m, options, delta)], payload, None)
-        triton_backend.decode_batch(payload, [Arriving(m, options, delta)])
-    triton_backend.encode_batch([Visit(x, None, options)], payload, None)
-    for visit in (Visit(x, m, options, True), Visit(x, None, options)):
-        triton_backend.encode_fewest([visit], 0.1, 2, 4 if visit.delta else 8, payload)
+        BACKEND.encode_batch([EncodeItem(x, m, options, delta)], payload, None)
+        BACKEND.decode_batch(payload, [DecodeItem(m, options, delta)])
+    BACKEND.encode_batch([EncodeItem(x, None, options)], payload, None)
+    for visit in (EncodeItem(x, m, options, True), EncodeItem(x, None, options)):
+        BACKEND.encode_fewest([visit], 0.1, 2, 4 if visit.delta else 8, payload)
     _launch_gradients(g_d, m.reshape(-1))
 
 
 def _launch_gradients(g_d: torch.Tensor, out_d: torch.Tensor) -> None:
-    index = triton_backend.scale_index(g_d, 1.0, (7, 30))
+    index = BACKEND.scale_index(g_d, 1.0, (7, 30))
     for start, levels, where in ((0, (7,), None), (2**31, (7, 30), index)):
-        codes = triton_backend.linear_encode(g_d, 1.0, levels, where, 4, 5, start)
-        triton_backend.linear_decode(codes, 1.0, levels, where, 4, 1, out_d, start > 0)
-    triton_backend.linear_reduce([codes], g_d.numel(), 4, 8)
+        codes = BACKEND.linear_encode(g_d, 1.0, levels, where, 4, 5, start)
+        BACKEND.linear_decode(codes, 1.0, levels, where, 4, 1, out_d, start > 0)
+    BACKEND.linear_reduce([codes], g_d.numel(), 4, 8)
     for bits, depth in ((4, 2), (8, 1)):
-        codes = triton_backend.exponential_encode(g_d, 1.0, bits, depth, 5, 0)
-        triton_backend.exponential_decode(codes, 1.0, bits, depth, 3, out_d, bits == 4)
-        triton_backend.exponential_reduce_(codes, codes, g_d.numel(), bits, 5)
-    triton_backend.kmeans_assign(g_d, torch.empty(15, device=g_d.device))
+        codes = BACKEND.exponential_encode(g_d, 1.0, bits, depth, 5, 0)
+        BACKEND.exponential_decode(codes, 1.0, bits, depth, 3, out_d, bits == 4)
+        BACKEND.exponential_reduce_(codes, codes, g_d.numel(), bits, 5)
+    BACKEND.kmeans_assign(g_d, torch.empty(15, device=g_d.device))

@@ -30,7 +30,7 @@ from pipecomp.errors import (
     StoreError,
     WireError,
 )
-from pipecomp.kernels.rng import random_bits
+from pipecomp.kernels.reference.reproducible import random_bits
 from pipecomp.plan.packet_sizes import activation_bytes
 from pipecomp.stages.link.boundary import Layout
 from pipecomp.stages.link.bounds import Bounds

@@ -17,7 +17,7 @@ from pipecomp.codecs import wire
 from pipecomp.config import Config
 from pipecomp.errors import NonFiniteError, WireError
 from pipecomp.kernels import ops
-from pipecomp.kernels.pool import Pool
+from pipecomp.kernels.pool import BufferPool
 from pipecomp.stages.link.boundary import Layout
 from pipecomp.stages.link.endpoint import Position
 from pipecomp.stages.link.loopback import LoopbackTransport, loopback_pair
@@ -224,7 +224,7 @@ def test_an_overflow_of_fp16_is_known_before_its_gradient_is_sent(tmp_path):
 
 
 def test_a_buffer_is_used_again_once_nobody_refers_to_it():
-    pool = Pool()
+    pool = BufferPool()
     first = pool.take(5000)
     first[:] = 3
     part, address = torch.from_numpy(first[100:200]), first.ctypes.data
@@ -235,10 +235,10 @@ def test_a_buffer_is_used_again_once_nobody_refers_to_it():
     assert part.tolist() == [3] * 100
     del part
     assert pool.take(8000).ctypes.data == address
-    small = Pool(kept_bytes=4096)
+    small = BufferPool(idle_bytes=4096)
     kept = [small.take(4096) for _ in range(2)]
     del kept
-    assert sum(len(free) for free in small._free.values()) == 1
+    assert sum(len(free) for free in small._idle.values()) == 1
 
 
 def test_memory_that_is_let_go_may_be_taken_again():
@@ -253,7 +253,7 @@ def test_memory_that_is_let_go_may_be_taken_again():
     def let_go(buffer: np.ndarray) -> None:
         left[0] += buffer.size
 
-    pool = Pool(make, 4096, let_go)
+    pool = BufferPool(make, 4096, let_go)
     lent = [pool.take(4096) for _ in range(2)]
     assert left == [0]
     del lent
@@ -274,7 +274,7 @@ def test_what_is_unused_makes_way_for_other_sizes():
         assert sum(made) - sum(gone) <= most
         return np.empty(size, dtype=np.uint8)
 
-    pool = Pool(make, most, lambda buffer: gone.append(buffer.size), most)
+    pool = BufferPool(make, most, lambda buffer: gone.append(buffer.size), most)
     large = [pool.take(4 * 4096), pool.take(2 * 4096), pool.take(2 * 4096)]
     with pytest.raises(MemoryError, match="4096 bytes beside 32768 in use"):
         pool.take(1)
@@ -290,7 +290,7 @@ def test_what_is_unused_makes_way_for_other_sizes():
 
 def test_only_buffers_that_are_there_count():
     sizes = iter([-1, 4096, 4096])
-    pool = Pool(lambda size: np.empty(next(sizes), dtype=np.uint8), kept_bytes=0, most_bytes=4096)
+    pool = BufferPool(lambda size: np.empty(next(sizes), dtype=np.uint8), idle_bytes=0, max_bytes=4096)
     with pytest.raises(ValueError, match="negative"):
         pool.take(1)
     for _ in range(2):
@@ -300,9 +300,9 @@ def test_only_buffers_that_are_there_count():
 def test_a_packet_is_sealed_by_the_call_that_encodes():
     x, packet = torch.randn(3, H), np.zeros(20 + 3 * (4 + H // 2) + 4, dtype=np.uint8)
     whole = torch.from_numpy(packet)
-    verdict = ops.encode_batch([ops.Visit(x, None, ops.Options(4, None))], whole[20:-4], packet=whole)
+    verdict = ops.encode_batch([ops.EncodeItem(x, None, ops.QuantizerOptions(4, None))], whole[20:-4], packet=whole)
     verdict.check()
-    assert verdict.sealed
+    assert verdict.has_checksum
     assert int.from_bytes(packet[-4:].tobytes(), "little") == ops.crc32(packet[:-4])
 
 
@@ -321,9 +321,9 @@ def test_quantized_packets_come_sealed_from_the_call_that_encodes(monkeypatch, h
 
 def test_a_verdict_keeps_no_tensor():
     """It waits with its packet, maybe for a slow link, and would keep the memory of a GPU."""
-    x, m, o = torch.randn(3, H), torch.randn(3, H), ops.Options(4, None)
+    x, m, o = torch.randn(3, H), torch.randn(3, H), ops.QuantizerOptions(4, None)
     payload = torch.empty(ops.payload_bytes(*x.shape, o, x.dtype), dtype=torch.uint8)
-    verdict = ops.encode_batch([ops.Visit(x, m, o, True)], payload)
+    verdict = ops.encode_batch([ops.EncodeItem(x, m, o, True)], payload)
     kept = [weakref.ref(x), weakref.ref(m)]
     del x, m
     assert [one() for one in kept] == [None, None]

@@ -1,8 +1,7 @@
-"""Triton kernels that find the fewest bits of a packet and encode with them, while the host does not know them yet.
+"""Triton kernels that find the fewest bits of a packet and encode with them, without telling the host.
 
-Three launches: every row's error for each number of bits; their sums, and the choice; codes of so many bits. Sums are
-made by halves, as `distortion.halved_sum` makes them. Launch with enable_fp_fusion=False. Nothing waits for the GPU
-but `fit`.
+Three launches: every row's error for each number of bits; the sums and the choice; codes of that many bits. Sums are
+made by halves, as by `reproducible.halved_sum`. Launch with enable_fp_fusion=False. Only `fit` waits for the GPU.
 """
 
 from __future__ import annotations
@@ -16,12 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pipecomp.kernels import reference
-from pipecomp.kernels.distortion import FIRST_LOOK
-from pipecomp.kernels.ragged import FINE, Visit
-from pipecomp.kernels.triton_quantize import to_float
-from pipecomp.kernels.triton_ragged import FIELDS, Row, Table, find_sample, launch_encode, make_table
-from pipecomp.kernels.triton_rows import MOST_VALUES, Shape, loadable, warps
+from pipecomp.kernels.reference.batches import ALL_FINITE, FIRST_TRY, EncodeItem
+from pipecomp.kernels.reference.rows import code_values
+from pipecomp.kernels.triton.batches import FIELDS, SampleTable, TableRow, find_sample, launch_encode, make_table
+from pipecomp.kernels.triton.rows import MOST_VALUES, GroupShape, loadable, operation, to_float, warps
 
 MOST_ODD = 64  # largest odd factor of a length whose halves a program adds up in registers
 SUMMED = 1024  # values that the one program that chooses adds up at once
@@ -154,8 +151,8 @@ def distortion_kernel(
             tl.store(out + b * ROWS, halved(tl.load(own + b * GROUPS + place, mask=there, other=0.0), GROUPS))
 
 
-@triton.jit(do_not_specialize=["limit", "ROWS", "LOW", "HIGH", "FIRST_LOOK"])
-def choose_kernel(sums, chosen, limit, ROWS, LOW, HIGH, FIRST_LOOK, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["limit", "ROWS", "LOW", "HIGH", "FIRST_TRY"])
+def choose_kernel(sums, chosen, limit, ROWS, LOW, HIGH, FIRST_TRY, BLOCK: tl.constexpr):
     """Sum up sums [1 + HIGH - LOW + 1, ROWS] in place, then chosen[0] becomes what `distortion_ops` would choose.
 
     limit: the share of the squared norm that may be left out, as the bit pattern of a float64.
@@ -179,8 +176,8 @@ def choose_kernel(sums, chosen, limit, ROWS, LOW, HIGH, FIRST_LOOK, BLOCK: tl.co
     bits = k
     known = (bits >= LOW) & (bits <= HIGH)
     left = tl.load(sums + (1 + bits - LOW).to(tl.int64) * ROWS, mask=known, other=0.0)
-    looked = bits == FIRST_LOOK
-    taken = FIRST_LOOK
+    looked = bits == FIRST_TRY
+    taken = FIRST_TRY
     for _ in range(9):  # each time at least one is looked at, or none
         fitting = tl.min(tl.where(looked & (left <= most), bits, 16))
         none = fitting == 16
@@ -197,59 +194,61 @@ def choose_kernel(sums, chosen, limit, ROWS, LOW, HIGH, FIRST_LOOK, BLOCK: tl.co
     tl.store(chosen, tl.where(wild | (norm == float("inf")) | (norm != norm), HIGH, taken).to(tl.int64))
 
 
+@operation
 @torch.no_grad()
-def fit(visits: Sequence[Visit], error: float, low: int, high: int, payload: Tensor | None) -> int:
+def fit(items: Sequence[EncodeItem], error: float, low: int, high: int, payload: Tensor | None) -> int:
     """As `distortion.fit`, but that nothing is encoded: the GPU chooses, and the host waits for it once."""
-    batch = _Batch.of(visits) if payload is None else None
+    batch = _DeviceBatch.of(items) if payload is None else None
     return 0 if batch is None else int(batch.choose(error, low, high))
 
 
+@operation
 @torch.no_grad()
 def encode_fewest(
-    visits: Sequence[Visit], error: float, low: int, high: int, payload: Tensor
+    items: Sequence[EncodeItem], error: float, low: int, high: int, payload: Tensor
 ) -> tuple[Tensor, Tensor] | None:
     """As `distortion.encode_fewest`, of samples that are all changes, or all not, and whose m are all kept, or none."""
-    batch = _Batch.of(visits)
-    if batch is None or len({(v.delta, v.m is None) for v in batch.visits}) > 1:
+    batch = _DeviceBatch.of(items)
+    if batch is None or len({(v.delta, v.m is None) for v in batch.items}) > 1:
         return None
     chosen = batch.choose(error, low, high)
     return chosen, batch.encode(chosen, high, payload)
 
 
-class _Batch:
+class _DeviceBatch:
     """Samples that share what kernels are made for."""
 
-    def __init__(self, visits: Sequence[Visit]) -> None:
-        self.visits = [v for v in visits if v.x.numel()]
-        self.first = self.visits[0]
+    def __init__(self, items: Sequence[EncodeItem]) -> None:
+        self.items = [v for v in items if v.x.numel()]
+        self.first = self.items[0]
         assert self.first.options is not None
         self.options = self.first.options
         self.x = loadable(self.first.x)
-        self.m = next((v.m for v in self.visits if v.m is not None), self.x)
-        self.shape = Shape((sum(len(v.x) for v in self.visits), self.x.shape[1]), 8, self.options.group_size)
-        self._all = visits
+        self.m = next((v.m for v in self.items if v.m is not None), self.x)
+        self.shape = GroupShape((sum(len(v.x) for v in self.items), self.x.shape[1]), 8, self.options.group_size)
+        self._all = items
 
     @classmethod
-    def of(cls, visits: Sequence[Visit]) -> _Batch | None:
+    def of(cls, items: Sequence[EncodeItem]) -> _DeviceBatch | None:
         """Give the batch, None where there is none, or where the kernels cannot do it."""
-        filled = [v for v in visits if v.x.numel()]
+        filled = [v for v in items if v.x.numel()]
         alike = {v.options and (v.options._replace(seed=0, bits=0), v.x.dtype, v.x.shape[1]) for v in filled}
         if len(alike) != 1 or None in alike:
             return None
-        batch = cls(visits)
+        batch = cls(items)
         s = batch.shape
         lengths = {s.H, s.group, s.H % s.group or s.group, s.groups}
         odd = max(n // (n & -n) for n in lengths)
         able = batch.options.scale == "max" and max(lengths) <= MOST_VALUES and odd <= MOST_ODD
         return batch if able and s.rows * s.H < 1 << 31 else None
 
-    def _make_table(self) -> Table:
+    def _make_table(self) -> SampleTable:
         """Make the table, on the device.
 
         Its fields are those of `triton_ragged.FIELDS`, but that scales' has whether the sample is a change, and codes'
         what `encode_kernel` adds to it.
         """
-        s, rows, row = self.shape, list[Row](), 0
+        s, rows, row = self.shape, list[TableRow](), 0
         for i, v in enumerate(self._all):
             if v.x.numel():
                 row += len(v.x)
@@ -287,7 +286,7 @@ class _Batch:
             s.rows,
             low,
             high,
-            min(max(FIRST_LOOK, low), high),
+            min(max(FIRST_TRY, low), high),
             BLOCK=SUMMED,
             num_warps=16,
             enable_fp_fusion=False,
@@ -296,7 +295,7 @@ class _Batch:
 
     def encode(self, chosen: Tensor, high: int, payload: Tensor) -> Tensor:
         """Encode with the bits that `choose` gave, `high` at most: the flag of `ragged.encode_batch`."""
-        bad = torch.full((1,), FINE, dtype=torch.int64, device=payload.device)
+        bad = torch.full((1,), ALL_FINITE, dtype=torch.int64, device=payload.device)
         first = self.first._replace(options=self.options._replace(bits=high))
         launch_encode(first, self.x, self.m, payload, self._table, bad, chosen)
         return bad
@@ -305,4 +304,4 @@ class _Batch:
 @cache
 def _code_values(rounding: str) -> Tensor:
     """What the codes of 1 bit, 2 and so on to 8 stand for, one after the other, float32."""
-    return torch.tensor([w for bits in range(1, 9) for w in reference.code_values(bits, rounding)], dtype=torch.float32)
+    return torch.tensor([w for bits in range(1, 9) for w in code_values(bits, rounding)], dtype=torch.float32)

@@ -7,8 +7,8 @@
 #include <cmath>
 #include <vector>
 
-#include "native.h"
-#include "native_threads.h"
+#include "shared.h"
+#include "parallel.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>

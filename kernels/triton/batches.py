@@ -1,7 +1,8 @@
-"""Triton kernels of ragged batches: all samples that share their options in one launch, whatever their lengths.
+"""Triton kernels of batches: all samples with the same options in one launch, whatever their lengths.
 
-Samples lie anywhere in GPU memory; a table says where, in values from the first one's. Launch with
-enable_fp_fusion=False. Nothing here waits for the GPU, but for the check of a packet that is given.
+The kernels produce the bytes of `reference.batches`. Samples lie anywhere in GPU memory; a table holds their positions,
+in values from the first one's. Launch with enable_fp_fusion=False. Nothing here waits for the GPU, except the checksum
+of a packet.
 """
 
 from __future__ import annotations
@@ -14,33 +15,44 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pipecomp.kernels import ragged, reference, rng
-from pipecomp.kernels.layout import Options, group_length
-from pipecomp.kernels.ragged import FINE, Arriving, Visit
-from pipecomp.kernels.triton_quantize import (
+from pipecomp.kernels.reference import batches as reference
+from pipecomp.kernels.reference import reproducible
+from pipecomp.kernels.reference.batches import ALL_FINITE, DecodeItem, EncodeItem
+from pipecomp.kernels.reference.layout import QuantizerOptions, group_length
+from pipecomp.kernels.reference.rows import code_values
+from pipecomp.kernels.triton.rows import (
+    BLOCK,
+    MOST_VALUES,
+    GroupShape,
+    launch_dequantize,
+    launch_quantize,
     load_codes,
+    loadable,
     octets,
+    operation,
     random_bits,
     store_codes_of,
     to_float,
     uniform,
     unit_and_chunk,
+    warps,
 )
-from pipecomp.kernels.triton_rows import BLOCK, MOST_VALUES, Shape, launch_dequantize, launch_quantize, loadable, warps
 
 FIELDS = 8  # of a sample: x, m, scales, codes (each as if row 0 were the batch's), first row, number, two keys
 
 
-Row = tuple[int, Tensor, Tensor | None, int, int, int]  # of a sample: number, x, m, scales and codes of FIELDS, seed
+TableRow = tuple[
+    int, Tensor, Tensor | None, int, int, int
+]  # of a sample: number, x, m, scales and codes of FIELDS, seed
 
 
-class Table(NamedTuple):
+class SampleTable(NamedTuple):
     """What kernels are told of samples: fields and what codes stand for (w), on the device.
 
     shape: of all rows together. aligned: whether all x and m begin at multiples of four.
     """
 
-    shape: Shape
+    shape: GroupShape
     samples: int
     fields: Tensor
     w: Tensor
@@ -193,12 +205,13 @@ def decode_kernel(
     tl.store(to, v, mask=ok)
 
 
+@operation
 @torch.no_grad()
-def encode_batch(visits: Sequence[Visit], payload: Tensor, packet: Tensor | None) -> Tensor:
+def encode_batch(visits: Sequence[EncodeItem], payload: Tensor, packet: Tensor | None) -> Tensor:
     """As `ragged.encode_batch`: a launch for all samples of the same options, mostly one."""
-    bad = torch.full((1,), FINE, dtype=torch.int64, device=payload.device)
-    batches: dict[object, list[tuple[int, Visit, Tensor]]] = {}
-    for i, (v, part) in enumerate(zip(visits, ragged.parts(payload, visits), strict=True)):
+    bad = torch.full((1,), ALL_FINITE, dtype=torch.int64, device=payload.device)
+    batches: dict[object, list[tuple[int, EncodeItem, Tensor]]] = {}
+    for i, (v, part) in enumerate(zip(visits, reference.split_payload(payload, visits), strict=True)):
         if not v.x.numel():
             continue
         o = v.options
@@ -206,7 +219,7 @@ def encode_batch(visits: Sequence[Visit], payload: Tensor, packet: Tensor | None
             part.copy_(v.x.view(-1).view(torch.uint8))
             if v.m is not None:
                 v.m.copy_(v.x)
-            wrong = torch.where(torch.isfinite(v.x).all(), FINE, i << 32)
+            wrong = torch.where(torch.isfinite(v.x).all(), ALL_FINITE, i << 32)
             torch.minimum(bad, wrong, out=bad)
         elif o.scale != "max" or group_length(v.x.shape[1], o.group_size) > MOST_VALUES or v.x.numel() >> 32:
             _encode_alone(i, v, part, bad)
@@ -216,22 +229,22 @@ def encode_batch(visits: Sequence[Visit], payload: Tensor, packet: Tensor | None
     for same in batches.values():
         _launch_encode(same, payload, bad)
     if packet is not None:
-        ragged.seal(packet)
+        reference.write_checksum(packet)
     return bad
 
 
-def _encode_alone(i: int, v: Visit, part: Tensor, bad: Tensor) -> None:
+def _encode_alone(i: int, v: EncodeItem, part: Tensor, bad: Tensor) -> None:
     """A sample whose groups no program can hold."""
     assert v.options is not None
     codes, scales, row = launch_quantize(v.x, v.m if v.delta else None, v.options)
     if v.m is not None:
         o = v.options
         launch_dequantize(codes, scales, o.bits, v.m, o.group_size, o.rounding, v.delta, row)
-    torch.minimum(bad, torch.where(row == FINE, FINE, row | i << 32), out=bad)
+    torch.minimum(bad, torch.where(row == ALL_FINITE, ALL_FINITE, row | i << 32), out=bad)
     part.copy_(torch.cat([scales.view(-1).view(torch.uint8), codes.view(-1)]))
 
 
-def _launch_encode(batch: list[tuple[int, Visit, Tensor]], payload: Tensor, bad: Tensor) -> None:
+def _launch_encode(batch: list[tuple[int, EncodeItem, Tensor]], payload: Tensor, bad: Tensor) -> None:
     _, first, _ = batch[0]
     o, x = first.options, loadable(first.x)
     assert o is not None
@@ -241,7 +254,7 @@ def _launch_encode(batch: list[tuple[int, Visit, Tensor]], payload: Tensor, bad:
 
 
 def launch_encode(
-    first: Visit, x: Tensor, m: Tensor, payload: Tensor, t: Table, bad: Tensor, chosen: Tensor | None = None
+    first: EncodeItem, x: Tensor, m: Tensor, payload: Tensor, t: SampleTable, bad: Tensor, chosen: Tensor | None = None
 ) -> None:
     """Encode samples like `first` with the bits of its options, or with those in `chosen`, at most that many."""
     o, s = first.options, t.shape
@@ -270,11 +283,12 @@ def launch_encode(
     )
 
 
+@operation
 @torch.no_grad()
-def decode_batch(payload: Tensor, samples: Sequence[Arriving]) -> None:
+def decode_batch(payload: Tensor, samples: Sequence[DecodeItem]) -> None:
     """As `ragged.decode_batch`: a launch for all samples of the same options, mostly one."""
-    batches: dict[tuple[Options, bool, int], list[tuple[int, Tensor, Tensor, Tensor, int]]] = {}
-    for i, (s, part) in enumerate(zip(samples, ragged.parts(payload, samples), strict=True)):
+    batches: dict[tuple[QuantizerOptions, bool, int], list[tuple[int, Tensor, Tensor, Tensor, int]]] = {}
+    for i, (s, part) in enumerate(zip(samples, reference.split_payload(payload, samples), strict=True)):
         if s.options is None:
             s.m.copy_(part.clone().view(s.dtype).view(s.m.shape))
         elif s.m.numel():
@@ -304,29 +318,29 @@ def _table(
     x: Tensor,
     m: Tensor,
     payload: Tensor,
-    o: Options,
-) -> Table:
+    o: QuantizerOptions,
+) -> SampleTable:
     """Make the table of samples: number, x, m, part of the payload, seed."""
-    s = Shape((sum(len(each) for _, each, _, _, _ in batch), x.shape[1]), o.bits, o.group_size)
-    rows: list[Row] = []
+    s = GroupShape((sum(len(each) for _, each, _, _, _ in batch), x.shape[1]), o.bits, o.group_size)
+    rows: list[TableRow] = []
     row = 0
     for i, each, held, part, seed in batch:
         n, byte = len(each), part.data_ptr() - payload.data_ptr()
         rows.append((i, each, held, byte - 4 * row * s.groups, byte + 4 * n * s.groups - row * s.row_bytes, seed))
         row += n
-    w = torch.tensor(reference.code_values(o.bits, o.rounding), dtype=torch.float32)
+    w = torch.tensor(code_values(o.bits, o.rounding), dtype=torch.float32)
     return make_table(s, rows, x, m, w)
 
 
-def make_table(s: Shape, samples: Sequence[Row], x: Tensor, m: Tensor, w: Tensor) -> Table:
+def make_table(s: GroupShape, samples: Sequence[TableRow], x: Tensor, m: Tensor, w: Tensor) -> SampleTable:
     """Make the table of samples, and copy it to x's device. w: what codes stand for, an even number of float32."""
     fields, row, aligned = [], 0, True
     for i, each, held, scales, codes, seed in samples:
         x_at = (each.data_ptr() - x.data_ptr()) // each.element_size() - row * s.H
         m_at = 0 if held is None else (held.data_ptr() - m.data_ptr()) // 4 - row * s.H
         aligned = aligned and x_at % 4 == m_at % 4 == 0
-        fields += [x_at, m_at, scales, codes, row, i, *rng.keys(seed, 0)]
+        fields += [x_at, m_at, scales, codes, row, i, *reproducible.keys(seed, 0)]
         row += len(each)
     # One copy. Of pageable memory the driver takes 64 KiB at most, and waits for more: rows have no numbers here.
     both = torch.cat([torch.tensor(fields), w.view(torch.int64)]).to(x.device, non_blocking=True)
-    return Table(s, len(samples), both[: len(fields)], both[len(fields) :].view(torch.float32), aligned)
+    return SampleTable(s, len(samples), both[: len(fields)], both[len(fields) :].view(torch.float32), aligned)

@@ -3,7 +3,7 @@
 
 #if defined(__x86_64__)
 
-#include "native.h"
+#include "shared.h"
 
 #include <immintrin.h>
 
@@ -18,7 +18,7 @@
 #define PC_AVX2 1
 namespace pipecomp {
 namespace avx512 {
-#include "native_body.h"
+#include "kernels.h"
 }
 }  // namespace pipecomp
 

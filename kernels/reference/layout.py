@@ -1,4 +1,4 @@
-"""How rows of values lie in memory, are cut into groups and packed, and what the quantizer's options may be.
+"""The layout of rows, groups and codes in memory, and the checks of arguments that depend on it.
 
 H: values in a row. A row is cut into groups of `group_size` values (None: the whole row is one group; the last group
 may be short). Each group's codes are a dense little-endian bit stream of ceil(group * bits / 8) bytes.
@@ -19,10 +19,10 @@ SCALES = ("max", "rms")
 ROUNDINGS = ("nearest", "stochastic")
 MAX_PACK_BITS = 24
 
-SCALE_MIN = 2.0**-100  # a group below counts as zeros
-SCALE_MAX = 2.0**100  # above is an error
+SCALE_MIN = 2.0**-100  # groups with a smaller scale count as zeros
+SCALE_MAX = 2.0**100  # larger values raise NonFiniteError
 
-# Loading that gives a Gaussian the least squared error with 2**bits equal intervals; index is bits.
+# Loading factor with the least squared error for Gaussian values and 2**bits equal intervals, indexed by bits.
 RMS_LOADING = (0.0, 1.596, 1.991, 2.344, 2.682, 3.01, 3.33, 3.64, 3.94)
 
 
@@ -37,7 +37,7 @@ class Segment(NamedTuple):
     group_bytes: int  # code bytes of each group
 
 
-class Options(NamedTuple):
+class QuantizerOptions(NamedTuple):
     """Checked options of one quantizer call."""
 
     bits: int
@@ -61,8 +61,8 @@ def check_group_size(group_size: int | None) -> None:
         raise ConfigError("group_size", group_size, "None or an integer of at least 1")
 
 
-def check_options(bits: int, group_size: int | None, scale: str, rounding: str, seed: int = 0) -> Options:
-    """Check a quantizer's options together. ConfigError names the one that is wrong."""
+def check_options(bits: int, group_size: int | None, scale: str, rounding: str, seed: int = 0) -> QuantizerOptions:
+    """Check a quantizer's options together. ConfigError names the wrong one."""
     check_bits(bits)
     check_group_size(group_size)
     if scale not in SCALES:
@@ -73,11 +73,11 @@ def check_options(bits: int, group_size: int | None, scale: str, rounding: str, 
         raise ConfigError("scale", scale, "max when rounding is stochastic (clipping is a bias)")
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise ConfigError("seed", seed, "an integer")
-    return Options(bits, group_size, scale, rounding, seed)
+    return QuantizerOptions(bits, group_size, scale, rounding, seed)
 
 
 def check_input(x: Tensor, name: str) -> None:
-    """Raise ShapeError unless x is a float tensor of at least one dimension whose rows are not empty."""
+    """Raise ShapeError unless x is a float tensor of at least one dimension with non-empty rows."""
     if x.dtype not in INPUT_DTYPES:
         raise ShapeError(f"{name}: dtype {x.dtype}, allowed: float32, float16, bfloat16")
     if x.dim() == 0 or x.shape[-1] == 0:
@@ -94,7 +94,7 @@ def check_float32(x: Tensor, shape: tuple[int, ...], name: str, *, contiguous: b
 def check_target(
     out: Tensor | None, add_to: Tensor | None, shape: tuple[int, ...], *, contiguous: bool = False
 ) -> tuple[Tensor | None, bool]:
-    """Which of the two values go to, None for a new tensor, and whether they are added; raises unless it fits them."""
+    """Choose the tensor that takes the result (None: a new one), and whether the result is added to it."""
     if out is not None and add_to is not None:
         raise ConfigError("out", "a tensor", "None where add_to is given")
     target, name = (out, "out") if add_to is None else (add_to, "add_to")
@@ -103,8 +103,22 @@ def check_target(
     return target, add_to is not None
 
 
+def check_codes(codes: Tensor, scale: Tensor, bits: int, shape: tuple[int, ...], group_size: int | None) -> None:
+    """Raise ShapeError unless codes (uint8) and scale (float32) belong to values of `shape`."""
+    if not shape or shape[-1] == 0:
+        raise ShapeError(f"shape: {shape}, allowed: at least one dimension, the last one not empty")
+    want_codes = (*shape[:-1], row_bytes(shape[-1], bits, group_size))
+    if codes.dtype != torch.uint8 or tuple(codes.shape) != want_codes:
+        raise ShapeError(f"codes: {codes.dtype} {tuple(codes.shape)}, allowed: torch.uint8 {want_codes}")
+    want_scale = scale_shape(shape, group_size)
+    if scale.dtype != torch.float32 or tuple(scale.shape) != want_scale:
+        raise ShapeError(f"scale: {scale.dtype} {tuple(scale.shape)}, allowed: torch.float32 {want_scale}")
+    if codes.device != scale.device:
+        raise ShapeError(f"scale: on {scale.device}, allowed: {codes.device} as codes")
+
+
 def row_stride(x: Tensor) -> int | None:
-    """Values from one row of [..., H] to the next, if rows are dense and evenly spaced without overlap; else None."""
+    """Distance of rows of [..., H] in values; None unless rows are dense, evenly spaced and do not overlap."""
     H = x.shape[-1]
     if x.is_contiguous():
         return H
@@ -116,14 +130,14 @@ def row_stride(x: Tensor) -> int | None:
     return stride if stride >= H and (inner == 1 or H == 1) else None
 
 
-def with_stride(x: Tensor) -> tuple[Tensor, int]:
-    """x itself where its rows can be walked, else a contiguous copy; and its row stride."""
+def with_row_stride(x: Tensor) -> tuple[Tensor, int]:
+    """Return x, or a contiguous copy where its rows are not evenly spaced, with the row stride."""
     stride = row_stride(x)
     return (x.contiguous(), x.shape[-1]) if stride is None else (x, stride)
 
 
 def group_length(H: int, group_size: int | None) -> int:
-    """Values in each group of a row of H values, but for a short last one."""
+    """Number of values in each group of a row of H values, except a short last one."""
     return H if group_size is None else min(group_size, H)
 
 
@@ -145,32 +159,18 @@ def groups(H: int, group_size: int | None = None) -> int:
 
 
 def row_bytes(H: int, bits: int, group_size: int | None = None) -> int:
-    """Code bytes of a row of H values: the sum over its groups of ceil(group * bits / 8)."""
+    """Count the code bytes of a row of H values: the sum over its groups of ceil(group * bits / 8)."""
     check_bits(bits, high=MAX_PACK_BITS)
     check_group_size(group_size)
     return sum(s.groups * s.group_bytes for s in segments(H, bits, group_size))
 
 
-@lru_cache(maxsize=4096, typed=True)  # asked several times for every sample of a micro-batch
+@lru_cache(maxsize=4096, typed=True)  # several calls for every sample of a micro-batch
 def quantized_row_bytes(H: int, bits: int, group_size: int | None = None) -> int:
-    """Bytes of a row of H values with its float32 scales."""
+    """Count the bytes of a row of H values with its float32 scales."""
     return 4 * groups(H, group_size) + row_bytes(H, bits, group_size)
 
 
 def scale_shape(shape: tuple[int, ...], group_size: int | None) -> tuple[int, ...]:
-    """Shape of the scales of values of `shape`: [...] without groups, [..., groups] with."""
+    """Shape of the scales for values of `shape`: [...] without groups, [..., groups] with."""
     return shape[:-1] if group_size is None else (*shape[:-1], groups(shape[-1], group_size))
-
-
-def check_codes(codes: Tensor, scale: Tensor, bits: int, shape: tuple[int, ...], group_size: int | None) -> None:
-    """Raise ShapeError unless codes (uint8) and scale (float32) belong to values of `shape`."""
-    if not shape or shape[-1] == 0:
-        raise ShapeError(f"shape: {shape}, allowed: at least one dimension, the last one not empty")
-    want_codes = (*shape[:-1], row_bytes(shape[-1], bits, group_size))
-    if codes.dtype != torch.uint8 or tuple(codes.shape) != want_codes:
-        raise ShapeError(f"codes: {codes.dtype} {tuple(codes.shape)}, allowed: torch.uint8 {want_codes}")
-    want_scale = scale_shape(shape, group_size)
-    if scale.dtype != torch.float32 or tuple(scale.shape) != want_scale:
-        raise ShapeError(f"scale: {scale.dtype} {tuple(scale.shape)}, allowed: torch.float32 {want_scale}")
-    if codes.device != scale.device:
-        raise ShapeError(f"scale: on {scale.device}, allowed: {codes.device} as codes")

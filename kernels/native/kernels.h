@@ -1,13 +1,13 @@
 // The kernels of one instruction set: included once for each, inside its namespace, with PC_AVX2 set to 0 or 1.
 
-#include "native_simd.h"
-#include "native_quantize.h"
-#include "native_distortion.h"
-#include "native_gradient.h"
-#include "native_sketch.h"
-#include "native_select.h"
-#include "native_linear.h"
-#include "native_feedback.h"
+#include "simd.h"
+#include "quantize.h"
+#include "distortion.h"
+#include "gradient.h"
+#include "sketch.h"
+#include "select.h"
+#include "linear.h"
+#include "feedback.h"
 
 const Table table = {
     measure,         sum_squares,   quantize,           dequantize,         widen, linear_encode,      linear_reduce,

@@ -3,7 +3,7 @@
 // which one this CPU takes. The kernels of each set are a unit of their own (native_portable.cpp, native_avx2.cpp,
 // native_avx512.cpp), so that the compiler can work on them at the same time.
 
-#include "native.h"
+#include "shared.h"
 
 #include <algorithm>
 #include <vector>
@@ -12,10 +12,10 @@
 #include <cpuid.h>
 #endif
 
-#include "native_calls.h"
-#include "native_crc.h"
-#include "native_fit.h"
-#include "native_threads.h"
+#include "calls.h"
+#include "crc32.h"
+#include "fit.h"
+#include "parallel.h"
 
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
 #error "pipecomp's packed codes are little-endian; the torch backend runs on this machine"

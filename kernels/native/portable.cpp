@@ -1,12 +1,12 @@
 // The kernels for any CPU with little-endian memory.
 
-#include "native.h"
+#include "shared.h"
 
 #pragma GCC diagnostic ignored "-Wpsabi"
 
 #define PC_AVX2 0
 namespace pipecomp {
 namespace base {
-#include "native_body.h"
+#include "kernels.h"
 }
 }  // namespace pipecomp

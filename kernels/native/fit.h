@@ -7,9 +7,9 @@
 #include <cmath>
 #include <vector>
 
-#include "native.h"
-#include "native_calls.h"
-#include "native_threads.h"
+#include "shared.h"
+#include "calls.h"
+#include "parallel.h"
 
 namespace pipecomp {
 

@@ -1,0 +1,464 @@
+"""The native operations: arguments become pointers and sizes for the C++ kernels.
+
+ctypes releases the GIL for a call. A call uses as many threads as torch where there is enough work; results do not
+depend on them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from ctypes import Array, c_float, c_int32, c_void_p
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipecomp.errors import KernelError
+from pipecomp.kernels.native.library import (
+    DTYPES,
+    DequantizeArgs,
+    ExponentialArgs,
+    FeedbackArgs,
+    FeedbackReduceArgs,
+    Library,
+    LinearArgs,
+    LinearDecodeArgs,
+    LinearReduceArgs,
+    QuantizeArgs,
+    ReduceArgs,
+    SketchArgs,
+    struct_of,
+)
+from pipecomp.kernels.reference import gradients, layout, rows
+from pipecomp.kernels.reference.batches import ALL_FINITE, ALL_FINITE_FLAG, DecodeItem, EncodeItem, payload_bytes
+from pipecomp.kernels.reference.gradients import Sketch
+from pipecomp.kernels.reference.layout import QuantizerOptions
+from pipecomp.kernels.reference.reproducible import MASK64
+
+_QUANTIZE, _DEQUANTIZE = struct_of(QuantizeArgs), struct_of(DequantizeArgs)
+
+
+class NativeBackend(Library):
+    """The native kernels, each a method with the name and signature of its reference function."""
+
+    def _call(self, name: str, args: ctypes.Structure) -> int:
+        """Call a function that takes one argument block."""
+        function = getattr(self.library, f"pipecomp_{name}")
+        return function(ctypes.byref(args), self.isa_index, self.threads)
+
+    def quantize(self, x: Tensor, options: QuantizerOptions, name: str = "x") -> tuple[Tensor, Tensor]:
+        return self._quantize(x, None, options, name)
+
+    def delta_quantize_(
+        self, a: Tensor, m: Tensor, options: QuantizerOptions, name: str = "a - m"
+    ) -> tuple[Tensor, Tensor]:
+        spaced, _ = layout.with_row_stride(m)
+        pair = self._quantize(a, spaced, options, name)
+        if spaced is not m:
+            m.copy_(spaced)
+        return pair
+
+    def _quantize(self, x: Tensor, m: Tensor | None, options: QuantizerOptions, name: str) -> tuple[Tensor, Tensor]:
+        shape, H = tuple(x.shape), x.shape[-1]
+        x, x_stride = layout.with_row_stride(x)
+        codes = torch.empty((*shape[:-1], layout.row_bytes(H, options.bits, options.group_size)), dtype=torch.uint8)
+        scales = torch.empty(layout.scale_shape(shape, options.group_size), dtype=torch.float32)
+        args = QuantizeArgs(
+            x=x.data_ptr(),
+            m=_pointer(m),
+            codes=codes.data_ptr(),
+            scales=scales.data_ptr(),
+            x_stride=x_stride,
+            m_stride=H if m is None else layout.row_stride(m) or H,
+            rows=math.prod(shape[:-1]),
+            H=H,
+            group=layout.group_length(H, options.group_size),
+            seed=options.seed & MASK64,
+            dtype=DTYPES[x.dtype],
+            bits=options.bits,
+            rms=options.scale == "rms",
+            stochastic=options.rounding == "stochastic",
+        )
+        if x.numel():
+            bad = self._call("quantize", args)
+            if bad >= 0:
+                raise rows.non_finite(name, bad)
+        return codes, scales
+
+    def dequantize(
+        self,
+        codes: Tensor,
+        scale: Tensor,
+        bits: int,
+        shape: tuple[int, ...],
+        group_size: int | None,
+        rounding: str,
+        out: Tensor | None,
+        add: bool,
+    ) -> Tensor:
+        codes, scale = codes.contiguous(), scale.contiguous()
+        target = torch.empty(shape, dtype=torch.float32) if out is None else out
+        out, stride = layout.with_row_stride(target)
+        args = DequantizeArgs(
+            codes=codes.data_ptr(),
+            scales=scale.data_ptr(),
+            out=out.data_ptr(),
+            out_stride=stride,
+            rows=math.prod(shape[:-1]),
+            H=shape[-1],
+            group=layout.group_length(shape[-1], group_size),
+            bits=bits,
+            stochastic=rounding == "stochastic",
+            add=add,
+        )
+        if out.numel():
+            self._call("dequantize", args)
+        return target if out is target else target.copy_(out)
+
+    def pack_bits(self, values: Tensor, bits: int) -> Tensor:
+        values = values.contiguous()
+        n = values.shape[-1]
+        codes = torch.empty((*values.shape[:-1], (n * bits + 7) // 8), dtype=torch.uint8)
+        size, count = values.element_size(), math.prod(values.shape[:-1])
+        if codes.numel():
+            self.library.pipecomp_pack(codes.data_ptr(), values.data_ptr(), size, count, n, bits, self.isa_index)
+        return codes
+
+    def unpack_bits(self, codes: Tensor, bits: int, count: int) -> Tensor:
+        codes = codes.contiguous()
+        values = torch.empty((*codes.shape[:-1], count), dtype=torch.int32)
+        if values.numel():
+            lines = math.prod(codes.shape[:-1])
+            self.library.pipecomp_unpack(values.data_ptr(), codes.data_ptr(), lines, count, bits, self.isa_index)
+        return values
+
+    def select(self, x: Tensor, fraction: float, group_size: int | None) -> tuple[Tensor, Tensor]:
+        H = x.shape[-1]
+        x, stride = layout.with_row_stride(x)
+        group = layout.group_length(H, group_size)
+        K = rows.top_k_kept(H, fraction, group_size)
+        values = torch.empty((*x.shape[:-1], K), dtype=torch.float32)
+        index = torch.empty((*x.shape[:-1], K), dtype=torch.int32)
+        kept, kept_last = rows.kept(group, fraction), rows.kept(H % group or group, fraction)
+        if values.numel() and self.library.pipecomp_select(
+            values.data_ptr(),
+            index.data_ptr(),
+            x.data_ptr(),
+            DTYPES[x.dtype],
+            stride,
+            math.prod(x.shape[:-1]),
+            H,
+            group,
+            kept,
+            kept_last,
+            self.isa_index,
+            self.threads,
+        ):
+            raise KernelError(f"native kernels: no memory to order {group} values")
+        return values, index
+
+    def encode_batch(self, items: Sequence[EncodeItem], payload: Tensor, packet: Tensor | None) -> Tensor:
+        table, values = _quantize_table(items, payload.data_ptr())
+        checked = (None, 0) if packet is None else (packet.data_ptr(), packet.numel())
+        call = self.library.pipecomp_encode_batch
+        flag = call(table, len(items), values, *checked, self.isa_index, self.threads)
+        return ALL_FINITE_FLAG if flag == ALL_FINITE else torch.tensor([flag])
+
+    def decode_batch(self, payload: Tensor, items: Sequence[DecodeItem]) -> None:
+        table = (DequantizeArgs * len(items))()
+        at, values = payload.data_ptr(), 0
+        for i, (m, o, delta, dtype) in enumerate(items):
+            n, H = m.shape
+            if not n * H:
+                continue
+            codes, scales, group = _addresses(at, n, H, o)
+            how = (DTYPES[dtype], 0, 0, 0)
+            if o is not None:
+                how = (how[0], o.bits, o.rounding == "stochastic", delta)
+            _DEQUANTIZE.pack_into(table, i * _DEQUANTIZE.size, codes, scales, m.data_ptr(), H, n, H, group, *how)
+            at += payload_bytes(n, H, o, dtype)
+            values += n * H
+        self.library.pipecomp_decode_batch(table, len(items), values, self.isa_index, self.threads)
+
+    def distortion(self, items: Sequence[EncodeItem], bits: Sequence[int]) -> Tensor:
+        table, values = _quantize_table(items)
+        out = torch.empty(1 + len(bits), sum(item.x.shape[0] for item in items), dtype=torch.float64)
+        numbers = (c_int32 * len(bits))(*bits)
+        call = self.library.pipecomp_distortion
+        call(table, len(items), values, numbers, len(bits), out.data_ptr(), self.isa_index, self.threads)
+        return out
+
+    def fit(self, items: Sequence[EncodeItem], error: float, low: int, high: int, payload: Tensor | None) -> int:
+        # Only max scales and nearest rounding; the kernel returns 0 for others.
+        table, values = _quantize_table(items)
+        call = self.library.pipecomp_fewest_bits
+        out = _pointer(payload)
+        return call(table, len(items), values, error * error, low, high, out, self.isa_index, self.threads)
+
+    def feedback_quantize_(
+        self, x_d: Tensor, e_d: Tensor, bits: int, group_size: int, mean: bool
+    ) -> tuple[Tensor, Tensor]:
+        x_d = x_d.contiguous()
+        args, codes, scales = _feedback_args(x_d, e_d, bits, group_size, mean)
+        self._call("feedback_quantize", args)
+        return codes, scales
+
+    def feedback_reduce_(
+        self, codes: list[Tensor], scales: list[Tensor], bits: int, e_d: Tensor, group_size: int, mean: bool
+    ) -> tuple[Tensor, Tensor]:
+        codes, scales = [c.contiguous() for c in codes], [s.contiguous() for s in scales]
+        pointers = [(c_void_p * len(codes))(*(t.data_ptr() for t in row)) for row in (codes, scales)]
+        to, out_codes, out_scales = _feedback_args(e_d, e_d, bits, group_size, mean)
+        scratch = torch.empty(self.threads, to.group, dtype=torch.float32)
+        args = FeedbackReduceArgs(
+            to=to,
+            scratch=scratch.data_ptr(),
+            in_codes=ctypes.addressof(pointers[0]),
+            in_scales=ctypes.addressof(pointers[1]),
+            parts=len(codes),
+        )
+        self._call("feedback_reduce", args)
+        return out_codes, out_scales
+
+    def linear_encode(
+        self,
+        g_d: Tensor,
+        norm: float,
+        levels: tuple[int, ...],
+        index_d: Tensor | None,
+        bits: int,
+        seed: int,
+        start: int,
+    ) -> Tensor:
+        table = (c_float * len(levels))(*levels)
+        codes = torch.empty((g_d.numel() * bits + 7) // 8, dtype=torch.uint8)
+        args = LinearArgs(
+            g=g_d.data_ptr(),
+            index=_pointer(index_d),
+            levels=ctypes.addressof(table),
+            codes=codes.data_ptr(),
+            d=g_d.numel(),
+            seed=seed & MASK64,
+            start=start,
+            norm=norm,
+            dtype=DTYPES[g_d.dtype],
+            offset=min(levels),
+            bits=bits,
+            count=len(levels),
+        )
+        self._call("linear_encode", args)
+        return codes
+
+    def linear_reduce(self, parts: list[Tensor], d: int, bits: int, sum_bits: int) -> Tensor:
+        parts = [part.contiguous() for part in parts]
+        pointers = (c_void_p * len(parts))(*(part.data_ptr() for part in parts))
+        out = torch.empty((d * sum_bits + 7) // 8, dtype=torch.uint8)
+        args = LinearReduceArgs(
+            codes=ctypes.addressof(pointers), out=out.data_ptr(), d=d, parts=len(parts), bits=bits, sum_bits=sum_bits
+        )
+        self._call("linear_reduce", args)
+        return out
+
+    def linear_decode(
+        self,
+        codes: Tensor,
+        norm: float,
+        levels: tuple[int, ...],
+        index_d: Tensor | None,
+        bits: int,
+        workers: int,
+        out_d: Tensor,
+        add: bool,
+    ) -> Tensor:
+        codes = codes.contiguous()
+        factors = (c_float * len(levels))(*gradients.linear_factors(norm, levels, workers))
+        args = LinearDecodeArgs(
+            codes=codes.data_ptr(),
+            index=_pointer(index_d),
+            factors=ctypes.addressof(factors),
+            out=out_d.data_ptr(),
+            d=out_d.numel(),
+            bits=bits,
+            offset=workers * min(levels),
+            add=add,
+            count=len(levels),
+        )
+        self._call("linear_decode", args)
+        return out_d
+
+    def scale_index(self, g_d: Tensor, norm: float, levels: tuple[int, ...]) -> Tensor:
+        d, count = g_d.numel(), len(levels)
+        table = (c_float * count)(*levels)
+        out = torch.empty(d, dtype=torch.uint8)
+        dtype = DTYPES[g_d.dtype]
+        self.library.pipecomp_scale_index(
+            out.data_ptr(), g_d.data_ptr(), dtype, d, norm, table, count, self.isa_index, self.threads
+        )
+        return out
+
+    def exponential_encode(self, g_d: Tensor, norm: float, bits: int, depth: int, seed: int, start: int) -> Tensor:
+        codes = torch.empty((g_d.numel() * bits + 7) // 8, dtype=torch.uint8)
+        args = ExponentialArgs(
+            g=g_d.data_ptr(),
+            codes=codes.data_ptr(),
+            d=g_d.numel(),
+            seed=seed & MASK64,
+            start=start,
+            norm=norm,
+            dtype=DTYPES[g_d.dtype],
+            bits=bits,
+            depth=depth,
+        )
+        self._call("exponential_encode", args)
+        return codes
+
+    def exponential_decode(
+        self, codes: Tensor, norm: float, bits: int, depth: int, divisor: int, out_d: Tensor, add: bool
+    ) -> Tensor:
+        codes = codes.contiguous()
+        args = ExponentialArgs(
+            codes=codes.data_ptr(),
+            out=out_d.data_ptr(),
+            d=out_d.numel(),
+            norm=gradients.exponential_factor(norm, divisor),
+            bits=bits,
+            depth=depth,
+            add=add,
+        )
+        self._call("exponential_decode", args)
+        return out_d
+
+    def exponential_reduce_(self, a: Tensor, b: Tensor, d: int, bits: int, seed: int) -> Tensor:
+        target, b = a.contiguous(), b.contiguous()
+        args = ReduceArgs(
+            a=target.data_ptr(),
+            b=b.data_ptr(),
+            d=d,
+            seed=seed & MASK64,
+            extension_seed=gradients.extension(seed),
+            bits=bits,
+        )
+        self._call("exponential_reduce", args)
+        return a if target is a else a.copy_(target)
+
+    def kmeans_assign(self, x_d: Tensor, bounds: Tensor) -> Tensor:
+        d, count, dtype = x_d.numel(), bounds.numel(), DTYPES[x_d.dtype]
+        out = torch.empty(d, dtype=torch.uint8)
+        self.library.pipecomp_kmeans_assign(
+            out.data_ptr(), x_d.data_ptr(), dtype, d, bounds.data_ptr(), count, self.isa_index, self.threads
+        )
+        return out
+
+    def sketch_encode(
+        self, x_d: Tensor, e_d: Tensor, centers: Tensor, bounds: Tensor, sketch: Sketch
+    ) -> tuple[Tensor, Tensor]:
+        codes = torch.empty((x_d.numel() * sketch.bits + 7) // 8, dtype=torch.uint8)
+        means = torch.zeros(sketch.counts.numel() + int(sketch.counts.sum()), dtype=torch.float32)
+        means[: centers.numel()] = centers
+        sums, numbers = torch.zeros_like(means, dtype=torch.float64), torch.zeros_like(means, dtype=torch.int64)
+        more = {"x": x_d, "bounds": bounds.contiguous(), "sums": sums, "numbers": numbers}
+        self._sketch("encode", sketch, {"codes": codes, "means": means, "out": e_d, **more})
+        return codes, means
+
+    def sketch_decode(
+        self,
+        codes: Tensor,
+        means: Tensor,
+        sketch: Sketch,
+        out_d: Tensor,
+        add: bool,
+        divisor: int,
+    ) -> Tensor:
+        tensors = {"codes": codes.contiguous(), "means": means.contiguous(), "out": out_d}
+        self._sketch("decode", sketch, tensors, add=add, divisor=divisor)
+        return out_d
+
+    def _sketch(
+        self,
+        call: str,
+        sketch: Sketch,
+        tensors: dict[str, Tensor],
+        *,
+        add: bool = False,
+        divisor: int = 1,
+    ) -> None:
+        counts = sketch.counts
+        tables = {
+            "size": counts.to(torch.float32),
+            "first": gradients.first_slots(counts).int(),
+            "last": (counts - 1).clamp(min=0).int(),
+        }
+        args = SketchArgs(
+            **{name: tensor.data_ptr() for name, tensor in {**tensors, **tables}.items()},
+            d=tensors["out"].numel(),
+            slots=tensors["means"].numel(),
+            seed=sketch.seed & MASK64,
+            divisor=divisor,
+            bits=sketch.bits,
+            clusters=counts.numel(),
+            add=add,
+            rounds=int(counts.max()) >= 1 << 24,
+        )
+        self._call(f"sketch_{call}", args)
+
+    def crc32(self, data: memoryview, value: int) -> int:
+        """Compute zlib's CRC-32 of contiguous bytes, continuing from `value`."""
+        if data.readonly or not data.nbytes:  # ctypes' from_buffer accepts neither
+            address: object = np.frombuffer(data, dtype=np.uint8).ctypes.data if data.nbytes else None
+        else:
+            address = ctypes.byref(ctypes.c_char.from_buffer(data))
+        return self.library.pipecomp_crc32(value & 0xFFFFFFFF, address, data.nbytes)
+
+
+def _pointer(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+def _quantize_table(items: Sequence[EncodeItem], at: int = 0) -> tuple[Array[QuantizeArgs], int]:
+    """Fill the argument blocks of a batch, and count its values. at: address of the payload, 0 for none."""
+    table, values = (QuantizeArgs * len(items))(), 0
+    for i, (x, m, o, delta) in enumerate(items):
+        n, H = x.shape
+        codes, scales, group = _addresses(at, n, H, o)
+        moved, fresh = 0, 0 if m is None else m.data_ptr()
+        if delta:
+            moved, fresh = fresh, moved
+        how = (0, DTYPES[x.dtype], 0, 0, 0)
+        if o is not None:
+            how = (o.seed & MASK64, how[1], o.bits, o.scale == "rms", o.rounding == "stochastic")
+        pointers = (x.data_ptr(), moved, fresh, codes, scales)
+        _QUANTIZE.pack_into(table, i * _QUANTIZE.size, *pointers, H, H, n, H, group, *how)
+        values += n * H
+        at += payload_bytes(n, H, o, x.dtype) if at else 0
+    return table, values
+
+
+def _addresses(at: int, n: int, H: int, o: QuantizerOptions | None) -> tuple[int, int, int]:
+    """Addresses of the codes and the scales of a part that begins at `at`, and the length of its groups."""
+    if o is None:
+        return at, 0, 0
+    group = layout.group_length(H, o.group_size)
+    return at + 4 * n * -(-H // group), at, group
+
+
+def _feedback_args(
+    x_d: Tensor, e_d: Tensor, bits: int, group_size: int, mean: bool
+) -> tuple[FeedbackArgs, Tensor, Tensor]:
+    """Make the arguments of both feedback calls, and the codes and scales that they write."""
+    d = e_d.numel()
+    codes = torch.empty(layout.row_bytes(d, bits, group_size), dtype=torch.uint8)
+    scales = torch.empty(layout.groups(d, group_size), dtype=torch.float32)
+    args = FeedbackArgs(
+        x=x_d.data_ptr(),
+        e=e_d.data_ptr(),
+        codes=codes.data_ptr(),
+        scales=scales.data_ptr(),
+        d=d,
+        group=min(group_size, d),
+        dtype=DTYPES[x_d.dtype],
+        bits=bits,
+        mean=mean,
+    )
+    return args, codes, scales
