@@ -25,8 +25,8 @@ from benchmarks.runner import Runs, chosen, digest
 from benchmarks.shootout import BACKWARD_ERROR, DROPOUT, FIRST_BITS, FORWARD_ERROR
 from benchmarks.training import in_order
 from pipecomp.config.activations import FEWEST
-from pipecomp.plan.auto_bits import CLASSIFIERS_FEWEST_BITS, FEWEST_BITS
-from pipecomp.plan.search import aqsgd_sections, keeping_error
+from pipecomp.plan.auto_bits import MIN_BITS_OF_CLASSIFIERS, MIN_BITS_WITH_DROPOUT
+from pipecomp.plan.search import aqsgd_sections, constant_error_bits
 
 EXACT_BITS = 32
 RATES = [1.0, 3.0, 0.3333]  # times the task's own learning rate
@@ -67,9 +67,9 @@ def planned(task: str, dropout: str, most: tuple[int, int] | None) -> dict[str, 
     """The section that a plan makes. most: of PLANS."""
     fewest = FEWEST["forward_bits"]
     if dropout != "without" and task != "Llama":  # whose dropout is before adapters
-        fewest = CLASSIFIERS_FEWEST_BITS if task in METRICS else FEWEST_BITS
+        fewest = MIN_BITS_OF_CLASSIFIERS if task in METRICS else MIN_BITS_WITH_DROPOUT
     forward, backward = most or (fewest, FEWEST["backward_bits"])
-    errors = keeping_error("forward_bits", forward, fewest), keeping_error("backward_bits", backward)
+    errors = constant_error_bits("forward_bits", forward, fewest), constant_error_bits("backward_bits", backward)
     return dict(aqsgd_sections(*errors, one_pass=False)["activations"])
 
 

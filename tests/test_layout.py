@@ -1,4 +1,4 @@
-"""The package's shape: which way imports point, who may know which library, and how large a function may be."""
+"""The package's shape: which way imports point, and who may know which library."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -58,22 +57,6 @@ MAY_IMPORT = {
     },
     "pipecomp.recipes": {"recipes"},
     **{name: set() for name in house.OUTSIDE},  # the bare names of folders beside pipecomp/
-}
-
-MAX_LINES, MAX_PARAMETERS = 60, 8
-# module:function -> why it may have more parameters than others.
-MANY_PARAMETERS = {
-    "pipecomp.kernels.ops:*quantize*": "a public operation: one call for every option of the quantizer",
-    "pipecomp.kernels.*linear_decode": "a public operation, and the same signature in every backend",
-    "pipecomp.kernels.*:exponential_decode": "a public operation",
-    "pipecomp.kernels.triton.*:*_kernel": "a Triton kernel: pointers, strides and sizes one by one",
-    "pipecomp.buffers:open_environment": "the settings of the store's section, and the staging",
-    "pipecomp.cli.commands:*": "typer makes an option of every parameter",
-    "pipecomp.cli.train:train": "typer makes an option of every parameter",
-    "pipecomp.cli.commands:up": "typer makes an option of every parameter",
-    "pipecomp.initialization:initialize": "public, with the names of deepspeed.initialize and of a model's split",
-    "pipecomp.optim.quantized_adam:QuantizedAdam.__init__": "a torch optimizer: Adam's parameters and the exchange's",
-    "pipecomp.trainer.trainer:PipelineTrainer.__init__": "transformers.Trainer's parameters and the pipeline's",
 }
 
 
@@ -156,52 +139,6 @@ def import_anew(rank: int, world: int, note: Any, names: list[str]) -> int:
     for name in [name for name in sys.modules if f"{name}.".startswith("pipecomp.")]:
         del sys.modules[name]
     return len({importlib.import_module(name).__name__ for name in names})
-
-
-class Function(NamedTuple):
-    name: str  # "module:Class.function"
-    lines: int
-    parameters: int
-
-
-def functions() -> Iterator[Function]:
-    """Every function and method of the product, self and cls not counted."""
-    for module, path in MODULES.items():
-        waiting: list[tuple[str, ast.AST]] = [("", ast.parse(path.read_text(encoding="utf-8")))]
-        while waiting:
-            outer, node = waiting.pop()
-            for inner in ast.iter_child_nodes(node):
-                name = outer
-                if isinstance(inner, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-                    name = f"{outer}.{inner.name}" if outer else inner.name
-                if isinstance(inner, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                    a = inner.args
-                    every = [*a.posonlyargs, *a.args, *a.kwonlyargs, *filter(None, (a.vararg, a.kwarg))]
-                    count = sum(argument.arg not in ("self", "cls") for argument in every)
-                    yield Function(f"{module}:{name}", _lines(inner) - _lines_of_docstring(inner), count)
-                waiting.append((name, inner))
-
-
-def _lines(node: ast.stmt) -> int:
-    assert node.end_lineno is not None
-    return node.end_lineno - node.lineno + 1
-
-
-def _lines_of_docstring(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    return 0 if ast.get_docstring(function) is None else _lines(function.body[0])
-
-
-def test_no_function_is_too_large():
-    large = set()
-    used = set()
-    for function in functions():
-        allowed = {pattern for pattern in MANY_PARAMETERS if fnmatch.fnmatch(function.name, pattern)}
-        if function.parameters > MAX_PARAMETERS:
-            used |= allowed
-        if function.lines > MAX_LINES or (function.parameters > MAX_PARAMETERS and not allowed):
-            large.add(function.name)
-    assert not large
-    assert used == set(MANY_PARAMETERS), "an exception that nothing needs"
 
 
 def test_every_folder_of_tests_is_collected(pytestconfig):

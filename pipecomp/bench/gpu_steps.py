@@ -22,7 +22,7 @@ from pipecomp.bench.pipeline import Row, start_engine, through_float32, untied_g
 from pipecomp.bench.synchronizing import MAIN, sync_debug_mode, synchronizing_calls
 from pipecomp.netlab import namespaces
 from pipecomp.netlab.lab import Lab
-from pipecomp.plan.search import aqsgd_sections, keeping_error
+from pipecomp.plan.search import aqsgd_sections, constant_error_bits
 
 GPT2 = Model(blocks=12, width=768, heads=12, tokens=1024, vocabulary=50257, samples=8)
 RATES = (0.0, 5.8, 12.0)
@@ -31,7 +31,7 @@ SOFTWARE = "software throttle"
 FIXED = "AQ-SGD fw3 bw6 BF16"
 EVERYTHING = "AQ-SGD, constant error, at most fw3 bw6, BF16"  # as plans make it
 TRIALS = 14  # steps after which the number in flight is settled: two with each that 8 micro-batches allow
-_MOST = keeping_error("forward_bits", 3), keeping_error("backward_bits", 6)
+_MOST = constant_error_bits("forward_bits", 3), constant_error_bits("backward_bits", 6)
 _PLANNED = {**aqsgd_sections(*_MOST, one_pass=False), "store": {"backend": "lmdb"}}
 LINES = (
     Line(name=STOCK_BF16, engine="deepspeed", dtype="bf16"),

@@ -218,14 +218,14 @@ def counted(first: Row, last: Row, steps: int) -> Row:
 
 
 def _config(line: Line, tokens: Any) -> dict[str, Any]:
-    from pipecomp.plan.report import precision
+    from pipecomp.plan.report import precision_sections
 
     return {
         "train_micro_batch_size_per_gpu": len(tokens) // line.replicas // line.micro_batches,
         "gradient_accumulation_steps": line.micro_batches,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
         "steps_per_print": 10**9,
-        **precision(line.dtype),
+        **precision_sections(line.dtype),
     }
 
 

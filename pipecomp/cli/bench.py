@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from pipecomp.cli.common import JsonOption, console, plain_errors, whole_numbers, write_json
+from pipecomp.cli.common import JsonOption, console, parse_integers, plain_errors, write_json
 
 bench = typer.Typer(no_args_is_help=True, help="Measure on this machine.")
 
@@ -15,14 +15,16 @@ bench = typer.Typer(no_args_is_help=True, help="Measure on this machine.")
 @bench.command("kernels")
 @plain_errors()
 def bench_kernel(
-    operation: Annotated[list[str] | None, typer.Option(help="Only this operation; may be repeated.")] = None,
-    backends: Annotated[str, typer.Option(help="With commas: auto, torch, native, triton.")] = "auto,torch",
-    threads: Annotated[int, typer.Option(help="Of kernels and torch; memcpy uses one.")] = 1,
-    seconds: Annotated[float, typer.Option(help="For each case.")] = 0.5,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    operation: Annotated[list[str] | None, typer.Option(help="Measure only this operation; may be repeated.")] = None,
+    backends: Annotated[
+        str, typer.Option(help="Backends, separated by commas: auto, torch, native, triton.")
+    ] = "auto,torch",
+    threads: Annotated[int, typer.Option(help="Threads of kernels and torch; memcpy uses one.")] = 1,
+    seconds: Annotated[float, typer.Option(help="Seconds per case.")] = 0.5,
+    device: Annotated[str, typer.Option(help="Device: cpu or cuda.")] = "cpu",
     json_file: JsonOption = None,
 ) -> None:
-    """Kernels: GB/s, and the ratio to memcpy of the bytes that they must move, alternating in one run."""
+    """Measure kernels: GB/s, and the ratio to memcpy of the same bytes, alternating in one run."""
     from pipecomp.bench.kernels import bench_kernels, kernels_table
 
     chosen = [name.strip() for name in backends.split(",")]
@@ -35,13 +37,13 @@ def bench_kernel(
 @plain_errors()
 def bench_stores(
     samples: Annotated[int, typer.Option(help="Samples in the store.")] = 256,
-    epochs: Annotated[int, typer.Option(help="How often each sample is rewritten.")] = 3,
+    epochs: Annotated[int, typer.Option(help="Times each sample is rewritten.")] = 3,
     folder: Annotated[
-        str | None, typer.Option(help="A folder on the disk to measure; by default a temporary one.")
+        str | None, typer.Option(help="Folder on the disk to measure; by default a temporary one.")
     ] = None,
     json_file: JsonOption = None,
 ) -> None:
-    """Message stores: put, get, prefetched get and background writes, against memcpy and plain file access."""
+    """Measure message stores: put, get, prefetched get and background writes, against memcpy and plain files."""
     from pipecomp.bench.store import bench_store, store_table
 
     rows = bench_store(samples=samples, epochs=epochs, folder=folder)
@@ -52,18 +54,20 @@ def bench_stores(
 @bench.command("allreduce")
 @plain_errors()
 def bench_averages(
-    methods: Annotated[str | None, typer.Option(help="With commas, as in fp16,global_qsgd; by default all.")] = None,
-    sizes: Annotated[str, typer.Option(help="Values in a bucket; several with commas.")] = "65536,1048576,6553600",
-    ranks: Annotated[str, typer.Option(help="Number of processes; several with commas.")] = "2",
-    seconds: Annotated[float, typer.Option(help="For each case.")] = 0.5,
+    methods: Annotated[
+        str | None, typer.Option(help="Methods, separated by commas, such as fp16,global_qsgd; by default all.")
+    ] = None,
+    sizes: Annotated[str, typer.Option(help="Values per bucket, separated by commas.")] = "65536,1048576,6553600",
+    ranks: Annotated[str, typer.Option(help="Numbers of processes, separated by commas.")] = "2",
+    seconds: Annotated[float, typer.Option(help="Seconds per case.")] = 0.5,
     json_file: JsonOption = None,
 ) -> None:
-    """Gradient averaging between processes on this machine: times, bytes and error, against float32 and PowerSGD."""
+    """Measure gradient averaging between local processes: times, bytes and error, against float32 and PowerSGD."""
     from pipecomp.bench.allreduce import VARIANTS, allreduce_tables, bench_allreduce, variants_of
 
     rows = bench_allreduce(
-        sizes=whole_numbers("sizes", sizes),
-        ranks=whole_numbers("ranks", ranks),
+        sizes=parse_integers("sizes", sizes),
+        ranks=parse_integers("ranks", ranks),
         seconds=seconds,
         variants=variants_of(methods) if methods else VARIANTS,
     )
@@ -72,8 +76,8 @@ def bench_averages(
         console.print(table)
         console.print()
     console.print(
-        "wait: for other ranks, which share this machine; torch's own functions count as wait entirely.\n"
-        "ratio: raw over sent bytes. error: of the mean; own: of what a rank sends. speedup: over gloo's float32.",
+        "wait: waiting for other ranks, which share this machine; torch's own functions count as wait entirely.\n"
+        "ratio: raw over sent bytes. error: of the mean; own: of a rank's packet. speedup: over gloo's float32.",
         highlight=False,
     )
 
@@ -81,23 +85,25 @@ def bench_averages(
 @bench.command("pipeline")
 @plain_errors()
 def bench_steps(
-    rates: Annotated[str, typer.Option(help="How slow the links are (r), with commas; 0 is unthrottled.")] = "0,1,5.8",
+    rates: Annotated[
+        str, typer.Option(help="Slowness of the links (r), separated by commas; 0 is unthrottled.")
+    ] = "0,1,5.8",
     lines: Annotated[
-        str | None, typer.Option(help="Parts of configurations' names, with commas; by default all.")
+        str | None, typer.Option(help="Parts of configurations' names, separated by commas; by default all.")
     ] = None,
-    stages: Annotated[int, typer.Option(help="Pipeline stages, a node each.")] = 2,
-    steps: Annotated[int, typer.Option(help="Timed steps of each configuration.")] = 3,
-    rounds: Annotated[int, typer.Option(help="How often the configurations take turns.")] = 1,
+    stages: Annotated[int, typer.Option(help="Pipeline stages, one node each.")] = 2,
+    steps: Annotated[int, typer.Option(help="Timed steps per configuration.")] = 3,
+    rounds: Annotated[int, typer.Option(help="Rounds of alternating between the configurations.")] = 1,
     local_steps: Annotated[
         str | None,
-        typer.Option(help="With commas: also two replicas that average after so many steps."),
+        typer.Option(help="Also measure two replicas that average after so many steps; separated by commas."),
     ] = None,
-    delay: Annotated[str | None, typer.Option(help="One way, as in 20ms.")] = None,
+    delay: Annotated[str | None, typer.Option(help="One-way latency, such as 20ms.")] = None,
     json_file: JsonOption = None,
 ) -> None:
-    """Training steps over links of several rates, against stock DeepSpeed. Needs root, for network namespaces.
+    """Measure training steps over links of several rates, against stock DeepSpeed. Needs root, for network namespaces.
 
-    r is the time that one micro-batch's float32 packets take, both ways, over the time that a stage computes on it.
+    r is the time of a micro-batch's float32 packets, both ways, divided by a stage's compute time.
     """
     from pipecomp.bench.configurations import lines_of, rates_of
     from pipecomp.bench.pipeline import bench_pipeline, pipeline_table
@@ -118,13 +124,13 @@ def bench_steps(
 @bench.command("gpu")
 @plain_errors()
 def bench_one_gpu(
-    folder: Annotated[Path, typer.Option(help="Where gpu.md and gpu.png go.")] = Path("benchmarks/results"),
+    folder: Annotated[Path, typer.Option(help="Folder for gpu.md and gpu.png.")] = Path("benchmarks/results"),
     json_file: JsonOption = None,
 ) -> None:
-    """Everything on one GPU, in eight minutes at most: its tests, kernels, and steps of GPT-2 over two ranks on it.
+    """Run everything on one GPU in at most eight minutes: tests, kernels, and steps of GPT-2 with two ranks on it.
 
-    Writes a page with tables and a picture of a step. Status 1 without a GPU, if a part fails, or if the time ends
-    before a step with everything on is compared with stock's; for lines after that the last line says what is missing.
+    Writes a page with tables and a picture of a step. Exit status 1 without a GPU, if a part fails, or if the time is
+    up before a step with all options is compared with stock DeepSpeed; the last line names missing lines after that.
     """
     from pipecomp.bench.gpu import bench_gpu, failed
     from pipecomp.bench.gpu_page import PAGE, verdicts
@@ -134,7 +140,7 @@ def bench_one_gpu(
     for wanted, value, met in verdicts(found):
         console.print(f"{'yes' if met else 'NO'}: {wanted}: {value}", highlight=False)
     cut = found["steps"].get("cut")
-    missing = f"; some lines of its steps are missing: {cut}" if cut else ""
+    missing = f"; some step measurements are missing: {cut}" if cut else ""
     console.print(f"{folder / PAGE}, {found['seconds']:.0f} s{missing}", highlight=False)
     if any(failed(part) for part in found.values()):
         raise typer.Exit(1)

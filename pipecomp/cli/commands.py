@@ -15,20 +15,23 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from pipecomp.cli.bench import bench
 from pipecomp.cli.common import (
-    GradientsOption,
     JsonOption,
-    TieOption,
     check_minutes,
     console,
+    parse_integers,
     plain_errors,
-    say,
-    say_error,
-    whole_numbers,
+    print_error,
+    print_line,
+    print_status,
+    takes_options,
     write_json,
 )
 from pipecomp.cli.train import init, train
 from pipecomp.errors import require
+from pipecomp.plan.options import PlanOptions
 from pipecomp.utils.tables import COMPACT, replace_unprintable, table
+
+_UP_PORT = 29400
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -45,7 +48,7 @@ app.command()(init)
 app.command()(train)
 
 
-def _say_version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> None:
     if wanted:
         from pipecomp import __version__
 
@@ -56,8 +59,7 @@ def _say_version(wanted: bool) -> None:
 @app.callback()
 def _main(
     version: Annotated[
-        bool,
-        typer.Option("--version", callback=_say_version, is_eager=True, help="Say which version this is, and stop."),
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     replace_unprintable()
@@ -66,21 +68,22 @@ def _main(
 @app.command()
 @plain_errors()
 def demo(
-    stages: Annotated[int, typer.Option(help="Pipeline stages, a process each; 2 to 4.")] = 4,
+    stages: Annotated[int, typer.Option(help="Pipeline stages, one process each; 2 to 4.")] = 4,
     methods: Annotated[
-        str, typer.Option(help="With commas: none, fp16, bf16, direct, aqsgd. fp16 and bf16 take minutes each.")
+        str,
+        typer.Option(help="Methods, separated by commas: none, fp16, bf16, direct, aqsgd. fp16 and bf16 take minutes."),
     ] = "none,direct,aqsgd",
     bits: Annotated[str, typer.Option(help="Forward and backward bits of direct and aqsgd.")] = "2,4",
-    bandwidth: Annotated[str, typer.Option(help="Rate of the links, each way, as in 20mbit.")] = "5mbit",
-    seed: Annotated[int, typer.Option(help="Of weights, data order and rounding.")] = 0,
+    bandwidth: Annotated[str, typer.Option(help="Rate of the links in each direction, such as 20mbit.")] = "5mbit",
+    seed: Annotated[int, typer.Option(help="Seed of weights, data order and rounding.")] = 0,
     out: Annotated[
         str, typer.Option(help="Folder for demo.json, losses.png, runs, stores and the model.")
     ] = "demo-out",
-    quick: Annotated[bool, typer.Option(help="A fraction of it, to try: too short to compare methods.")] = False,
+    quick: Annotated[bool, typer.Option(help="Run a fraction of it: too short to compare methods.")] = False,
 ) -> None:
-    """Fine-tune a small GPT-2 over a slow link with several methods: what each reached, sent, and how long it took.
+    """Fine-tune a small GPT-2 over a slow link with several methods; compare losses, bytes and times.
 
-    Three minutes on two cores, half a minute with --quick. Needs no downloads.
+    Takes three minutes on two cores, half a minute with --quick. Needs no downloads.
     """
     from pipecomp.demo.plot import notes, result_table
     from pipecomp.demo.run import run_demo
@@ -88,7 +91,7 @@ def demo(
     from pipecomp.report.page import try_write_report
 
     smaller: dict[str, Any] = {"width": 64, "training": 64, "epochs": 3, "pretraining": 128} if quick else {}
-    forward, backward = whole_numbers("bits", bits, 2)
+    forward, backward = parse_integers("bits", bits, 2)
     settings = Settings(
         stages=stages,
         methods=tuple(m.strip() for m in methods.split(",")),
@@ -99,27 +102,34 @@ def demo(
         out=out,
         **smaller,
     )
-    with _progress() as bar:
+    columns = (
+        TextColumn("{task.description:<30}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[loss]}"),
+    )
+    with Progress(*columns, console=console) as bar:
         tasks: dict[str, Any] = {}
 
         def show(what: str, step: int, steps: int, loss: float | None) -> None:
             if what not in tasks:
                 tasks[what] = bar.add_task(what, total=steps, loss="")
-                if not console.is_terminal:  # where the bars come at the end
-                    say(f"{what} …")
+                if not console.is_terminal:  # where bars appear at the end only
+                    print_status(f"{what} …")
             bar.update(tasks[what], completed=step, loss="" if loss is None else f"loss {loss:.3f}")
 
         found = run_demo(settings, show)
     console.print(result_table(found))
     for note in notes(found):
         console.print(note, highlight=False)
-    console.print(f"\nWrote {out}/demo.json and {out}/losses.png", highlight=False, soft_wrap=True)
-    shown = [Path(out) / method for method in settings.methods]
-    console.print(f"Report: {try_write_report(shown, Path(out) / 'report.html')}", highlight=False, soft_wrap=True)
+    print_line(f"\nWrote {out}/demo.json and {out}/losses.png")
+    runs = [Path(out) / method for method in settings.methods]
+    print_line(f"Report: {try_write_report(runs, Path(out) / 'report.html')}")
     if found["sentence"] is not None:
         console.print(f"\n{found['sentence']}", style="bold", highlight=False)
     if quick:
-        console.print("With --quick it is too short to compare methods: run it without.", highlight=False)
+        console.print("--quick is too short to compare methods: run without it.", highlight=False)
 
 
 @app.command()
@@ -137,7 +147,7 @@ def doctor(
         ),
     ] = None,
 ) -> None:
-    """Check this machine and, started by a launcher, the links between machines; exit status 1 if there is a problem.
+    """Check this machine and, under a launcher, the links between machines; exit status 1 if there is a problem.
 
     On each of two machines, with R = 0 on the first and 1 on the second:
 
@@ -156,54 +166,45 @@ def doctor(
         else:
             print_report(findings, console)
 
-    problem = examine(report, store=store_path, ranks=ranks)
-    if problem:
+    if examine(report, store=store_path, ranks=ranks):
         raise typer.Exit(1)
-
-
-def _progress() -> Progress:
-    columns = (
-        TextColumn("{task.description:<30}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[loss]}"),
-    )
-    return Progress(*columns, console=console)
 
 
 @app.command()
 @plain_errors()
 def netlab(
-    command: Annotated[list[str], typer.Argument(help="What each node runs: program and arguments, after --.")],
+    command: Annotated[list[str], typer.Argument(help="Program and arguments that each node runs, after --.")],
     nodes: Annotated[int, typer.Option(help="Number of nodes.")] = 2,
     bandwidth: Annotated[
-        str | None, typer.Option(help="Of every link, each way, as in 100mbit; by default unlimited.")
+        str | None,
+        typer.Option(help="Rate of every link in each direction, such as 100mbit; by default unlimited."),
     ] = None,
     asymmetric: Annotated[
-        list[str] | None, typer.Option(help="Instead of --bandwidth: DOWN/UP, as in 100mbit/10mbit, once or per node.")
+        list[str] | None,
+        typer.Option(help="Instead of --bandwidth: DOWN/UP, such as 100mbit/10mbit, once or per node."),
     ] = None,
-    delay: Annotated[str | None, typer.Option(help="One way, as in 20ms.")] = None,
-    jitter: Annotated[str | None, typer.Option(help="How far the delay varies, as in 2ms.")] = None,
+    delay: Annotated[str | None, typer.Option(help="One-way latency, such as 20ms.")] = None,
+    jitter: Annotated[str | None, typer.Option(help="Variation of the delay, such as 2ms.")] = None,
     cut: Annotated[
         list[str] | None,
-        typer.Option(help="Lose a node's connection: NODE@TIME for good, NODE@TIME+TIME for a while, as in 1@30s+5s."),
+        typer.Option(help="Disconnect a node: NODE@TIME for good, NODE@TIME+TIME for a while, such as 1@30s+5s."),
     ] = None,
     outage: Annotated[
-        list[str] | None, typer.Option(help="Lose all connections: TIME@TIME, as in 60s@300s: for how long, and when.")
+        list[str] | None,
+        typer.Option(help="Disconnect all nodes: DURATION@TIME, such as 60s@300s."),
     ] = None,
-    loss: Annotated[str | None, typer.Option(help="Share of the packets that are lost, as in 2%.")] = None,
+    loss: Annotated[str | None, typer.Option(help="Share of packets that are lost, such as 2%.")] = None,
     sites: Annotated[
-        str | None, typer.Option(help="Nodes of each site, and the rate between sites, as in 0,2/1,3@10mbit.")
+        str | None, typer.Option(help="Nodes of each site, and the rate between sites, such as 0,2/1,3@10mbit.")
     ] = None,
     nat: Annotated[
-        bool, typer.Option("--nat", help="Put every node but 0 behind a router of its own, which lets nobody in.")
+        bool, typer.Option("--nat", help="Put every node but 0 behind a router that accepts no incoming connections.")
     ] = False,
     wireguard: Annotated[
-        bool, typer.Option("--wireguard", help="Let the nodes talk through WireGuard (wireguard-go in user space).")
+        bool, typer.Option("--wireguard", help="Connect the nodes through WireGuard (wireguard-go in user space).")
     ] = False,
     software: Annotated[
-        bool, typer.Option("--software", help="Needs no root, but slows down only pipecomp's own links between stages.")
+        bool, typer.Option("--software", help="Throttle only pipecomp's own links between stages; needs no root.")
     ] = False,
     procs_per_node: Annotated[int, typer.Option(help="Processes on each node.")] = 1,
     launcher: Annotated[
@@ -211,7 +212,7 @@ def netlab(
     ] = "none",
     json_file: JsonOption = None,
 ) -> None:
-    """Run a command on several nodes behind slow links, all on this machine, and count what they send.
+    """Run a command on several nodes behind slow links, all on this machine, and count the bytes they send.
 
     pipecomp netlab --bandwidth 100mbit --delay 20ms -- python train.py
 
@@ -236,47 +237,17 @@ def netlab(
         wireguard=wireguard,
         software=software,
     )
-    report = run_in_lab(lab, command, procs_per_node=procs_per_node, launcher=launcher, say=say)
+    report = run_in_lab(lab, command, procs_per_node=procs_per_node, launcher=launcher, say=print_status)
     write_json(json_file, report)
     if "form" in report:
         console.print(bytes_table(report))
     raise typer.Exit(report["status"])
 
 
-@app.command("plan")
+@app.command()
 @plain_errors()
-def plan_run(
-    model: Annotated[str, typer.Option(help="A folder with config.json, or a hub name. Weights are not read.")],
-    nodes: Annotated[int | None, typer.Option(help="Stages × replicas; by default the number of stages, or 2.")] = None,
-    stages: Annotated[int | None, typer.Option(help="Pipeline stages; by default the fastest number.")] = None,
-    batch: Annotated[int, typer.Option(help="Samples in a step, over all replicas.")] = 32,
-    micro_batch: Annotated[
-        int | None, typer.Option(help="Samples in a micro-batch; by default the fastest number.")
-    ] = None,
-    tokens: Annotated[
-        int | None, typer.Option(help="Tokens in a sample; by default 1024, or what the model takes.")
-    ] = None,
-    bandwidth: Annotated[
-        str | None, typer.Option(help="100mbit or, link by link, 1gbit/100mbit; with commas the first is planned for.")
-    ] = None,
-    delay: Annotated[str | None, typer.Option(help="One way, as in 20ms.")] = None,
-    speed: Annotated[
-        str | None, typer.Option(help="TFLOP/s that each node reaches in training: 30 or, node by node, 30/10.")
-    ] = None,
-    profile: Annotated[Path | None, typer.Option(help="Instead of --speed: a file from --measure --json.")] = None,
-    memory: Annotated[float | None, typer.Option(help="GB of each node for the model; by default unlimited.")] = None,
-    dtype: Annotated[str, typer.Option(help="Training precision: fp32, bf16 or fp16.")] = "fp32",
-    tie: TieOption = True,
-    gradients: GradientsOption = None,
-    recompute: Annotated[bool, typer.Option("--recompute", help="With --speed: use activation checkpointing.")] = False,
-    measure: Annotated[
-        bool, typer.Option("--measure", help="Time blocks, kernels and the disk; under a launcher the links too.")
-    ] = False,
-    store_path: Annotated[Path, typer.Option("--store", help="With --measure: the store's folder.")] = Path("messages"),
-    dropout: Annotated[float | None, typer.Option(help="Of the training (default: the model's own).")] = None,
-    one_pass: Annotated[bool, typer.Option("--one-pass", help="For a training that sees every sample once.")] = False,
-    json_file: JsonOption = None,
-) -> None:
+@takes_options
+def plan(options: PlanOptions, json_file: JsonOption = None) -> None:
     """Predict a step's time with each method and bandwidth; recommend cuts and bits, or no compression.
 
     pipecomp plan --model FOLDER --stages 4 --bandwidth 100mbit --delay 20ms --speed 30
@@ -287,29 +258,7 @@ def plan_run(
     """
     from pipecomp.netlab.software import throttle_to
     from pipecomp.plan.command import run_plan
-    from pipecomp.plan.options import PlanOptions
 
-    options = PlanOptions(
-        model=model,
-        nodes=nodes,
-        stages=stages,
-        batch=batch,
-        micro_batch=micro_batch,
-        tokens=tokens,
-        bandwidth=bandwidth,
-        delay=delay,
-        speed=speed,
-        profile=profile,
-        memory=memory,
-        dtype=dtype,
-        tie=tie,
-        gradients=gradients,
-        recompute=recompute,
-        measure=measure,
-        store=store_path,
-        dropout=dropout,
-        one_pass=one_pass,
-    )
     if (found := run_plan(console, options, throttle_to)) is not None:
         write_json(json_file, found)
 
@@ -317,20 +266,16 @@ def plan_run(
 @app.command()
 @plain_errors()
 def report(
-    runs: Annotated[list[str], typer.Argument(help="Folders of runs, folders that hold such, or files of --metrics.")],
+    runs: Annotated[list[str], typer.Argument(help="Folders of runs, folders of such folders, or files of --metrics.")],
     out: Annotated[
-        Path | None, typer.Option(help="The page; by default report.html in the folder, for several runs here.")
+        Path | None,
+        typer.Option(help="File of the page; by default report.html in the run's folder, or here for several runs."),
     ] = None,
 ) -> None:
-    """Show a run, or several side by side, on one HTML page: losses, bytes, where the time went, what to change."""
+    """Write an HTML page about a run, or several side by side: losses, bytes, times, recommended changes."""
     from pipecomp.report.page import write_report
 
-    console.print(f"Wrote {write_report(runs, out)}", highlight=False, soft_wrap=True)
-
-
-# -- `pipecomp up`."""
-
-PORT = 29400
+    print_line(f"Wrote {write_report(runs, out)}")
 
 
 @app.command()
@@ -339,26 +284,26 @@ def up(
     command: Annotated[list[str], typer.Argument(help="A recipe's train.py, or another script, and its arguments.")],
     machines: Annotated[int, typer.Option(help="Machines of the run.")] = 2,
     procs: Annotated[int, typer.Option(help="Processes on each machine.")] = 1,
-    keys: Annotated[str, typer.Option(help="This machine's folder of keys; made if it is not there.")] = "keys",
+    keys: Annotated[str, typer.Option(help="This machine's folder of keys; created if missing.")] = "keys",
     listen: Annotated[
         str | None,
         typer.Option(
-            help="HOST:PORT where this machine listens (the first: port 29400 by default); none: it only connects."
+            help="HOST:PORT where this machine listens; by default port 29400 on the first machine, and none on others."
         ),
     ] = None,
     address: Annotated[
         str | None,
         typer.Option(help="HOST:PORT where others reach the first machine, if a router forwards a port to it."),
     ] = None,
-    at: Annotated[str | None, typer.Option(help="On other machines: as the first one has printed it.")] = None,
-    fingerprint: Annotated[str | None, typer.Option(help="On other machines: as the first one has printed it.")] = None,
-    code: Annotated[str | None, typer.Option(help="On other machines: as the first one has printed it.")] = None,
-    minutes: Annotated[float, typer.Option(help="How long the first machine waits for each other one.")] = 15.0,
-    doctor: Annotated[bool, typer.Option("--doctor/--no-doctor", help="Examine machines and links first.")] = True,
-    plan: Annotated[bool, typer.Option("--plan/--no-plan", help="Predict steps from what is measured first.")] = True,
-    anyway: Annotated[bool, typer.Option("--anyway", help="Train in spite of the doctor's problems.")] = False,
+    at: Annotated[str | None, typer.Option(help="On other machines: value printed by the first one.")] = None,
+    fingerprint: Annotated[str | None, typer.Option(help="On other machines: value printed by the first one.")] = None,
+    code: Annotated[str | None, typer.Option(help="On other machines: value printed by the first one.")] = None,
+    minutes: Annotated[float, typer.Option(help="Time the first machine waits for each other one.")] = 15.0,
+    doctor: Annotated[bool, typer.Option("--doctor/--no-doctor", help="Check machines and links first.")] = True,
+    plan: Annotated[bool, typer.Option("--plan/--no-plan", help="Predict steps from measurements first.")] = True,
+    anyway: Annotated[bool, typer.Option("--anyway", help="Train even if the doctor finds problems.")] = False,
 ) -> None:
-    """Start a run on several machines, over TLS: keys, doctor, plan, comparison of files, and training.
+    """Start a run on several machines over TLS: keys, doctor, plan, comparison of files, and training.
 
     On the first machine: pipecomp up -- train.py --deepspeed_config ds_config.json …
 
@@ -373,7 +318,7 @@ def up(
     given = (at, fingerprint, code)
     require(None not in given or given == (None, None, None), "at", at, "together with --fingerprint and --code")
     if at is None:
-        bind = up_launcher.parse_address("listen", listen or str(Address(EVERYWHERE, PORT)))
+        bind = up_launcher.parse_address("listen", listen or str(Address(EVERYWHERE, _UP_PORT)))
         shown = up_launcher.own_address(bind.port) if bind.everywhere else bind
         reached = shown if address is None else up_launcher.parse_address("address", address)
     else:
@@ -381,38 +326,34 @@ def up(
     run = up_launcher.Run(address=reached, machines=machines, procs=procs, command=tuple(command))
     checks = up_launcher.Checks(doctor=doctor, plan=plan, anyway=anyway)
     if at is not None and fingerprint is not None and code is not None:
-        up_launcher.join_run(run, keys, at, fingerprint, code, say=_line)
+        up_launcher.join_run(run, keys, at, fingerprint, code, say=typer.echo)
     else:
         options = ["--machines", str(machines), "--procs", str(procs)]
         options += [f"--no-{name}" for name, wanted in (("doctor", doctor), ("plan", plan)) if not wanted]
         options += ["--anyway"] if anyway else []
-        up_launcher.invite_all(run, keys, bind, options, minutes=minutes, say=_line)
+        up_launcher.invite_all(run, keys, bind, options, minutes=minutes, say=typer.echo)
         listen = str(bind)
-    status = up_launcher.start_ranks(run, keys, listen, checks, say=say)
+    status = up_launcher.start_ranks(run, keys, listen, checks, say=print_status)
     if status:
         raise typer.Exit(status)
 
 
-def _line(text: str) -> None:
-    typer.echo(text)
+# -- keys
 
-
-# -- `pipecomp keys new | invite | join | revoke | list`."""
-
-_Ranks = Annotated[str | None, typer.Option(help="That may run there, as in 0,2-3; by default the next one.")]
-_Days = Annotated[int, typer.Option(help="Until certificates expire.")]
+_Ranks = Annotated[str | None, typer.Option(help="Ranks that may run there, such as 0,2-3; by default the next one.")]
+_Days = Annotated[int, typer.Option(help="Days until certificates expire.")]
 
 
 @keys_app.command("new")
 @plain_errors()
 def keys_new(
     folder: str,
-    run: Annotated[str, typer.Option(help="A name for the run.")] = "run",
-    machine: Annotated[str, typer.Option(help="A name for this machine.")] = "first",
-    ranks: Annotated[str, typer.Option(help="That may run on this machine, as in 0,2-3.")] = "0",
+    run: Annotated[str, typer.Option(help="Name of the run.")] = "run",
+    machine: Annotated[str, typer.Option(help="Name of this machine.")] = "first",
+    ranks: Annotated[str, typer.Option(help="Ranks that may run on this machine, such as 0,2-3.")] = "0",
     days: _Days = 90,
 ) -> None:
-    """Make a run's keys in FOLDER, on the machine that invites the others."""
+    """Create a run's keys in FOLDER, on the machine that invites the others."""
     from pipecomp.tls.key_folder import new
 
     made = new(folder, run=run, machine=machine, ranks=ranks, days=days).identity()
@@ -424,37 +365,37 @@ def keys_new(
 @plain_errors()
 def keys_invite(
     folder: str,
-    machine: Annotated[str, typer.Argument(help="A name for the machine.")],
+    machine: Annotated[str, typer.Argument(help="Name of the other machine.")],
     ranks: _Ranks = None,
-    listen: Annotated[str, typer.Option(help="Where to wait for it: an address of this machine.")] = "*:29401",
-    minutes: Annotated[float, typer.Option(help="How long to wait.")] = 15.0,
+    listen: Annotated[str, typer.Option(help="Address of this machine to wait at.")] = "*:29401",
+    minutes: Annotated[float, typer.Option(help="Time to wait.")] = 15.0,
     days: _Days = 90,
 ) -> None:
-    """Wait for another machine, and give it a certificate; prints the line to paste there."""
+    """Wait for another machine and issue it a certificate; prints the line to paste there."""
     from pipecomp.tls.enrollment import Invitation
 
     check_minutes(minutes)
     with Invitation(folder, machine, ranks=ranks, listen=listen, days=days) as invitation:
         at = invitation.address
         host = "ADDRESS-OF-THIS-MACHINE" if at.everywhere else str(at).rpartition(":")[0]
-        say(f"Run this on {machine} within {minutes:g} minutes:")
+        print_status(f"Run this on {machine} within {minutes:g} minutes:")
         line = f"pipecomp keys join FOLDER --at {host}:{at.port} --fingerprint {invitation.fingerprint}"
         typer.echo(f"{line} --code {invitation.code}")
         if not invitation.wait(minutes):
-            say_error(f"{machine} did not join within {minutes:g} minutes; the code is void")
+            print_error(f"{machine} did not join within {minutes:g} minutes; the code is void")
             raise typer.Exit(1)
-    say(f"{machine} has joined.")
+    print_status(f"{machine} has joined.")
 
 
 @keys_app.command("join")
 @plain_errors()
 def keys_join(
     folder: str,
-    at: Annotated[str, typer.Option(help="Where the inviting machine waits, HOST:PORT.")],
-    fingerprint: Annotated[str, typer.Option(help="As `pipecomp keys invite` printed it.")],
-    code: Annotated[str, typer.Option(help="As `pipecomp keys invite` printed it.")],
+    at: Annotated[str, typer.Option(help="HOST:PORT where the inviting machine waits.")],
+    fingerprint: Annotated[str, typer.Option(help="Value printed by `pipecomp keys invite`.")],
+    code: Annotated[str, typer.Option(help="Value printed by `pipecomp keys invite`.")],
 ) -> None:
-    """Get this machine's certificate from the one that invites it; its private key is made here, and stays."""
+    """Get this machine's certificate from the one that invites it; the private key is created here and stays here."""
     from pipecomp.tls.certificates import ranks_text
     from pipecomp.tls.enrollment import join
 
@@ -466,7 +407,7 @@ def keys_join(
 @keys_app.command("revoke")
 @plain_errors()
 def keys_revoke(folder: str, machine: str) -> None:
-    """Take a machine's certificate back; the others learn of it when they next meet this machine."""
+    """Revoke a machine's certificate; the others learn of it when they next connect to this machine."""
     from pipecomp.tls.key_folder import revoke
 
     revoke(folder, machine)
@@ -476,7 +417,7 @@ def keys_revoke(folder: str, machine: str) -> None:
 @keys_app.command("list")
 @plain_errors()
 def keys_list(folder: str, json_file: JsonOption = None) -> None:
-    """Show the machines that belong to a run; on other machines than the inviting one, this one alone."""
+    """List the machines of a run; machines other than the inviting one list only themselves."""
     from pipecomp.tls.key_folder import listed
 
     lines = listed(folder)
@@ -489,13 +430,13 @@ def keys_list(folder: str, json_file: JsonOption = None) -> None:
     console.print(table(headings, rows, left=headings))
 
 
-# -- `pipecomp store info | verify | prune`."""
+# -- store
 
 
 @store_app.command("info")
 @plain_errors()
 def store_info(path: str, json_file: JsonOption = None) -> None:
-    """Show what a message store holds for every rank and link: run, samples, bytes, bits, versions."""
+    """Show a message store's contents by rank and link: run, samples, bytes, bits, versions."""
     from pipecomp.buffers.admin import info
 
     found = info(path)
@@ -516,7 +457,7 @@ def store_info(path: str, json_file: JsonOption = None) -> None:
             for line in found
             if line.run == run
         )
-        console.print(f"run {run}" if run else "no run has used it", highlight=False)
+        console.print(f"run {run}" if run else "not used by a run", highlight=False)
         console.print(table(headings, rows, left=("link", "versions", "configuration"), **COMPACT))
 
 
@@ -536,11 +477,9 @@ def store_verify(path: str, json_file: JsonOption = None) -> None:
         console.print(f"rank {d.rank}, {place}: {d.problem}", highlight=False)
     console.print(f"{report.checked} values checked, {len(damaged)} damaged", highlight=False)
     if damaged:
-        console.print(
-            f"`pipecomp store prune {path}` keeps what is whole and removes the rest, which is sent as first visits "
-            "once; a run with --resume auto does so by itself",
-            highlight=False,
-            soft_wrap=True,
+        print_line(
+            f"`pipecomp store prune {path}` keeps the intact values and removes the rest, which is then sent as first "
+            "visits once; a run with --resume auto does so by itself"
         )
         raise typer.Exit(1)
 
@@ -555,7 +494,7 @@ def store_prune(
     everything: Annotated[bool, typer.Option("--everything", help="Remove the stores entirely.")] = False,
     json_file: JsonOption = None,
 ) -> None:
-    """Remove damaged values and whatever the options name, and shrink the files to what is left."""
+    """Remove damaged values and those that the options select, and shrink the files."""
     from pipecomp.buffers.admin import prune
 
     report = prune(path, link=link, ids_below=ids_below, max_samples=max_samples, everything=everything)

@@ -1,13 +1,16 @@
-"""What all commands share: the terminal, errors as one line, and `--json FILE`."""
+"""Parts that all commands share: the terminal, errors as one line, `--json FILE`, options from a dataclass."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import inspect
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 from rich.console import Console
@@ -15,35 +18,70 @@ from rich.text import Text
 
 from pipecomp.errors import ConfigError, PipecompError, require
 
-# What is printed holds paths and other processes' errors, whose brackets and colons are no markup of rich's.
+# Note: no markup, as output holds paths and other processes' errors with brackets and colons.
 console = Console(markup=False, emoji=False)
 
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """End the command that this decorates with one line and status 1 on an error that users can do something about."""
+    """As a decorator, end a command with one line and exit status 1 on one of this project's errors."""
     try:
         yield
     except PipecompError as error:
-        say_error(str(error))
+        print_error(str(error))
         raise typer.Exit(1) from error
 
 
-def say(text: str) -> None:
-    """Tell people something that is not the result: on standard error, as it is."""
+def print_line(text: str) -> None:
+    """Print a line to standard output as it is, for copying and reading by programs."""
+    console.print(text, highlight=False, soft_wrap=True)
+
+
+def print_status(text: str) -> None:
+    """Print a line that is not part of the result to standard error."""
     Console(stderr=True).print(Text(text), soft_wrap=True)
 
 
-def say_error(text: str) -> None:
-    """Say why the command ends."""
+def print_error(text: str) -> None:
+    """Print an error to standard error."""
     Console(stderr=True).print(Text.assemble(("pipecomp:", "red"), f" {text}"), soft_wrap=True)
 
 
+def takes_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command one option per field of the dataclass that its first parameter is annotated with.
+
+    A field is annotated as `Annotated[type, help, *flags]`; without flags the option has the field's name. Further
+    parameters of the command stay options of their own.
+    """
+    first, *others = inspect.signature(command, eval_str=True).parameters.values()
+    kind, parameters = first.annotation, []
+    hints = get_type_hints(kind, include_extras=True)
+    for field in dataclasses.fields(kind):
+        annotation, text, *flags = get_args(hints[field.name])
+        option = typer.Option(*flags, help=text)
+        default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
+        annotation = Annotated[str if annotation is Any else annotation, option]
+        parameters.append(
+            inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+        )
+    own = {parameter.name for parameter in parameters}
+    parameters += [other.replace(kind=inspect.Parameter.KEYWORD_ONLY) for other in others]
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        options = kind(**{name: given.pop(name) for name in own})
+        command(options, **given)
+
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
 def _check_json(file: Path | None) -> Path | None:
-    """End the command before its work if nothing can be written to the file of `--json`."""
+    """Fail before the command's work if the file of `--json` cannot be written."""
     with plain_errors():
         if file is not None and (file.is_dir() or not file.parent.is_dir()):
-            raise _no_file(file)
+            raise _unwritable_json(file)
     return file
 
 
@@ -51,45 +89,27 @@ JsonOption = Annotated[
     Path | None, typer.Option("--json", callback=_check_json, help="Also write the result to this file.")
 ]
 
-GradientsOption = Annotated[
-    str | None,
-    typer.Option(
-        help="How gradients of tied weights (as GPT-2's embedding) and of replicas travel: none, fp16, global_qsgd or "
-        "double_squeeze; by default the fastest for replicas, and double_squeeze with 8 bits for tied weights that "
-        "take much of a step."
-    ),
-]
-
-TieOption = Annotated[
-    bool,
-    typer.Option(
-        "--tie/--no-tie",
-        help="Whether weights that several stages hold (as GPT-2's embedding) stay the same, or each stage trains its "
-        "copy apart, and nothing crosses the link for it.",
-    ),
-]
-
 
 def write_json(file: Path | None, value: Any) -> None:
-    """Write what a command found, if its `--json` named a file. Raises ConfigError if it cannot be written."""
+    """Write a command's result to the file of `--json`, if given. ConfigError if it cannot be written."""
     if file is not None:
         try:
             file.write_text(json.dumps(value, indent=2) + "\n")
         except OSError as error:
-            raise _no_file(file) from error
+            raise _unwritable_json(file) from error
 
 
-def _no_file(file: Path) -> ConfigError:
+def _unwritable_json(file: Path) -> ConfigError:
     return ConfigError("--json", str(file), "a file that can be written, in a folder that exists")
 
 
 def check_minutes(minutes: float) -> None:
-    """Raise ConfigError for a time to wait that is none."""
+    """Raise ConfigError unless a timeout is positive and finite."""
     require(0 < minutes < math.inf, "minutes", minutes, "a number above 0")
 
 
-def whole_numbers(key: str, text: str, count: int | None = None) -> list[int]:
-    """Read numbers separated by commas, `count` of them. ConfigError names `key`."""
+def parse_integers(key: str, text: str, count: int | None = None) -> list[int]:
+    """Parse whole numbers separated by commas, `count` of them. ConfigError names `key`."""
     parts = [part.strip() for part in text.split(",")]
     require(
         all(part.isdecimal() for part in parts) and count in (None, len(parts)),

@@ -57,7 +57,7 @@ class DiskSpeed(NamedTuple):
 
 def storage_findings(path: Path) -> list[Finding]:
     """Make all checks of this module for a store in `path`, which need not be there; nothing is left behind."""
-    folder = nearest(path)
+    folder = existing_parent(path)
     if folder != path.absolute() and os.path.lexists(path):
         return [check_writable(path, NotADirectoryError(errno.ENOTDIR, "it is not a folder"))]
     free = shutil.disk_usage(folder).free
@@ -67,7 +67,7 @@ def storage_findings(path: Path) -> list[Finding]:
         return findings
     try:
         with tempfile.TemporaryDirectory(dir=folder, prefix=".pipecomp-doctor-") as top:
-            findings += [check_speed(measure_speed(Path(top))), check_lmdb(try_lmdb(Path(top)))]
+            findings += [check_speed(measure_disk(Path(top))), check_lmdb(try_lmdb(Path(top)))]
     except OSError as error:
         findings.append(check_writable(folder, error))
     return findings
@@ -118,7 +118,7 @@ def check_writable(folder: Path, error: OSError) -> Finding:
     return Finding("store folder", PROBLEM, found, advice)
 
 
-def nearest(path: Path) -> Path:
+def existing_parent(path: Path) -> Path:
     """Find the folder `path`, or the first one above it that is there."""
     path = path.absolute()
     return next(folder for folder in (path, *path.parents) if os.path.isdir(folder))
@@ -135,7 +135,7 @@ def file_system(folder: Path, mounts: Iterable[tuple[str, str]]) -> str | None:
     return found
 
 
-def measure_speed(folder: Path) -> DiskSpeed:
+def measure_disk(folder: Path) -> DiskSpeed:
     """Write up to 32 MiB in two seconds, and read them."""
     block = os.urandom(_CHUNK)  # some disks compress
     file, written = folder / "speed", 0

@@ -1,41 +1,50 @@
-"""`pipecomp plan`: from a model, a network and a speed to predictions and settings."""
+"""`pipecomp plan`: from a model, a network and machines' speeds to predictions and recommended settings."""
 
 from __future__ import annotations
 
+import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from pipecomp.config import Config
 from pipecomp.config.activations import Activations
 from pipecomp.distributed.launch_env import Launch, read_launch
+from pipecomp.errors import ConfigError, require
 from pipecomp.gradient_config import Gradients
 from pipecomp.plan.auto_bits import fewest_bits
 from pipecomp.plan.measure import SurveyResult, survey_machine, survey_ranks
-from pipecomp.plan.options import PlanOptions, PlanRequest, Rates
+from pipecomp.plan.options import PlanOptions
 from pipecomp.plan.prediction import (
     MachineSpeeds,
-    StepPrediction,
     TrainingJob,
     as_row,
     memory_bytes,
     predict,
     tied_seconds,
 )
-from pipecomp.plan.profile import Profile, balanced, tied_values, without_weights
+from pipecomp.plan.profile import (
+    Profile,
+    balanced,
+    count,
+    max_tokens,
+    tied_values,
+    without_weights,
+)
 from pipecomp.plan.report import (
-    NAMES,
-    advice,
+    DTYPE_NAMES,
+    TORCH_DTYPES,
+    PlanResult,
     configuration,
-    configuration_text,
-    link_table,
-    method_table,
-    predicted_stages,
-    show_sizes,
+    print_plan,
+    print_settings,
+    print_sizes,
     sizes_as_json,
 )
 from pipecomp.plan.search import (
@@ -46,216 +55,343 @@ from pipecomp.plan.search import (
     choose_average,
     choose_tied,
     choose_with_tied,
-    dividing,
+    compared_methods,
+    divisible,
     first_near_fastest,
     layouts,
-    methods,
-    shares,
+    micro_batch_splits,
 )
-from pipecomp.plan.simulation import Channel, LinkNetwork, chain
+from pipecomp.plan.simulation import TCP_SHARE, Channel, LinkNetwork, chain
 from pipecomp.stages.link.transport import PacerTo, unpaced
-from pipecomp.stages.partition.planning import SplitPlan
+from pipecomp.stages.partition.loading import resolve
+from pipecomp.utils.units import MAX_DELAY_S, format_nominal_rate, parse_rate, parse_time
+
+DEFAULT_RATES = ("10gbit", "1gbit", "500mbit", "300mbit", "100mbit")
+_MAX_DEFAULT_TOKENS = 1024
+LinkRates = tuple[tuple[float, ...], float]
+"""Bits of content per second, of all links or of each, and one-way latency in seconds."""
+NetworkOf = Callable[[int, int], LinkNetwork]  # of a number of stages, and the position among the compared networks
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanResult:
-    """A plan. averages, tied: methods for gradients with their seconds. rows: each method at each network.
+class PlanRequest:
+    """Options of a plan, resolved.
 
-    untouched_s: what tied weights would take without TIED, None without it.
+    Attributes:
+        options: The options.
+        nodes: Stages × replicas.
+        stages: None to choose.
+        slowdowns: Each node's seconds as a multiple of the profile's, stage 0's replicas first; empty if all are equal.
     """
 
-    choice: PlanChoice
-    averages: list[tuple[str, float]]
-    tied: list[tuple[str, float]]
-    untouched_s: float | None
-    rows: list[tuple[str, list[StepPrediction]]]
+    options: PlanOptions
+    nodes: int
+    stages: int | None
+    slowdowns: tuple[float, ...] = ()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Training precision."""
+        return TORCH_DTYPES[self.options.dtype]
+
+    def stage_slowdowns(self, K: int) -> tuple[float, ...]:
+        """Return the slowdown of each of K stages: that of its slowest replica."""
+        R = self.nodes // K
+        return tuple(max(self.slowdowns[k * R : (k + 1) * R]) for k in range(K)) if self.slowdowns else ()
+
+    def check_memory(self, needed_bytes: float) -> None:
+        """Raise ConfigError if a node has less memory than needed."""
+        memory = self.options.memory
+        allowed = f"at least {round_up(needed_bytes / 1e9)} GB for each node"
+        require(memory is None or needed_bytes <= memory * 1e9, "memory", memory, allowed)
 
 
 def run_plan(
     console: Console, options: PlanOptions, pacer_to: PacerTo = unpaced, *, settings: bool = True
 ) -> dict[str, Any] | None:
-    """Plan as `pipecomp plan` does, and print it.
+    """Plan as `pipecomp plan` does, and print the plan.
 
     Args:
-        console: where to print.
-        options: what is asked for. A number of stages without `speed`, `profile` and `measure` gives sizes alone.
-        pacer_to: slows links down that are measured.
-        settings: whether to print what to write into a program and its configuration, too.
+        console: Receives the tables.
+        options: What to plan. With `stages` but no `speed`, `profile` or `measure`, only sizes are planned.
+        pacer_to: Throttles links while they are measured.
+        settings: Whether to print the recommended configuration, too.
 
     Returns:
-        The plan as JSON values (see `as_json` and `sizes.sizes_as_json`); None on a launcher's ranks other than 0.
+        The plan as JSON values (see `as_json` and `sizes_as_json`); None on ranks other than 0.
 
     Raises:
-        ConfigError: options that do not fit the model, the network or each other.
+        ConfigError: The options do not fit the model, the network or each other.
     """
     launch = read_launch(os.environ) if options.measure else Launch()
-    options.check_launch(launch)
-    networks = options.networks
-    wanted = options.wanted(launch.world if launch.started else None)
-    if options.without_seconds and wanted.stages is not None:
+    if launch.started:
+        options.require_unset("when a launcher's ranks are measured", "nodes", "bandwidth", "delay")
+    networks = parse_networks(options.bandwidth, options.delay)
+    request = resolve_request(options, networks, launch.world if launch.started else None)
+    if options.sizes_only and request.stages is not None:
         for links in networks.values():
-            chain(wanted.stages, *links)  # links that do not fit the stages are an error here too
-        sizes = sizes_of(wanted, options.counted())
-        show_sizes(sizes, console)
-        return sizes_as_json(sizes)
-    seen = _survey(options, launch, pacer_to)
-    if seen is None:
+            chain(request.stages, *links)  # raises ConfigError for another number of links
+        job = plan_sizes(request, count(*model_size(options)))
+        print_sizes(job, console)
+        return sizes_as_json(job)
+
+    survey = _survey(options, launch, pacer_to)
+    if survey is None:
         return None
     if launch.started:
         networks = {"measured": ((math.inf,), 0.0)}
-        wanted = replace(wanted, slowdowns=seen.slowdowns)
-    found = plan(wanted, seen.profile, list(networks.values()), seen.speeds, seen.network)
-    K = found.choice.prediction.job.plan.num_stages
-    network = seen.network or chain(K, *next(iter(networks.values())))
-    show(found, network, list(networks), console)
+        request = replace(request, slowdowns=survey.slowdowns)
+    rates = list(networks.values())
+
+    def network_of(stages: int, position: int) -> LinkNetwork:
+        if survey.network is not None and position == 0:
+            return survey.network
+        return chain(stages, *rates[position])
+
+    found = plan(request, survey.profile, survey.speeds, network_of, len(rates))
+    network = network_of(found.choice.prediction.job.plan.num_stages, 0)
+    print_plan(found, network, list(networks), console)
     if settings:
-        print_settings(found, console)
-    return {**as_json(found, network, list(networks)), "speeds": _limited(seen.speeds)}
+        print_settings(found.choice, console)
+    return {**as_json(found, network, list(networks)), "speeds": _finite(survey.speeds)}
+
+
+# -- what is asked for
+
+
+def parse_networks(bandwidth: str | None, delay: str | None) -> dict[str, LinkRates]:
+    """Parse the networks to compare, by name; the plan is for the first.
+
+    Args:
+        bandwidth: Nominal rates, networks separated by commas, the links of one by slashes; None for DEFAULT_RATES.
+        delay: One-way latency, such as "20ms".
+
+    Raises:
+        ConfigError: A rate or the delay cannot be parsed.
+    """
+    latency_s = 0.0 if delay is None else parse_time("delay", delay, MAX_DELAY_S)
+    found = {}
+    for name in DEFAULT_RATES if bandwidth is None else bandwidth.split(","):
+        rates = [parse_rate("bandwidth", link.strip()) for link in name.split("/")]
+        found["/".join(map(format_nominal_rate, rates))] = (tuple(rate * TCP_SHARE for rate in rates), latency_s)
+    return found
+
+
+def parse_speeds(speed: str | None) -> tuple[float, ...]:
+    """Parse TFLOP/s of all nodes, or of each; () for None."""
+    try:
+        speeds = () if speed is None else tuple(float(part) for part in speed.split("/"))
+    except ValueError:
+        speeds = (0.0,)
+    require(all(0 < one < math.inf for one in speeds), "speed", speed, "numbers above 0, separated by slashes")
+    return speeds
+
+
+def resolve_request(options: PlanOptions, networks: Mapping[str, LinkRates], world: int | None) -> PlanRequest:
+    """Derive the numbers of nodes and stages from the options, the first network and the launcher's ranks, if any."""
+    rates, _ = next(iter(networks.values()))
+    drawn = len(rates) + 1 if len(rates) > 1 else None  # rates given link by link imply the number of stages
+    stages = options.stages or world or drawn
+    for links, _ in networks.values():
+        allowed = "one rate; --stages says how many links there are"
+        if stages is not None:
+            allowed = f"one rate, or {stages - 1} for {stages} stages"
+        require(len(links) in (1, (stages or 0) - 1), "bandwidth", options.bandwidth, allowed)
+    speeds = parse_speeds(options.speed)
+    nodes = world or options.nodes or (len(speeds) if len(speeds) > 1 else None) or options.stages or drawn or 2
+    slowdowns: tuple[float, ...] = ()
+    if len(speeds) > 1:
+        require(len(speeds) == nodes, "speed", options.speed, f"one number, or one for each of {nodes} nodes")
+        slowdowns = tuple(min(speeds) / one for one in speeds)
+    return PlanRequest(options=options, nodes=nodes, stages=stages, slowdowns=slowdowns)
+
+
+def model_size(options: PlanOptions) -> tuple[Any, int, torch.dtype]:
+    """Return model, tokens per sample and dtype."""
+    tokens = options.tokens
+    if tokens is None:
+        tokens = min(_MAX_DEFAULT_TOKENS, max_tokens(resolve(options.model).config) or _MAX_DEFAULT_TOKENS)
+    return options.model, tokens, TORCH_DTYPES[options.dtype]
+
+
+def round_up(size: float) -> float:
+    """Round up to two digits."""
+    step = 10.0 ** (math.floor(math.log10(size)) - 1)
+    return float(f"{math.ceil(size / step) * step:.2g}")
+
+
+# -- what is known of the machines
 
 
 def _survey(options: PlanOptions, launch: Launch, pacer_to: PacerTo) -> SurveyResult | None:
-    """Find what is known of the machines, measured or not; None on a launcher's ranks other than 0."""
-    if not options.measure:
-        return SurveyResult(profile=options.estimated(), speeds=options.noted_speeds())
-    measured = (*options.size, options.micro_batch or 1, options.store)
-    if not launch.started:
-        return survey_machine(*measured, one_pass=options.one_pass)
-    return survey_ranks(*measured, stages=options.stages, pacer_to=pacer_to, one_pass=options.one_pass)
+    """Measure, read or estimate profile and speeds; None on ranks other than 0."""
+    if options.measure:
+        size = (*model_size(options), options.micro_batch or 1, options.store)
+        if launch.started:
+            return survey_ranks(*size, stages=options.stages, pacer_to=pacer_to, one_pass=options.one_pass)
+        return survey_machine(*size, one_pass=options.one_pass)
+    if options.profile is not None:
+        return _read_profile(options, options.profile)
+    speeds = parse_speeds(options.speed)
+    if not speeds:
+        allowed = "TFLOP/s of a stage's machine; or --measure on it; or --profile FILE; or --stages, for sizes alone"
+        raise ConfigError("speed", None, allowed)
+    profile = count(*model_size(options)).estimated(min(speeds) * 1e12)
+    if options.recompute:
+        profile = profile.recomputing(TORCH_DTYPES[options.dtype])
+    return SurveyResult(profile=profile, speeds=MachineSpeeds())
 
 
-def sizes_of(wanted: PlanRequest, profile: Profile) -> TrainingJob:
-    """Plan sizes for a number of stages, by default with one sample per micro-batch; the profile may lack seconds.
-
-    Raises ConfigError.
-    """
-    [(K, replicas)] = layouts(wanted.nodes, wanted.stages, len(profile.blocks))
-    [(samples, micro_batches)] = shares(wanted.batch, replicas, wanted.micro_batch or 1)
-    model = without_weights(wanted.model, wanted.dtype)
-    split = balanced(model, profile, K, tie=wanted.tie)
-    job = TrainingJob(
-        profile=profile,
-        plan=split,
-        samples=samples,
-        micro_batches=micro_batches,
-        replicas=replicas,
-        dtype=wanted.dtype,
-        tied=tied_values(model, split),
+def _read_profile(options: PlanOptions, file: Path) -> SurveyResult:
+    allowed = "a file from pipecomp plan --measure --json"
+    try:
+        found = json.loads(file.read_text())
+        require(isinstance(found, dict), "profile", str(file), allowed)
+        noted: dict[str, Any] = {
+            name: math.inf if value is None else value for name, value in found.get("speeds", {}).items()
+        }
+        speeds = MachineSpeeds(**noted)
+    except ConfigError:
+        raise
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise ConfigError("profile", str(file), allowed) from error
+    dtype, one_pass = found.get("dtype", options.dtype), found.get("one_pass", options.one_pass)
+    require(dtype == options.dtype, "dtype", options.dtype, str(dtype), "The profile was measured in that precision")
+    require(
+        one_pass == options.one_pass, "one-pass", options.one_pass, str(one_pass), "The profile was measured for that"
     )
-    wanted.check_memory(max(memory_bytes(job)))
-    return job
+    return SurveyResult(profile=Profile.from_dict(found.get("profile")), speeds=speeds)
+
+
+# -- planning
 
 
 def plan(
-    wanted: PlanRequest, profile: Profile, rates: Sequence[Rates], speeds: MachineSpeeds, measured: LinkNetwork | None
+    request: PlanRequest, profile: Profile, speeds: MachineSpeeds, network_of: NetworkOf, networks: int
 ) -> PlanResult:
-    """Choose for the first network: `measured`, or links of the first of `rates` (as of `networks_of`)."""
-    model = without_weights(wanted.model, wanted.dtype)
+    """Choose layout, cuts, micro-batches and bits for the first network, and predict each method on every network.
 
-    def network(split: SplitPlan, index: int) -> LinkNetwork:
-        return measured if measured is not None and index == 0 else chain(split.num_stages, *rates[index])
+    Args:
+        request: What to plan.
+        profile: The model's seconds and memory on the slowest machine.
+        speeds: What the machines do besides the model.
+        network_of: Called as `network_of(stages, position)`; returns the network at that position.
+        networks: Number of networks.
 
-    config = _config(wanted)
-    fewest = fewest_bits(model, config, wanted.dropout)
+    Raises:
+        ConfigError: No layout fits, or none fits the nodes' memory.
+    """
+    options = request.options
+    model = without_weights(options.model, request.dtype)
+    gradients = {} if options.gradients is None else {"method": options.gradients}
+    sections = aqsgd_sections("auto", "auto", one_pass=options.one_pass)
+    config = Config.from_dict({**sections, "tie": options.tie, "gradients": gradients})
+    fewest = fewest_bits(model, config, options.dropout)
     choices: list[PlanChoice] = []
-    averages: dict[int, list[tuple[str, float]]] = {}  # by stages
-    too_large = math.inf
-    possible = layouts(wanted.nodes, wanted.stages, len(profile.blocks))
-    for K, replicas in dividing(possible, wanted.batch, wanted.micro_batch):
-        slowdowns = wanted.stage_slowdowns(K)
-        split = balanced(model, profile, K, tie=wanted.tie, slowdowns=slowdowns)
-        tied = tied_values(model, split)
-        made = config
-        if replicas > 1 and wanted.gradients is None:
-            averages[K] = choose_average(
-                config, max(split.parameters), replicas, network(split, 0), speeds, wanted.dtype
-            )
-            made = replace(config, gradients=Gradients(method=averages[K][0][0]))
-        for samples, micro_batches in shares(wanted.batch, replicas, wanted.micro_batch):
+    averages: dict[int, list[tuple[str, float]]] = {}  # by number of stages
+    least_memory = math.inf
+    possible = layouts(request.nodes, request.stages, len(profile.blocks))
+    for K, replicas in divisible(possible, options.batch, options.micro_batch):
+        slowdowns = request.stage_slowdowns(K)
+        split = balanced(model, profile, K, tie=options.tie, slowdowns=slowdowns)
+        tied, network = tied_values(model, split), network_of(K, 0)
+        used = config
+        if replicas > 1 and options.gradients is None:
+            averages[K] = choose_average(config, max(split.parameters), replicas, network, speeds, request.dtype)
+            used = replace(config, gradients=Gradients(method=averages[K][0][0]))
+        for samples, micro_batches in micro_batch_splits(options.batch, replicas, options.micro_batch):
             job = TrainingJob(
                 profile=profile,
                 plan=split,
                 samples=samples,
                 micro_batches=micro_batches,
                 replicas=replicas,
-                dtype=wanted.dtype,
+                dtype=request.dtype,
                 tied=tied,
                 slowdowns=slowdowns,
             )
             if K == 1:
-                alone = predict(job, replace(made, activations=Activations()), network(split, 0), speeds)
-                found = PlanChoice(forward_bits=8, backward_bits=8, prediction=alone, plain=alone, fits=True)
+                alone = predict(job, replace(used, activations=Activations()), network, speeds)
+                choice = PlanChoice(forward_bits=8, backward_bits=8, prediction=alone, plain=alone, fits=True)
+            elif replicas == 1 and options.gradients is None:
+                choice = choose_with_tied(job, used, network, speeds, fewest)
             else:
-                choosing = choose_with_tied if replicas == 1 and wanted.gradients is None else choose
-                found = choosing(job, made, network(split, 0), speeds, fewest)
-            needs = max(found.taken.memory_bytes())
-            too_large = min(too_large, needs)
-            if needs <= wanted.memory_bytes:
-                choices.append(found)
-    wanted.check_memory(too_large)
+                choice = choose(job, used, network, speeds, fewest)
+            needed = max(choice.taken.memory_bytes())
+            least_memory = min(least_memory, needed)
+            if options.memory is None or needed <= options.memory * 1e9:
+                choices.append(choice)
+    request.check_memory(least_memory)
     choice = first_near_fastest(choices, lambda c: c.taken.step_s)
-    stages = choice.prediction.job.plan.num_stages
-    return _around(choice, averages.get(stages, []), network, speeds, len(rates))
+    return _compare(choice, averages.get(choice.prediction.job.plan.num_stages, []), network_of, speeds, networks)
 
 
-def _config(wanted: PlanRequest) -> Config:
-    """Make what bits are chosen for."""
-    found = aqsgd_sections("auto", "auto", one_pass=wanted.one_pass)
-    return Config.from_dict({**found, "tie": wanted.tie, "gradients": wanted.of_gradients()})
-
-
-def _around(
-    choice: PlanChoice, averages: list[tuple[str, float]], network: Any, speeds: MachineSpeeds, networks: int
+def _compare(
+    choice: PlanChoice, averages: list[tuple[str, float]], network_of: NetworkOf, speeds: MachineSpeeds, networks: int
 ) -> PlanResult:
-    """Add what else to tell of a choice."""
+    """Predict the compared methods on every network, and the alternatives for tied weights."""
     job, config = choice.prediction.job, choice.prediction.config
-    first = network(job.plan, 0)
-
-    def at_networks(made: Config) -> list[StepPrediction]:
-        with_gradients = replace(made, gradients=config.gradients)
-        return [predict(job, with_gradients, network(job.plan, i), speeds) for i in range(networks)]
-
-    compared = methods(
-        job.plan.num_stages,
+    K = job.plan.num_stages
+    compared = compared_methods(
+        K,
         job.plan.tie,
         one_pass=config.store.clusters is not None,
         changes_back=config.activations.backward_method == "delta",
     )
-    rows = [(name, at_networks(made)) for name, made in compared]
-    tied = choose_tied(choice.taken, first, speeds) if job.replicas == 1 else []
-    untouched_s = None
+    rows = [
+        (
+            name,
+            [
+                predict(job, replace(method, gradients=config.gradients), network_of(K, position), speeds)
+                for position in range(networks)
+            ],
+        )
+        for name, method in compared
+    ]
+    tied_plain_s = None
     if config.gradients == TIED:
-        untouched_s = tied_seconds(job, replace(config, gradients=Gradients()), first, speeds)
-    return PlanResult(choice=choice, averages=averages, tied=tied, untouched_s=untouched_s, rows=rows)
+        tied_plain_s = tied_seconds(job, replace(config, gradients=Gradients()), network_of(K, 0), speeds)
+    tied = choose_tied(choice.taken, network_of(K, 0), speeds) if job.replicas == 1 else []
+    return PlanResult(choice=choice, averages=averages, tied=tied, tied_plain_s=tied_plain_s, rows=rows)
 
 
-def show(found: PlanResult, network: LinkNetwork, names: Sequence[str], console: Console) -> None:
-    """Print a plan."""
-    p = found.choice.prediction
-    console.print(predicted_stages(found.choice.taken))
-    if p.job.plan.num_stages > 1:
-        console.print(link_table(network, p, found.choice.plain))
-    console.print(method_table(found.rows, names))
-    console.print(p.job.text(), highlight=False)
-    for sentence in advice(found.choice, found.averages, found.tied, found.untouched_s):
-        console.print(sentence, highlight=False)
+def plan_sizes(request: PlanRequest, profile: Profile) -> TrainingJob:
+    """Plan sizes for a number of stages, by default with one sample per micro-batch. The profile may lack seconds.
 
-
-def print_settings(found: PlanResult, console: Console) -> None:
-    """Print what a plan means for a program and its configuration."""
-    written = configuration(found.choice)
-    console.print(configuration_text(written, found.choice.prediction), highlight=False)
+    Raises:
+        ConfigError: The layout does not fit, or needs more memory than a node has.
+    """
+    options = request.options
+    [(K, replicas)] = layouts(request.nodes, request.stages, len(profile.blocks))
+    [(samples, micro_batches)] = micro_batch_splits(options.batch, replicas, options.micro_batch or 1)
+    model = without_weights(options.model, request.dtype)
+    split = balanced(model, profile, K, tie=options.tie)
+    job = TrainingJob(
+        profile=profile,
+        plan=split,
+        samples=samples,
+        micro_batches=micro_batches,
+        replicas=replicas,
+        dtype=request.dtype,
+        tied=tied_values(model, split),
+    )
+    request.check_memory(max(memory_bytes(job)))
+    return job
 
 
 def as_json(found: PlanResult, network: LinkNetwork, names: Sequence[str]) -> dict[str, Any]:
-    """Give all of it for programs; bits per second are null where there is no limit."""
+    """Return the plan as JSON values; bits per second are null where nothing limits them."""
     p = found.choice.prediction
-    lines = [(_limited(out), _limited(back)) for out, back in zip(network.forward, network.backward, strict=True)]
+    links = [
+        {"forward": _finite(out), "backward": _finite(back)}
+        for out, back in zip(network.forward, network.backward, strict=True)
+    ]
     return {
         "cuts": list(p.job.plan.cuts),
         "parameters": list(p.job.plan.parameters),
         "stage_s": [list(pair) for pair in p.job.stage_seconds()],
-        "links": [{"forward": out, "backward": back} for out, back in lines],
-        "bits": [list(p.config.activations.bits(k)) for k in range(len(lines))],
+        "links": links,
+        "bits": [list(p.config.activations.bits(k)) for k in range(len(links))],
         "chosen": as_row(p),
         "plain": as_row(found.choice.plain),
         "pays": found.choice.pays,
@@ -267,12 +403,11 @@ def as_json(found: PlanResult, network: LinkNetwork, names: Sequence[str]) -> di
             for at, prediction in zip(names, predictions, strict=True)
         ],
         "config": configuration(found.choice),
-        "dtype": NAMES[p.job.dtype],
+        "dtype": DTYPE_NAMES[p.job.dtype],
         "one_pass": p.config.store.clusters is not None,
         "profile": p.job.profile.as_dict(),
     }
 
 
-def _limited(figures: Channel | MachineSpeeds) -> dict[str, Any]:
-    """For JSON: None where nothing limits."""
-    return {k: None if v == math.inf else v for k, v in asdict(figures).items()}
+def _finite(figures: Channel | MachineSpeeds) -> dict[str, Any]:
+    return {key: None if value == math.inf else value for key, value in asdict(figures).items()}

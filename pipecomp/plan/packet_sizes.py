@@ -1,7 +1,6 @@
 """Bytes of the packets between two stages, from the codecs and the wire format that send them.
 
-Packets whose bits follow an error are counted with the most that they may have, unless it is known what they have on
-average. T real tokens of a micro-batch, H hidden size.
+Packets of constant error count with their maximum of bits, unless their mean is known.
 """
 
 from __future__ import annotations
@@ -28,10 +27,16 @@ def activation_bytes(
     first_visit: bool = False,
     mean_bits: float | None = None,
 ) -> int:
-    """Of one micro-batch's activations on a link. counts: real tokens of each sample. dtype: the training dtype.
+    """Return the bytes of a micro-batch's activations on a link.
 
-    first_visit: whether all of its samples are new to the link ("aqsgd" only; the others send the same every time).
-    mean_bits: of its values, where bits follow an error; None for the most.
+    Args:
+        config: Method and bits.
+        link: Number of the link.
+        counts: Real tokens of each sample.
+        hidden: Values per token.
+        dtype: Training precision.
+        first_visit: Whether all samples are new to the link; only "aqsgd" then sends other packets.
+        mean_bits: Mean bits per value of packets of constant error; None for their maximum.
     """
     codecs = LinkCodecs(config.activations, link, config.store.clusters)
     if codecs.clustered is not None:
@@ -51,10 +56,7 @@ def gradient_bytes(
     first_visit: bool = False,
     mean_bits: float | None = None,
 ) -> int:
-    """Of one micro-batch's gradients, on their way back.
-
-    first_visit: as of activations, with gradients as changes. mean_bits: as of activations.
-    """
+    """Return the bytes of a micro-batch's gradients on a link. The arguments are those of `activation_bytes`."""
     codecs = LinkCodecs(config.activations, link)
     if codecs.gradients is None:
         return _size(codecs.gradient(dtype), counts, hidden, mean_bits)
@@ -63,13 +65,13 @@ def gradient_bytes(
 
 
 def with_bits(config: Config, forward: Bits, backward: Bits) -> Config:
-    """Make the same configuration with other bits."""
+    """Return the configuration with other bits."""
     return replace(config, activations=replace(config.activations, forward_bits=forward, backward_bits=backward))
 
 
 def _size(codec: Codec, counts: Sequence[int], hidden: int, mean_bits: float | None = None) -> int:
     if mean_bits is not None and isinstance(codec, Quantized) and codec.error is not None:
-        low = min(int(mean_bits), codec.bits - 1)  # between two numbers of bits the bytes are too
+        low = min(int(mean_bits), codec.bits - 1)  # bytes are interpolated between two whole numbers of bits
         fewer, more = (_size(codec.of_packet(bits), counts, hidden) for bits in (low, low + 1))
         return round(fewer + (mean_bits - low) * (more - fewer))
     return packet_bytes(len(counts), sum(codec.payload_bytes(count, hidden) for count in counts))

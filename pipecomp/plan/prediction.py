@@ -1,4 +1,4 @@
-"""What one configuration takes: bytes of its packets, seconds of a step, memory of every stage.
+"""Prediction for one configuration: bytes of packets, seconds of a step, memory of every stage.
 
 K stages, M micro-batches of B samples with S tokens, R replicas.
 """
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from pipecomp.allreduce import predict as predict_average
-from pipecomp.allreduce.local_options import LocalSteps
 from pipecomp.config import Config
 from pipecomp.plan.packet_sizes import activation_bytes, gradient_bytes
 from pipecomp.plan.profile import Profile
@@ -23,20 +22,24 @@ from pipecomp.stages.partition.planning import SplitPlan
 from pipecomp.utils.serialization import serializable
 from pipecomp.utils.units import format_count
 
-_WORTH = 0.99  # running further ahead must shorten a step to this
-# Bytes of a parameter on each replica, and more that replicas share out: weight, gradient and Adam's two moments in
-# float32; in half precision the weight and a float32 gradient, and shared out a copy and the moments in float32.
-_FULL, _HALF = (16, 0), (6, 12)
+_SHORTER = 0.99  # factor by which one more micro-batch in flight must shorten a step
+# Bytes per parameter on each replica, and bytes that replicas share: weight, gradient and Adam's two moments in
+# float32; in half precision the weight and a float32 gradient, and a shared float32 copy and moments (ZeRO 1).
+_FULL_PRECISION, _HALF_PRECISION = (16, 0), (6, 12)
 
 
 @serializable
 @dataclass(frozen=True, kw_only=True)
 class MachineSpeeds:
-    """What a machine does besides the model.
+    """Speeds of a machine besides the model's; the defaults count as no time.
 
-    Values (of activations) a second: encode and decode of quantized packets, cast of others. disk_bytes_s: of the
-    message store, reading and writing each. average: seconds of quantizing, reducing and decoding a gradient value.
-    `math.inf` and nothing where they are not known: they count as no time.
+    Attributes:
+        encode_values_s: Activation values encoded per second by a quantizing method.
+        decode_values_s: The same for decoding.
+        cast_values_s: Values cast per second by other methods, to send or to receive.
+        disk_bytes_s: Bytes per second of the message store's disk, each byte written once and read once.
+        average: Seconds per gradient value to "quantize", "reduce" and "decode".
+        update_s_per_parameter: Seconds of the optimizer.
     """
 
     encode_values_s: float = math.inf
@@ -49,9 +52,17 @@ class MachineSpeeds:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingJob:
-    """What is to be trained. plan: the cuts. tied: values of each tied weight, in the order of `plan.tied`.
+    """Model, layout and batch of a training.
 
-    slowdowns: how many times the profile's seconds each stage's machine takes; empty where all are alike.
+    Attributes:
+        profile: Seconds and memory of the model's blocks.
+        plan: Cuts of the model.
+        samples: Samples per micro-batch.
+        micro_batches: Micro-batches per step and replica.
+        replicas: Replicas of the pipeline.
+        dtype: Training precision.
+        tied: Values of each tied weight, in the order of `plan.tied`.
+        slowdowns: Each stage's seconds as a multiple of the profile's; empty if all are equal.
     """
 
     profile: Profile
@@ -64,36 +75,50 @@ class TrainingJob:
     slowdowns: tuple[float, ...] = ()
 
     def stage_seconds(self) -> list[tuple[float, float]]:
-        """Tell forward and backward of each stage on a micro-batch."""
-        found = self.profile.stage_seconds(self.plan, self.samples)
-        slowdowns = self.slowdowns or (1.0,) * len(found)
-        return [
-            (slowdown * forward, slowdown * backward)
-            for slowdown, (forward, backward) in zip(slowdowns, found, strict=True)
-        ]
+        """Return forward and backward seconds of each stage per micro-batch."""
+        seconds = self.profile.stage_seconds(self.plan, self.samples)
+        slowdowns = self.slowdowns or (1.0,) * len(seconds)
+        return [(factor * f, factor * b) for factor, (f, b) in zip(slowdowns, seconds, strict=True)]
 
     @property
     def batch(self) -> int:
-        """Count the samples of a step."""
+        """Samples per step."""
         return self.samples * self.micro_batches * self.replicas
 
     def text(self) -> str:
-        """Describe it for people."""
+        """Describe the job in a sentence."""
         return (
             f"{format_count(self.plan.num_stages, 'stage')} × {format_count(self.replicas, 'replica')}, "
             f"{self.micro_batches} micro-batches of {self.samples} for {self.batch} samples per step, "
             f"{self.profile.tokens} tokens each."
         )
 
+    def untied_parameters(self) -> list[int]:
+        """Return the number of values of each stage that no other stage holds."""
+        left = list(self.plan.parameters)
+        for group, values in zip(self.plan.tied, self.tied, strict=True):
+            for stage in group.stages:
+                left[stage] -= values
+        return left
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepPrediction:
-    """Of one step. step_s; first_epoch_s: while every sample is new.
+    """Prediction of one step.
 
-    forward_bytes, backward_bytes and first_visit_bytes: of a packet on each link. average_s: of its gradients over
-    replicas, the slowest stage. tied_s: of those of tied weights, over all stages that hold them. slack: forwards in
-    flight that each stage has more than the next. wait_s: of each stage, for packets. store_s: what the disk needs for
-    the activations of a step; the step takes no less.
+    Attributes:
+        job: What is trained.
+        config: Its configuration.
+        step_s: Seconds of a step.
+        first_epoch_s: Seconds of a step while every sample is new.
+        forward_bytes: Bytes of an activation packet on each link.
+        first_visit_bytes: The same while every sample is new.
+        backward_bytes: Bytes of a gradient packet on each link.
+        average_s: Seconds of averaging gradients over replicas, on the slowest stage.
+        tied_s: Seconds of summing gradients of tied weights over all stages that hold them.
+        slack: Forwards in flight that each stage has more than the next.
+        wait_s: Seconds that each stage waits for packets.
+        store_s: Seconds of the message store's disk per step, a lower limit of `step_s`.
     """
 
     job: TrainingJob
@@ -111,63 +136,58 @@ class StepPrediction:
 
     @property
     def samples_per_s(self) -> float:
-        """Count the samples that are trained in a second."""
+        """Samples per second."""
         return self.job.batch / self.step_s
 
     def memory_bytes(self) -> list[float]:
-        """Count the bytes of each stage, as `memory_bytes` does, and what averaging its gradients keeps.
-
-        With local steps these are common weights and an outer momentum, with "double_squeeze" residuals.
-        """
+        """Return the bytes of each stage, with what averaging keeps: residuals, common weights, outer momentum."""
         local = self.config.gradients.local
-        more = 0 if local is None else 8 if local.outer.momentum else 4  # in float32
+        common = 0 if local is None else 8 if local.outer.momentum else 4  # bytes per parameter, in float32
         held = memory_bytes(self.job, self.slack)
         residuals = _residual_bytes(self.job, self.config)
         return [
-            size + more * values + kept
+            size + common * values + kept
             for size, values, kept in zip(held, self.job.plan.parameters, residuals, strict=True)
         ]
 
 
-def memory_bytes(job: TrainingJob, slack: int = 1) -> list[float]:
-    """Count the bytes of each stage: weights, gradients, Adam's state, and what it keeps of micro-batches in flight.
+# -- memory
 
-    Where blocks are recomputed a stage also has what one of them keeps, of the micro-batch whose backward runs.
+
+def memory_bytes(job: TrainingJob, slack: int = 1) -> list[float]:
+    """Return the bytes of each stage: weights, gradients, Adam's state, and activations of micro-batches in flight.
+
+    With activation checkpointing they include those of one block, of the micro-batch whose backward runs.
     """
-    ahead = in_flight_counts(slack, job.plan.num_stages, job.micro_batches)
+    in_flight = in_flight_counts(slack, job.plan.num_stages, job.micro_batches)
     kept = job.profile.kept_bytes(job.plan, job.samples)
-    held, shared = _FULL if job.dtype == torch.float32 else _HALF
-    state, again = held + shared / job.replicas, job.samples * job.profile.again_bytes
+    own, shared = _FULL_PRECISION if job.dtype == torch.float32 else _HALF_PRECISION
+    recomputed = job.samples * job.profile.again_bytes
     return [
-        state * values + flying * each + again
-        for values, flying, each in zip(job.plan.parameters, ahead, kept, strict=True)
+        (own + shared / job.replicas) * values + count * each + recomputed
+        for values, count, each in zip(job.plan.parameters, in_flight, kept, strict=True)
     ]
 
 
 def _residual_bytes(job: TrainingJob, config: Config) -> list[float]:
-    """Count the bytes of each stage's error-feedback residuals: a worker's, and those of its share as an owner."""
-    found = [0.0] * job.plan.num_stages
+    """Return the bytes of each stage's error-feedback residuals: a worker's, and those of its share as an owner."""
+    residuals = [0.0] * job.plan.num_stages
     if config.gradients.method != "double_squeeze":
-        return found
+        return residuals
     for group, values in zip(job.plan.tied, job.tied, strict=True):
         for stage in group.stages:
-            found[stage] += 4 * values * (1 + 1 / (job.replicas * len(group.stages)))
+            residuals[stage] += 4 * values * (1 + 1 / (job.replicas * len(group.stages)))
     if job.replicas == 1:
-        return found
-    return [kept + 4 * values * (1 + 1 / job.replicas) for kept, values in zip(found, _untied(job), strict=True)]
+        return residuals
+    untied = job.untied_parameters()
+    return [kept + 4 * values * (1 + 1 / job.replicas) for kept, values in zip(residuals, untied, strict=True)]
 
 
-def _untied(job: TrainingJob) -> list[int]:
-    """Count the values of each stage that no other stage holds."""
-    left = list(job.plan.parameters)
-    for group, values in zip(job.plan.tied, job.tied, strict=True):
-        for stage in group.stages:
-            left[stage] -= values
-    return left
+# -- a step
 
 
 def packet_sizes(job: TrainingJob, config: Config) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Count the bytes of a micro-batch's packets on each link: forward, forward of new samples, and backward."""
+    """Return the bytes of a micro-batch's packets on each link: forward, forward of new samples, backward."""
     size = ([job.profile.tokens] * job.samples, job.profile.hidden, job.dtype)
     links = range(job.plan.num_stages - 1)
     forward = tuple(activation_bytes(config, k, *size) for k in links)
@@ -178,110 +198,127 @@ def packet_sizes(job: TrainingJob, config: Config) -> tuple[tuple[int, ...], tup
 def predict(
     job: TrainingJob, config: Config, network: LinkNetwork, speeds: MachineSpeeds | None = None
 ) -> StepPrediction:
-    """Play a step of this job under a configuration. ConfigError for what does not fit together.
+    """Simulate a step of a job under a configuration.
 
-    Where bits follow an error every packet counts with the most, so that a step takes at most as long.
+    Packets of constant error count with their maximum of bits, so that the prediction is an upper bound.
+
+    Raises:
+        ConfigError: Job, configuration and network do not fit together.
     """
     speeds = speeds or MachineSpeeds()
     values = job.samples * job.profile.tokens * job.profile.hidden
-    links = job.plan.num_stages - 1
-    forward, first, backward = packet_sizes(job, config)
-    average = _averages(job, config, network, speeds)
+    forward, first_visit, backward = packet_sizes(job, config)
     tied_s = tied_seconds(job, config, network, speeds)
+    norm_hops = 2 * (job.plan.num_stages - 1) + 1 if job.plan.num_stages > 1 else 0  # a ring, then the loss to all
     step = StepSpec(
-        stages=_costs(job, config, speeds, values, average),
+        stages=_stage_costs(job, config, network, speeds, values),
         micro_batches=job.micro_batches,
         forward_bytes=forward,
         backward_bytes=backward,
-        together_s=tied_s + _together(job, network),
+        together_s=tied_s + norm_hops * network.latency_s,
     )
     local = config.gradients.local
     if local is not None and local.overlap:
-        step = _with_what_shows(step, local, network, config.in_flight)
-        average = [costs.reduce_s for costs in step.stages]
-    slack, played = best_in_flight(step, network, config.in_flight)
-    store_s = 0.0
-    if config.activations.method == "aqsgd" and links:
-        ends = 2 if links > 1 else 1  # a middle stage keeps both its links' activations
-        held = 2 if config.activations.backward_method == "delta" else 1  # of a sample: its gradient too
-        written = held * job.micro_batches * values * config.store.bits / 8
-        if config.store.clusters is not None:
-            written = 4 * config.store.clusters * job.profile.hidden  # at most: all centers, whoever moves them
-        store_s = ends * written / speeds.disk_bytes_s
-    first_epoch_s = played.seconds
-    first_backward = _first_gradients(job, config)
-    if (first, first_backward) != (forward, backward):
-        whole = replace(step, forward_bytes=first, backward_bytes=first_backward)
-        first_epoch_s = best_in_flight(whole, network, config.in_flight)[1].seconds
+        hidden_s = _hidden_seconds(step, network, config)
+        stages = [replace(costs, reduce_s=max(0.0, costs.reduce_s - hidden_s)) for costs in step.stages]
+        step = replace(step, stages=stages)
+    slack, simulated = best_in_flight(step, network, config.in_flight)
+    store_s = _store_seconds(job, config, speeds, values)
+    first_epoch_s = simulated.seconds
+    size = ([job.profile.tokens] * job.samples, job.profile.hidden, job.dtype)
+    first_backward = tuple(gradient_bytes(config, k, *size, first_visit=True) for k in range(len(backward)))
+    if (first_visit, first_backward) != (forward, backward):
+        first_epoch = replace(step, forward_bytes=first_visit, backward_bytes=first_backward)
+        first_epoch_s = best_in_flight(first_epoch, network, config.in_flight)[1].seconds
     return StepPrediction(
         job=job,
         config=config,
-        step_s=max(played.seconds, store_s),
+        step_s=max(simulated.seconds, store_s),
         first_epoch_s=max(first_epoch_s, store_s),
         forward_bytes=forward,
-        first_visit_bytes=first,
+        first_visit_bytes=first_visit,
         backward_bytes=backward,
-        average_s=max(average, default=0.0),
+        average_s=max(costs.reduce_s for costs in step.stages),
         tied_s=tied_s,
         slack=slack,
-        wait_s=played.waits,
+        wait_s=simulated.waits,
         store_s=store_s,
     )
 
 
-def _first_gradients(job: TrainingJob, config: Config) -> tuple[int, ...]:
-    """Count the bytes of a micro-batch's gradients on each link, of samples that are new there."""
-    size = ([job.profile.tokens] * job.samples, job.profile.hidden, job.dtype)
-    return tuple(gradient_bytes(config, k, *size, first_visit=True) for k in range(job.plan.num_stages - 1))
-
-
 def best_in_flight(step: StepSpec, network: LinkNetwork, setting: str | int = "auto") -> tuple[int, SimulatedStep]:
-    """Find how far ahead the stages run, and the step with it: as long as each link having one more shortens it."""
+    """Return the slack and the step simulated with it.
+
+    "auto" raises the slack (forwards in flight that each stage has more than the next) as long as that shortens the
+    step; a number is the first stage's forwards in flight.
+    """
     K, M = len(step.stages), step.micro_batches
     if K == 1:
         return 1, simulate_step(step, network)
+
+    def simulated(slack: int) -> SimulatedStep:
+        return simulate_step(replace(step, in_flight=in_flight_counts(slack, K, M)), network)
+
     if isinstance(setting, int):
         slack = max(1, (setting - 1) // (K - 1))
-        return slack, simulate_step(replace(step, in_flight=in_flight_counts(slack, K, M)), network)
-    slack, best = 1, simulate_step(replace(step, in_flight=in_flight_counts(1, K, M)), network)
+        return slack, simulated(slack)
+    slack, best = 1, simulated(1)
     while in_flight_counts(slack, K, M)[0] < M:
-        more = simulate_step(replace(step, in_flight=in_flight_counts(slack + 1, K, M)), network)
-        if more.seconds > _WORTH * best.seconds:
+        more = simulated(slack + 1)
+        if more.seconds > _SHORTER * best.seconds:
             break
         slack, best = slack + 1, more
     return slack, best
 
 
-def _costs(
-    job: TrainingJob, config: Config, speeds: MachineSpeeds, values: int, average: list[float]
+def _stage_costs(
+    job: TrainingJob, config: Config, network: LinkNetwork, speeds: MachineSpeeds, values: int
 ) -> list[StageCosts]:
+    """Return each stage's costs. values: of a micro-batch's activations."""
     quantized = config.activations.method in config.activations.QUANTIZED
-    encode_s = values / (speeds.encode_values_s if quantized else speeds.cast_values_s)
-    decode_s = values / (speeds.decode_values_s if quantized else speeds.cast_values_s)
-    seconds = job.stage_seconds()
+    average_s = _average_seconds_by_stage(job, config, network, speeds)
     return [
         StageCosts(
             forward_s=forward_s,
             backward_s=backward_s,
-            encode_s=encode_s,
-            decode_s=decode_s,
+            encode_s=values / (speeds.encode_values_s if quantized else speeds.cast_values_s),
+            decode_s=values / (speeds.decode_values_s if quantized else speeds.cast_values_s),
             reduce_s=reduce_s,
             update_s=parameters * speeds.update_s_per_parameter,
         )
-        for (forward_s, backward_s), reduce_s, parameters in zip(seconds, average, job.plan.parameters, strict=True)
+        for (forward_s, backward_s), reduce_s, parameters in zip(
+            job.stage_seconds(), average_s, job.plan.parameters, strict=True
+        )
     ]
 
 
-def _averages(job: TrainingJob, config: Config, network: LinkNetwork, speeds: MachineSpeeds) -> list[float]:
-    """Seconds of averaging each stage's gradients over replicas, without tied weights' where these are compressed.
+def _store_seconds(job: TrainingJob, config: Config, speeds: MachineSpeeds, values: int) -> float:
+    links = job.plan.num_stages - 1
+    if config.activations.method != "aqsgd" or not links:
+        return 0.0
+    ends = 2 if links > 1 else 1  # a middle stage caches the activations of two links
+    cached = 2 if config.activations.backward_method == "delta" else 1  # tensors of a sample: its gradient, too
+    written = cached * job.micro_batches * values * config.store.bits / 8
+    if config.store.clusters is not None:
+        written = 4 * config.store.clusters * job.profile.hidden  # upper bound: all centers move
+    return ends * written / speeds.disk_bytes_s
 
-    With local steps it is their share of an outer step, in which tied weights are, too.
+
+# -- gradients
+
+
+def _average_seconds_by_stage(
+    job: TrainingJob, config: Config, network: LinkNetwork, speeds: MachineSpeeds
+) -> list[float]:
+    """Return the seconds per step of averaging each stage's gradients over replicas.
+
+    Tied weights that are compressed count in `tied_seconds`; with local steps they are part of the outer step.
     """
     local = config.gradients.local
     if local is not None and local.local_steps > 1:
-        found = [average_seconds(config, d, job.replicas, network, speeds) for d in job.plan.parameters]
-        return [seconds / local.local_steps for seconds in found]
-    averaged = job.plan.parameters if config.gradients.method == "none" else _untied(job)
+        outer = [average_seconds(config, d, job.replicas, network, speeds) for d in job.plan.parameters]
+        return [seconds / local.local_steps for seconds in outer]
+    averaged = job.plan.parameters if config.gradients.method == "none" else job.untied_parameters()
     return [
         average_seconds(config, d, job.replicas, network, speeds, job.dtype) + _gather_seconds(job, whole, network)
         for d, whole in zip(averaged, job.plan.parameters, strict=True)
@@ -289,7 +326,7 @@ def _averages(job: TrainingJob, config: Config, network: LinkNetwork, speeds: Ma
 
 
 def _gather_seconds(job: TrainingJob, d: int, network: LinkNetwork) -> float:
-    """Predict what replicas of half precision send each other of d weights, as each of them updates a part (ZeRO 1)."""
+    """Return the seconds of gathering d weights in half precision, as each replica updates a part of them (ZeRO 1)."""
     n = job.replicas
     if n == 1 or job.dtype == torch.float32:
         return 0.0
@@ -297,10 +334,10 @@ def _gather_seconds(job: TrainingJob, d: int, network: LinkNetwork) -> float:
 
 
 def tied_seconds(job: TrainingJob, config: Config, network: LinkNetwork, speeds: MachineSpeeds) -> float:
-    """Predict summing the gradients of tied weights over all that hold them.
+    """Return the seconds of summing the gradients of tied weights over all stages that hold them.
 
-    Uncompressed it is over one replica's stages, before DeepSpeed averages all gradients over replicas, and with local
-    steps over these alone. In fp16 DeepSpeed sums in that, in bf16 in float32.
+    Without compression the sum is over one replica's stages, as DeepSpeed then averages all gradients over replicas;
+    with local steps, too. DeepSpeed sums fp16 gradients in fp16 and bf16 gradients in float32.
     """
     local = config.gradients.local
     alone = config.gradients.method == "none" or (local is not None and local.local_steps > 1)
@@ -312,26 +349,32 @@ def tied_seconds(job: TrainingJob, config: Config, network: LinkNetwork, speeds:
     )
 
 
-def _with_what_shows(step: StepSpec, local: LocalSteps, network: LinkNetwork, in_flight: str | int) -> StepSpec:
-    """Leave of each stage's averaging what its fragments do not hide: they travel while the links are idle."""
+def _hidden_seconds(step: StepSpec, network: LinkNetwork, config: Config) -> float:
+    """Return the seconds of averaging per step that overlapping fragments hide: those in which the links are idle."""
+    local = config.gradients.local
+    assert local is not None, "only local steps overlap"
     free = replace(step, stages=[replace(costs, reduce_s=0.0) for costs in step.stages])
-    step_s = best_in_flight(free, network, in_flight)[1].seconds
-    lines = [
+    step_s = best_in_flight(free, network, config.in_flight)[1].seconds
+    channels = [
         *zip(network.forward, step.forward_bytes, strict=True),
         *zip(network.backward, step.backward_bytes, strict=True),
     ]
-    busy_s = max((step.micro_batches * 8 * size / line.bits_per_s for line, size in lines), default=0.0)
-    hidden_s = max(0.0, step_s - busy_s) * min(1.0, local.fragments * local.overlap / local.local_steps)
-    return replace(step, stages=[replace(costs, reduce_s=max(0.0, costs.reduce_s - hidden_s)) for costs in step.stages])
+    busy_s = max((step.micro_batches * 8 * size / channel.bits_per_s for channel, size in channels), default=0.0)
+    return max(0.0, step_s - busy_s) * min(1.0, local.fragments * local.overlap / local.local_steps)
 
 
 def average_seconds(
-    config: Config, d: int, n: int, network: LinkNetwork, speeds: MachineSpeeds, dtype: torch.dtype = torch.float32
+    config: Config,
+    d: int,
+    n: int,
+    network: LinkNetwork,
+    speeds: MachineSpeeds,
+    dtype: torch.dtype = torch.float32,
 ) -> float:
-    """Predict averaging d values over n ranks, as `pipecomp.allreduce.predict` plays it; 0 for one rank.
+    """Predict the seconds of averaging d values over n ranks across the network's slowest channel.
 
-    The slowest of the network's lines carries it. "quantized_adam" is taken as what exchanges its momentum. dtype: in
-    which they travel uncompressed.
+    `pipecomp.allreduce.predict` simulates the exchange; "quantized_adam" counts as the exchange of its momentum.
+    `dtype` is that of uncompressed values.
     """
     if n == 1 or d == 0:
         return 0.0
@@ -339,22 +382,20 @@ def average_seconds(
     if given["method"] == "none":
         d = d * dtype.itemsize // 4
     kernels = {part: d * s for part, s in speeds.average.items()} if given["method"] != "none" else {}
-    bits_per_s = min(network.slowest, 1e15)
     found = predict_average(
-        d=d, n=n, bandwidth_bit_per_s=bits_per_s, latency_s=network.latency_s, kernel_seconds=kernels, **given
+        d=d,
+        n=n,
+        bandwidth_bit_per_s=min(network.slowest, 1e15),
+        latency_s=network.latency_s,
+        kernel_seconds=kernels,
+        **given,
     )
     return float(found.total_s)
 
 
-def _together(job: TrainingJob, network: LinkNetwork) -> float:
-    """Count the seconds of summing the global norm in a ring over the stages and of telling all the loss."""
-    hops = 2 * (job.plan.num_stages - 1) + 1 if job.plan.num_stages > 1 else 0
-    return hops * network.latency_s
-
-
-def as_row(prediction: StepPrediction) -> dict[str, Any]:
-    """Give it for JSON and tables."""
-    p, a = prediction, prediction.config.activations
+def as_row(p: StepPrediction) -> dict[str, Any]:
+    """Return a prediction as JSON values."""
+    a = p.config.activations
     quantized = a.method in a.QUANTIZED
     return {
         "stages": p.job.plan.num_stages,

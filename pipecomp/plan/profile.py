@@ -1,8 +1,8 @@
-"""What a model asks of a stage, block by block: operations, seconds and memory for one sample of S tokens.
+"""Profile of a model: operations, seconds and memory of its blocks for one sample of S tokens.
 
-Counted on shapes alone, with Hugging Face's own code and no memory for a weight: a 70B model is profiled on a laptop.
-All blocks count as much as one from the middle. Attention is counted as if each token saw all others and the matrix
-were kept; fused kernels keep less.
+Operations are counted on shapes alone, with Hugging Face's own code and no memory for weights, so that a laptop can
+profile a 70B model. Every block counts as one from the middle. Attention is counted as if every token attended to all
+others and the matrix were kept; fused kernels keep less.
 """
 
 from __future__ import annotations
@@ -24,17 +24,20 @@ from pipecomp.stages.partition.planning import SplitPlan, plan_model
 from pipecomp.stages.partition.splitting import Stage, take_stage
 from pipecomp.utils.serialization import serializable
 
-_AFTER_PADDING = {"roberta", "xlm-roberta", "camembert"}  # their positions begin after that of the padding token
-BACKWARD = 2.0  # backward operations for each forward one: the gradients of inputs and of weights
+_POSITIONS_AFTER_PADDING = {"roberta", "xlm-roberta", "camembert"}  # positions start after the padding token's
+_BACKWARD_OPERATIONS = 2.0  # per forward operation: gradients of inputs and of weights
 
 
 @serializable
 @dataclass(frozen=True, kw_only=True)
 class PartCost:
-    """Of one part of the model on one sample.
+    """Cost of one part of a model per sample.
 
-    flops: of its forward (a multiply-add is two). kept_bytes: what the forward keeps for the backward. forward_s,
-    backward_s: None where nothing was measured.
+    Attributes:
+        flops: Operations of the forward; a multiply-add counts as two.
+        kept_bytes: Bytes that the forward keeps for the backward.
+        forward_s: Seconds of the forward; None if unknown.
+        backward_s: Seconds of the backward; None if unknown.
     """
 
     flops: float
@@ -43,7 +46,7 @@ class PartCost:
     backward_s: float | None = None
 
     def __sub__(self, other: PartCost) -> PartCost:
-        """Tell what one part has more than another; never less than nothing."""
+        """Return the difference to another part's cost, at least 0."""
 
         def less(a: float | None, b: float | None) -> float | None:
             return None if a is None or b is None else max(0.0, a - b)
@@ -59,11 +62,18 @@ class PartCost:
 @serializable
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """A model's blocks, and what its first and last stage have besides (embeddings; head and loss).
+    """Costs of a model's blocks, and of what its first and last stage have besides.
 
-    hidden: H. tokens: S. call_s: seconds of a stage's forward that do not depend on the number of samples, and of its
-    backward. measured: where the seconds come from, for people. again_bytes: where blocks are recomputed, what one
-    keeps of a sample while its backward runs; a stage has it once, however many micro-batches are in flight.
+    Attributes:
+        hidden: Hidden size H.
+        tokens: Tokens per sample S.
+        blocks: Cost of each block.
+        first: Cost of the embeddings.
+        last: Cost of head and loss.
+        call_s: Seconds of a stage's forward, and of its backward, that do not depend on the number of samples.
+        measured: Source of the seconds, for tables.
+        again_bytes: With activation checkpointing, bytes that a block keeps per sample while its backward runs. A
+            stage has them once, however many micro-batches are in flight.
     """
 
     hidden: int
@@ -76,26 +86,26 @@ class Profile:
     again_bytes: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Give it for JSON."""
+        """Return the profile as JSON values."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Any) -> Profile:
-        """Read what `as_dict` gave. ConfigError if it is anything else."""
+        """Decode the values of `as_dict`. ConfigError if they are anything else."""
         try:
             parts = {name: PartCost(**values[name]) for name in ("first", "last")}
             blocks = tuple(PartCost(**block) for block in values["blocks"])
             return cls(**{**values, **parts, "blocks": blocks, "call_s": tuple(values["call_s"])})
         except (KeyError, TypeError) as error:
-            raise ConfigError("profile", str(error), "the profile that pipecomp plan --measure --json wrote") from error
+            raise ConfigError("profile", str(error), "a profile from pipecomp plan --measure --json") from error
 
     def estimated(self, flops_per_s: float) -> Profile:
-        """Give it seconds from a speed."""
+        """Return the profile with seconds at a speed in operations per second."""
         require(flops_per_s > 0, "speed", flops_per_s, "a number above 0")
 
         def timed(cost: PartCost) -> PartCost:
             forward_s = cost.flops / flops_per_s
-            return replace(cost, forward_s=forward_s, backward_s=BACKWARD * forward_s)
+            return replace(cost, forward_s=forward_s, backward_s=_BACKWARD_OPERATIONS * forward_s)
 
         return replace(
             self,
@@ -106,24 +116,20 @@ class Profile:
         )
 
     def recomputing(self, dtype: torch.dtype) -> Profile:
-        """Let blocks keep their inputs alone, and do their forward once more in the backward; head and loss do not.
+        """Return the profile with activation checkpointing: blocks keep their inputs and repeat their forward.
 
-        The profile must have seconds. dtype: of activations.
+        Head and loss are not recomputed. The profile must have seconds. dtype: of activations.
         """
         inputs = float(self.tokens * self.hidden * dtype.itemsize)
         blocks = tuple(replace(block, kept_bytes=inputs, backward_s=seconds(block)) for block in self.blocks)
         return replace(self, blocks=blocks, again_bytes=max(block.kept_bytes for block in self.blocks))
 
     def block_seconds(self) -> list[float]:
-        """Tell forward and backward of each block, to balance stages by."""
+        """Return forward plus backward seconds of each block."""
         return [seconds(block) for block in self.blocks]
 
-    def end_seconds(self) -> tuple[float, float]:
-        """Tell forward and backward of the embeddings, and of the head with its loss."""
-        return seconds(self.first), seconds(self.last)
-
     def stage_seconds(self, plan: SplitPlan, samples: int) -> list[tuple[float, float]]:
-        """Tell forward and backward of each stage on a micro-batch of so many samples."""
+        """Return forward and backward seconds of each stage on a micro-batch of `samples`."""
         found = []
         for k, (lo, hi) in enumerate(pairwise(plan.cuts)):
             parts = [*self.blocks[lo:hi], *_ends(self, k, plan.num_stages)]
@@ -132,7 +138,7 @@ class Profile:
         return found
 
     def kept_bytes(self, plan: SplitPlan, samples: int) -> list[float]:
-        """Count the bytes that each stage keeps of one micro-batch in flight; `again_bytes` are not among them."""
+        """Return the bytes that each stage keeps per micro-batch in flight, without `again_bytes`."""
         return [
             samples * sum(p.kept_bytes for p in [*self.blocks[lo:hi], *_ends(self, k, plan.num_stages)])
             for k, (lo, hi) in enumerate(pairwise(plan.cuts))
@@ -144,50 +150,52 @@ def _ends(profile: Profile, stage: int, stages: int) -> list[PartCost]:
 
 
 def seconds(cost: PartCost) -> float:
-    """Add forward and backward."""
+    """Return forward plus backward seconds. ConfigError if they are unknown."""
     if cost.forward_s is None or cost.backward_s is None:
-        raise ConfigError("profile", None, "seconds for every part: measure, or give a speed")
+        raise ConfigError("profile", None, "seconds for every part: use --measure or --speed")
     return cost.forward_s + cost.backward_s
 
 
 def without_weights(model: Any, dtype: torch.dtype = torch.float32) -> Any:
-    """Make the model, config, folder or hub name a Hugging Face model on the meta device."""
+    """Build a model on the meta device from a Hugging Face model, config, folder or hub name."""
     found = resolve(model)
     return skeleton(Source(config=found.config, model_class=found.model_class), dtype)
 
 
-def cut_apart(model: Any) -> tuple[SplitPlan, list[int]]:
-    """Plan a stage for every block, and name the stages that stand for all: first, middle, last."""
+def representative_stages(model: Any) -> tuple[SplitPlan, list[int]]:
+    """Return a plan with a stage per block, and the stages that stand for all: first, middle, last."""
     blocks = plan_model(model, 1).blocks
     middle = 1 if blocks > 2 else 0
     return plan_model(model, cuts=list(range(blocks))), sorted({0, middle, blocks - 1})
 
 
-def assemble(found: Mapping[int, PartCost], plan: SplitPlan, *, hidden: int, tokens: int, **more: Any) -> Profile:
-    """Make a profile from the costs of the stages that `cut_apart` names."""
+def profile_from_stages(
+    costs: Mapping[int, PartCost], plan: SplitPlan, *, hidden: int, tokens: int, **more: Any
+) -> Profile:
+    """Make a profile from the costs of the stages from `representative_stages`."""
     blocks = plan.blocks
-    block = found[1 if blocks > 2 else 0]
+    block = costs[1 if blocks > 2 else 0]
     return Profile(
         hidden=hidden,
         tokens=tokens,
         blocks=(block,) * blocks,
-        first=found[0] - block,
-        last=found[blocks - 1] - block,
+        first=costs[0] - block,
+        last=costs[blocks - 1] - block,
         **more,
     )
 
 
-def most_tokens(config: Any) -> int | None:
-    """Tell the most tokens that a sample of this Hugging Face config's model may have; None for any number."""
+def max_tokens(config: Any) -> int | None:
+    """Return the maximum of tokens per sample for a Hugging Face config; None for no limit."""
     positions = getattr(config, "max_position_embeddings", None)
-    if positions is not None and getattr(config, "model_type", None) in _AFTER_PADDING:
+    if positions is not None and getattr(config, "model_type", None) in _POSITIONS_AFTER_PADDING:
         positions -= (config.pad_token_id or 0) + 1
     return positions
 
 
 def check_tokens(model: Any, tokens: int) -> None:
-    """Raise ConfigError for samples that are too long for the model, which is given as for `pipecomp.stages.plan`."""
-    longest = most_tokens(resolve(model).config)
+    """Raise ConfigError for more tokens per sample than the model (as for `pipecomp.stages.plan`) has positions."""
+    longest = max_tokens(resolve(model).config)
     require(
         tokens >= 1 and (longest is None or tokens <= longest),
         "tokens",
@@ -197,18 +205,24 @@ def check_tokens(model: Any, tokens: int) -> None:
 
 
 def count(model: Any, tokens: int, dtype: torch.dtype = torch.float32) -> Profile:
-    """Count a model's operations and memory for samples of `tokens` tokens; no seconds.
+    """Count a model's operations and memory; the profile has no seconds.
 
-    model: as for `pipecomp.stages.plan`; only its config is looked at. Raises SplitError for unknown architectures,
-    ConfigError for more tokens than the model takes.
+    Args:
+        model: As for `pipecomp.stages.plan`; only its config is read.
+        tokens: Tokens per sample.
+        dtype: Training precision.
+
+    Raises:
+        SplitError: Unknown architecture.
+        ConfigError: More tokens than the model has positions.
     """
     check_tokens(model, tokens)
-    # The model's code looks into tensors that are on the meta device, but not into ones that it sees are fake.
+    # Note: fake tensors, since model code reads values of tensors on the meta device, but not of fake ones.
     with FakeTensorMode(allow_non_fake_inputs=True):
         whole = without_weights(model, dtype)
-        plan, chosen = cut_apart(whole)
-        found = {k: _count_stage(take_stage(whole, plan, k), tokens, dtype) for k in chosen}
-    return assemble(found, plan, hidden=int(whole.config.hidden_size), tokens=tokens)
+        plan, chosen = representative_stages(whole)
+        costs = {k: _count_stage(take_stage(whole, plan, k), tokens, dtype) for k in chosen}
+    return profile_from_stages(costs, plan, hidden=int(whole.config.hidden_size), tokens=tokens)
 
 
 def _count_stage(stage: Stage, tokens: int, dtype: torch.dtype) -> PartCost:
@@ -221,7 +235,7 @@ def _count_stage(stage: Stage, tokens: int, dtype: torch.dtype) -> PartCost:
 
 
 def example(stage: Stage, samples: int, tokens: int, dtype: torch.dtype, device: Any) -> dict[str, Any]:
-    """Make inputs of a stage, without padding."""
+    """Make inputs for a stage, without padding."""
     if stage.is_first:
         ids = torch.zeros((samples, tokens), dtype=torch.int64, device=device)
         return {"input_ids": ids, "attention_mask": None}
@@ -237,19 +251,25 @@ def balanced(
     tie: bool = True,
     slowdowns: Sequence[float] = (),
 ) -> SplitPlan:
-    """Plan where to cut a model (on the meta device) into so many stages, or at given blocks; by seconds if it has any.
+    """Plan the cuts of a model on the meta device, balanced by the profile's seconds if it has any.
 
-    slowdowns: how many times those seconds each stage's machine takes.
+    Args:
+        model: From `without_weights`.
+        profile: None to balance by parameters.
+        stages: Number of stages, or the cuts themselves.
+        tie: Whether tied weights stay tied.
+        slowdowns: Each stage's seconds as a multiple of the profile's.
     """
     by: dict[str, Any] = {}
     if profile is not None and profile.blocks[0].forward_s is not None:
-        by = {"block_seconds": profile.block_seconds(), "end_seconds": profile.end_seconds()}
+        by["block_seconds"] = profile.block_seconds()
+        by["end_seconds"] = seconds(profile.first), seconds(profile.last)
     if isinstance(stages, int):
         return plan_model(model, stages, **by, tie=tie, slowdowns=slowdowns)
     return plan_model(model, cuts=list(stages), **by, tie=tie)
 
 
 def tied_values(model: Any, plan: SplitPlan) -> tuple[int, ...]:
-    """Count the values of each weight that several stages hold, in the order of `plan.tied`."""
+    """Return the number of values of each tied weight, in the order of `plan.tied`."""
     sizes = {name: p.numel() for name, p in model.named_parameters(remove_duplicate=False)}
     return tuple(sizes[group.name] for group in plan.tied)

@@ -1,7 +1,7 @@
-"""Which settings to take: bits that hide behind compute, stages and micro-batches, the gradients' method.
+"""Choice of settings: bits that hide behind compute, stages and micro-batches, the method for gradients.
 
-A choice is made among predictions only; of settings that take about equally long the gentlest wins: more bits, no
-compression, fewer micro-batches. Links that are much faster than the slowest one get bits of their own.
+Choices are made among predictions only. Of settings that take about equally long, the most accurate one wins: more
+bits, no compression, fewer micro-batches. Links much faster than the slowest one get bits of their own.
 """
 
 from __future__ import annotations
@@ -16,41 +16,39 @@ from pipecomp.config import Config
 from pipecomp.config.activations import FEWEST, Bits, ConstantError, bits_of_link, each_link, per_link, plain_bits
 from pipecomp.errors import require
 from pipecomp.gradient_config import Gradients
+from pipecomp.plan.options import GRADIENT_METHODS
 from pipecomp.plan.packet_sizes import with_bits
 from pipecomp.plan.prediction import MachineSpeeds, StepPrediction, TrainingJob, average_seconds, predict, tied_seconds
 from pipecomp.plan.simulation import LinkNetwork
 
-PAIRS = ((8, 8), (7, 8), (6, 8), (5, 8), (4, 8), (3, 6), (2, 4))
-"""Forward and backward bits, the gentlest first; the last three are the paper's. Fewer are for people to choose."""
+BIT_PAIRS = ((8, 8), (7, 8), (6, 8), (5, 8), (4, 8), (3, 6), (2, 4))
+"""Forward and backward bits, most first; the last three are the paper's. Fewer bits are never chosen automatically."""
 ERRORS = {"forward_bits": 0.05, "backward_bits": 0.1}
-"""What is kept of values themselves and of changes; benchmarks/constant_error.py trains with these errors."""
-FINE = {"forward_bits": 4, "backward_bits": 8}
-"""Bits from which on a line keeps half of these errors, as more bytes cost no time there: benchmarks/shootout.py."""
-ALMOST = 1.02  # a step that takes at most so much longer takes as long
-FREE = 1.001  # so much longer it may be for more bits on a fast link
-FASTER = 2.0  # a link is fast that has so many times the slowest one's rate
-PAYS = 1.05  # compression must make a step so much faster
-SHARE = 0.05  # of a step that gradients of replicas or tied weights may take before something else is proposed
+"""Relative error of values and of deltas; benchmarks/constant_error.py trains with these errors."""
+FINE_BITS = {"forward_bits": 4, "backward_bits": 8}
+"""From this many bits on, half of ERRORS is kept, as more bytes cost no time there: benchmarks/shootout.py."""
+NEARLY_EQUAL = 1.02  # steps whose seconds differ by at most this factor count as equal
+FREE = 1.001  # factor on a step's seconds that more bits on a fast link may cost
+FAST_LINK = 2.0  # a link is fast if its rate is this many times the slowest one's
+WORTHWHILE = 1.05  # factor by which compression must shorten a step
+MAX_SHARE = 0.05  # share of a step for gradients of replicas or tied weights above which an alternative is proposed
 LOCAL_STEPS = (2, 4, 8, 16, 32)
-FEWEST_AVERAGES = 24  # of a fine-tuning: with half as many a classifier loses accuracy, and four replicas of GPT-2 loss
-AVERAGES = ("none", "fp16", "global_qsgd", "double_squeeze")
+MIN_OUTER_STEPS = 24
+"""Averages that a fine-tuning needs: with half as many, a classifier loses accuracy, and four GPT-2 replicas loss."""
 TIED = Gradients(method="double_squeeze", bits=8)
-"""Of tied weights, where uncompressed ones take much of a step: with these bits no loss is measured (`replicas`)."""
-
-
-CLUSTERS = 256  # centers that changes build on where no sample comes back: benchmarks/results/one_pass.md
-_OTHERS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("none", {"method": "none"}),
-    ("bf16", {"method": "bf16"}),
-    ("DirectQ fw4 bw8", {"method": "direct", "forward_bits": 4, "backward_bits": 8}),
-)
+"""For tied weights whose plain gradients take much of a step. No loss is measured with these bits (`replicas`)."""
+CLUSTERS = 256
+"""Cluster centers that deltas refer to where no sample is seen twice: benchmarks/results/one_pass.md."""
 
 
 def aqsgd_sections(forward: Bits, backward: Bits, *, one_pass: bool, changes_back: bool = True) -> dict[str, Any]:
-    """Make AQ-SGD's sections, with first visits that keep an error.
+    """Make the configuration sections for AQ-SGD, with first visits of constant error.
 
-    one_pass: whether no sample comes back: then changes build on cluster centers, and gradients are sent themselves.
-    changes_back: whether gradients are sent as changes, too.
+    Args:
+        forward: Forward bits.
+        backward: Backward bits.
+        one_pass: Whether no sample is seen twice. Deltas then refer to cluster centers, and gradients are not deltas.
+        changes_back: Whether gradients are sent as deltas, too.
     """
     activations = {"method": "aqsgd", "forward_bits": plain_bits(forward), "backward_bits": plain_bits(backward)}
     if one_pass:
@@ -62,27 +60,40 @@ def aqsgd_sections(forward: Bits, backward: Bits, *, one_pass: bool, changes_bac
 
 
 def _first_visit(bits: Bits, key: str) -> dict[str, float]:
-    """Let first visits, whose bits have no other limit, keep half the error only where all links hide 8 bits."""
+    """Return the error of first visits: half of it only where every link hides 8 bits, as nothing else limits them."""
     hidden = all(isinstance(each, ConstantError) and each.max == ConstantError.max for each in each_link(bits))
     return {"error": ERRORS[key] / 2 if hidden else ERRORS[key]}
 
 
-def methods(stages: int, tie: bool, *, one_pass: bool = False, changes_back: bool = True) -> list[tuple[str, Config]]:
-    """List the methods to compare, by name; a single stage has nothing to compress."""
-    found = [(name, {"activations": activations}) for name, activations in _OTHERS]
-    found += [
-        (f"AQ-SGD fw{f} bw{b}", aqsgd_sections(f, b, one_pass=one_pass, changes_back=changes_back))
-        for f, b in ((8, 8), (4, 8), (3, 6), (2, 4))
-    ]
-    return [(name, Config.from_dict({**given, "tie": tie})) for name, given in (found if stages > 1 else found[:1])]
+def compared_methods(
+    stages: int, tie: bool, *, one_pass: bool = False, changes_back: bool = True
+) -> list[tuple[str, Config]]:
+    """List the methods that plans compare, by name; a single stage has nothing to compress."""
+    sections: list[tuple[str, dict[str, Any]]] = [("none", {"activations": {"method": "none"}})]
+    if stages > 1:
+        direct = {"method": "direct", "forward_bits": 4, "backward_bits": 8}
+        sections += [("bf16", {"activations": {"method": "bf16"}}), ("DirectQ fw4 bw8", {"activations": direct})]
+        sections += [
+            (f"AQ-SGD fw{f} bw{b}", aqsgd_sections(f, b, one_pass=one_pass, changes_back=changes_back))
+            for f, b in ((8, 8), (4, 8), (3, 6), (2, 4))
+        ]
+    return [(name, Config.from_dict({**section, "tie": tie})) for name, section in sections]
+
+
+# -- bits
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanChoice:
-    """Bits that are chosen. forward_bits, backward_bits: one number or one for each link.
+    """Chosen bits and their predictions.
 
-    prediction: with them. plain: without compression. fits: whether fewer bits would not make a step faster. fewest:
-    bits forward that were not gone below.
+    Attributes:
+        forward_bits: One number, or one per link.
+        backward_bits: The same for gradients.
+        prediction: With these bits.
+        plain: Without compression.
+        fits: Whether fewer bits would not make a step faster.
+        fewest: Forward bits below which none were tried.
     """
 
     forward_bits: Bits
@@ -95,11 +106,11 @@ class PlanChoice:
     @property
     def pays(self) -> bool:
         """Whether a step is faster than without compression, by enough to matter."""
-        return self.plain.step_s > PAYS * self.prediction.step_s
+        return self.plain.step_s > WORTHWHILE * self.prediction.step_s
 
     @property
     def taken(self) -> StepPrediction:
-        """The prediction of what is recommended."""
+        """Prediction of the recommended settings."""
         return self.prediction if self.pays else self.plain
 
 
@@ -110,22 +121,22 @@ def choose_bits(
     backward: Bits = "auto",
     fewest: int = FEWEST["forward_bits"],
 ) -> tuple[Bits, Bits, bool]:
-    """Choose the most bits whose step takes hardly longer than with the fewest, and tell if those hide behind compute.
+    """Choose the most bits whose step takes hardly longer than with the fewest.
 
-    The same bits on all links first; then fast ones get as many as cost nothing, and lines that are fast one way only
-    that way.
+    All links get the same bits first. Then fast links get as many as cost no time; links that are fast in one
+    direction only get more in that direction.
 
     Args:
-        predicted: Called as predicted(forward, backward), with numbers; returns seconds of a step.
+        predicted: Called as `predicted(forward, backward)` with numbers of bits; returns seconds of a step.
         network: The links.
-        forward: "auto", or an error within a rate, of which the most bits are chosen. Anything else is settled, an
-            error counts as its most bits.
-        backward: The same, of gradients.
-        fewest: Bits forward that "auto" does not go below; else FEWEST, and an error's own `min`.
+        forward: "auto", or an error within a rate, whose maximum is chosen. Anything else is fixed; an error then
+            counts with its maximum.
+        backward: The same for gradients.
+        fewest: Lower limit of "auto" forward bits. Otherwise FEWEST and an error's own `min` limit.
 
     Returns:
-        Numbers of bits, forward and backward. The third value is False if the slowest link is the limit even with the
-        fewest: more bits there would be slower.
+        Forward bits, backward bits, and whether they hide behind compute: False if the slowest link is the limit even
+        with the fewest bits.
     """
     links = max(1, len(network.forward))
     spans = [
@@ -135,48 +146,42 @@ def choose_bits(
         )
         for k in range(links)
     ]
-    options = [_ladder(*both) for both in spans]
+    ladders = [_ladder(*both) for both in spans]
 
-    def step_s(chosen: Sequence[tuple[int, int]]) -> float:
-        return predicted(*_by_way(chosen))
+    def step_s(pairs: Sequence[tuple[int, int]]) -> float:
+        return predicted(*_by_direction(pairs))
 
-    def common(place: int) -> list[tuple[int, int]]:
-        return [ladder[min(place, len(ladder) - 1)] for ladder in options]
+    def rung(place: int) -> list[tuple[int, int]]:
+        return [ladder[min(place, len(ladder) - 1)] for ladder in ladders]
 
-    last = max(map(len, options)) - 1
-    least = step_s(common(last))
-    place = next(p for p in range(last + 1) if step_s(common(p)) <= ALMOST * least)
-    chosen = common(place)
+    last = max(map(len, ladders)) - 1
+    least = step_s(rung(last))
+    place = next(p for p in range(last + 1) if step_s(rung(p)) <= NEARLY_EQUAL * least)
+    chosen = rung(place)
     limit = FREE * step_s(chosen)
-    for k, ways in _fast(network):
+    fast_rate = FAST_LINK * network.slowest
+    for k, (out, back) in enumerate(zip(network.forward, network.backward, strict=True)):
         f, b = chosen[k]
-        if ways == (True, True):
-            more = options[k][: place + 1]
-        elif ways[0]:
+        fast_out, fast_back = out.bits_per_s >= fast_rate, back.bits_per_s >= fast_rate
+        if fast_out and fast_back:
+            more = ladders[k][: place + 1]
+        elif fast_out:
             more = [(n, b) for n in range(spans[k][0][0], f, -1)]
-        else:
+        elif fast_back:
             more = [(f, n) for n in range(spans[k][1][0], b, -1)]
+        else:
+            continue
         tried = ([*chosen[:k], pair, *chosen[k + 1 :]] for pair in more)
-        chosen = next((found for found in tried if step_s(found) <= limit), chosen)
-    return *_by_way(chosen), place != last
+        chosen = next((pairs for pairs in tried if step_s(pairs) <= limit), chosen)
+    return *_by_direction(chosen), place != last
 
 
-def _fast(network: LinkNetwork) -> list[tuple[int, tuple[bool, bool]]]:
-    """Links that have much more than the slowest line's rate, and which ways."""
-    lines = zip(network.forward, network.backward, strict=True)
-    rates = [(out.bits_per_s, back.bits_per_s) for out, back in lines]
-    limit = FASTER * network.slowest
-    return [(k, (out >= limit, back >= limit)) for k, (out, back) in enumerate(rates) if max(out, back) >= limit]
-
-
-def _by_way(chosen: Sequence[tuple[int, int]]) -> tuple[Bits, Bits]:
-    """Forward bits and backward bits: one number, or one for each link."""
-    forward, backward = (per_link(pair[way] for pair in chosen) for way in (0, 1))
-    return forward, backward
+def _by_direction(pairs: Sequence[tuple[int, int]]) -> tuple[Bits, Bits]:
+    return per_link(f for f, _ in pairs), per_link(b for _, b in pairs)
 
 
 def _span(bits: int | str | ConstantError, least: int, least_auto: int) -> tuple[int, int]:
-    """Say the most and the fewest bits that may be chosen."""
+    """Return the most and the fewest bits that may be chosen."""
     if isinstance(bits, int):
         return bits, bits
     if not isinstance(bits, ConstantError):
@@ -185,28 +190,26 @@ def _span(bits: int | str | ConstantError, least: int, least_auto: int) -> tuple
 
 
 def _ladder(forward: tuple[int, int], backward: tuple[int, int]) -> list[tuple[int, int]]:
-    """List what a link can have, the gentlest first. forward, backward: as of `_span`."""
+    """List the pairs of bits that a link can have, most first. forward, backward: as from `_span`."""
     (most_f, least_f), (most_b, least_b) = forward, backward
     if most_f == least_f:
         return [(most_f, b) for b in range(most_b, least_b - 1, -1)]
     if most_b == least_b:
         return [(f, most_b) for f in range(most_f, least_f - 1, -1)]
-    within = ((min(most_f, max(least_f, f)), min(most_b, max(least_b, b))) for f, b in PAIRS)
+    within = ((min(most_f, max(least_f, f)), min(most_b, max(least_b, b))) for f, b in BIT_PAIRS)
     return list(dict.fromkeys(within))
 
 
-def keeping_error(key: str, most: Bits, fewest: int = FEWEST["forward_bits"]) -> Bits:
-    """Let packets have as many bits as keep an error, and at most those that were chosen.
-
-    The error is that of ERRORS, or half of it on lines that hide FINE bits.
+def constant_error_bits(key: str, most: Bits, fewest: int = FEWEST["forward_bits"]) -> Bits:
+    """Make a setting that keeps an error of ERRORS, or half of it from FINE_BITS on.
 
     Args:
         key: "forward_bits" or "backward_bits".
-        most: Chosen bits, one number or one for each link.
-        fewest: Bits forward.
+        most: Upper limit of the bits, one number or one per link.
+        fewest: Lower limit of forward bits.
     """
     least = fewest if key == "forward_bits" else ConstantError.min
-    errors = [(ERRORS[key] / 2 if bits >= FINE[key] else ERRORS[key], bits) for bits in each_link(most)]
+    errors = [(ERRORS[key] / 2 if bits >= FINE_BITS[key] else ERRORS[key], bits) for bits in each_link(most)]
     return per_link(ConstantError(error=error, min=least).at_most(bits) for error, bits in errors)
 
 
@@ -217,83 +220,90 @@ def choose(
     speeds: MachineSpeeds | None = None,
     fewest: int = FEWEST["forward_bits"],
 ) -> PlanChoice:
-    """Choose the bits for a configuration whose method quantizes, "auto" or not. fewest: as of `choose_bits`.
+    """Choose the bits of a configuration whose method quantizes.
 
-    Where the disk of the message store is the limit, gradients are sent themselves, which halves what it stores.
+    If the disk of the message store is the limit, gradients are not sent as deltas, which halves what it stores.
+    `fewest` is as for `choose_bits`.
     """
     a = config.activations
-    seen: dict[tuple[Bits, Bits], StepPrediction] = {}
+    predictions: dict[tuple[Bits, Bits], StepPrediction] = {}
 
     def predicted(f: Bits, b: Bits) -> float:
-        if (f, b) not in seen:
-            seen[f, b] = predict(job, with_bits(config, f, b), network, speeds)
-        return seen[f, b].step_s
+        if (f, b) not in predictions:
+            predictions[f, b] = predict(job, with_bits(config, f, b), network, speeds)
+        return predictions[f, b].step_s
 
     f, b, fits = choose_bits(predicted, network, a.forward_bits, a.backward_bits, fewest)
     plain = predict(job, Config(gradients=config.gradients, in_flight=config.in_flight), network, speeds)
-    found = PlanChoice(forward_bits=f, backward_bits=b, prediction=seen[f, b], plain=plain, fits=fits, fewest=fewest)
-    if a.backward_method == "direct" or found.prediction.store_s < found.prediction.step_s:
-        return found
-    made = replace(config, activations=replace(a, backward_method="direct"))
-    other = choose(job, made, network, speeds, fewest)
-    return other if found.prediction.step_s > PAYS * other.prediction.step_s else found
+    best = predictions[f, b]
+    choice = PlanChoice(forward_bits=f, backward_bits=b, prediction=best, plain=plain, fits=fits, fewest=fewest)
+    if a.backward_method == "direct" or best.store_s < best.step_s:
+        return choice
+    other = choose(job, replace(config, activations=replace(a, backward_method="direct")), network, speeds, fewest)
+    return other if best.step_s > WORTHWHILE * other.prediction.step_s else choice
 
 
 def choose_with_tied(
-    job: TrainingJob, config: Config, network: LinkNetwork, speeds: MachineSpeeds, fewest: int = FEWEST["forward_bits"]
+    job: TrainingJob,
+    config: Config,
+    network: LinkNetwork,
+    speeds: MachineSpeeds,
+    fewest: int = FEWEST["forward_bits"],
 ) -> PlanChoice:
     """Choose bits as `choose` does, and TIED for the gradients of tied weights if these take much of a step."""
-    found = choose(job, config, network, speeds, fewest)
-    if found.taken.tied_s <= SHARE * found.taken.step_s:
-        return found
+    choice = choose(job, config, network, speeds, fewest)
+    if choice.taken.tied_s <= MAX_SHARE * choice.taken.step_s:
+        return choice
     other = choose(job, replace(config, gradients=TIED), network, speeds, fewest)
-    return other if found.taken.step_s > PAYS * other.taken.step_s else found
+    return other if choice.taken.step_s > WORTHWHILE * other.taken.step_s else choice
+
+
+# -- gradients
 
 
 def choose_average(
     config: Config, d: int, n: int, network: LinkNetwork, speeds: MachineSpeeds, dtype: torch.dtype = torch.float32
 ) -> list[tuple[str, float]]:
-    """Methods for data parallelism with the seconds of averaging d values over n ranks; the recommended one first."""
+    """List methods of data parallelism with the seconds of averaging d values over n ranks, the recommended first."""
     options = [
         (m, average_seconds(replace(config, gradients=Gradients(method=m)), d, n, network, speeds, dtype))
-        for m in AVERAGES
+        for m in GRADIENT_METHODS
     ]
-    plain = options[0]
-    best = min(options, key=lambda option: option[1])
-    chosen = best if plain[1] > PAYS * best[1] else plain
-    return [chosen, *[option for option in options if option is not chosen]]
+    plain, best = options[0], min(options, key=lambda option: option[1])
+    chosen = best if plain[1] > WORTHWHILE * best[1] else plain
+    return [chosen, *(option for option in options if option is not chosen)]
 
 
 def choose_tied(p: StepPrediction, network: LinkNetwork, speeds: MachineSpeeds) -> list[tuple[str, float]]:
-    """Methods for tied weights with the seconds of summing them in a step, the fastest first; none if that is little.
-
-    What a prediction's configuration has is not among them.
-    """
-    if p.tied_s <= SHARE * p.step_s:
+    """List other methods for tied weights with their seconds per step, fastest first; empty if they take little."""
+    if p.tied_s <= MAX_SHARE * p.step_s:
         return []
-    methods = [m for m in AVERAGES if m != p.config.gradients.method]
+    methods = [m for m in GRADIENT_METHODS if m != p.config.gradients.method]
     configs = [replace(p.config, gradients=Gradients(method=m)) for m in methods]
-    found = [(m, tied_seconds(p.job, config, network, speeds)) for m, config in zip(methods, configs, strict=True)]
-    return sorted(found, key=lambda option: option[1])
+    options = [(m, tied_seconds(p.job, config, network, speeds)) for m, config in zip(methods, configs, strict=True)]
+    return sorted(options, key=lambda option: option[1])
 
 
 def choose_local_steps(step_s: float, average_s: float) -> int | None:
-    """Choose after how many steps replicas average, so that it takes at most a twentieth of the time.
+    """Choose after how many steps replicas average, so that averaging takes at most MAX_SHARE of the time.
 
     Args:
         step_s: Seconds of a step without averaging.
         average_s: Seconds of averaging.
 
     Returns:
-        One of LOCAL_STEPS, the fewest that are enough or else the most; None where every step may average.
+        The fewest of LOCAL_STEPS that are enough, or else the most; None if every step may average.
     """
-    if average_s <= SHARE * (step_s + average_s):
+    if average_s <= MAX_SHARE * (step_s + average_s):
         return None
-    return next((h for h in LOCAL_STEPS if average_s <= SHARE * (h * step_s + average_s)), LOCAL_STEPS[-1])
+    return next((h for h in LOCAL_STEPS if average_s <= MAX_SHARE * (h * step_s + average_s)), LOCAL_STEPS[-1])
+
+
+# -- layouts
 
 
 def layouts(nodes: int, stages: int | None, blocks: int) -> list[tuple[int, int]]:
-    """(stages, replicas) for so many nodes. ConfigError if there are none."""
+    """List (stages, replicas) for a number of nodes. ConfigError if there are none."""
     wanted: Iterable[int] = range(1, nodes + 1) if stages is None else (stages,)
     require(stages is None or stages <= blocks, "stages", stages, f"at most {blocks}: the model has so many blocks")
     found = [(K, nodes // K) for K in wanted if nodes % K == 0 and blocks >= K]
@@ -301,13 +311,13 @@ def layouts(nodes: int, stages: int | None, blocks: int) -> list[tuple[int, int]
     return found
 
 
-def dividing(found: Sequence[tuple[int, int]], batch: int, micro_batch: int | None) -> Sequence[tuple[int, int]]:
-    """Leave those of `layouts` among whose replicas a batch can be divided; all where it cannot among any."""
+def divisible(found: Sequence[tuple[int, int]], batch: int, micro_batch: int | None) -> Sequence[tuple[int, int]]:
+    """Keep the layouts among whose replicas a batch can be divided; all if it cannot among any."""
     return [(K, R) for K, R in found if batch % (R * (micro_batch or 1)) == 0] or found
 
 
-def shares(batch: int, replicas: int, micro_batch: int | None) -> list[tuple[int, int]]:
-    """List (samples of a micro-batch, micro-batches) of a batch, few micro-batches first. ConfigError if none."""
+def micro_batch_splits(batch: int, replicas: int, micro_batch: int | None) -> list[tuple[int, int]]:
+    """List (samples per micro-batch, micro-batches) of a batch, few micro-batches first. ConfigError if none."""
     each, rest = divmod(batch, replicas)
     sizes = [micro_batch] if micro_batch is not None else [b for b in range(each, 0, -1) if each % b == 0]
     found = [(b, each // b) for b in sizes if rest == 0 and each and each % b == 0]
@@ -315,7 +325,7 @@ def shares(batch: int, replicas: int, micro_batch: int | None) -> list[tuple[int
     return found
 
 
-def first_near_fastest(found: Sequence[Any], seconds: Callable[[Any], float]) -> Any:
-    """Choose the first that takes hardly longer than the fastest."""
-    least = min(map(seconds, found))
-    return next(one for one in found if seconds(one) <= ALMOST * least)
+def first_near_fastest(candidates: Sequence[Any], seconds: Callable[[Any], float]) -> Any:
+    """Return the first candidate that takes hardly longer than the fastest."""
+    least = min(map(seconds, candidates))
+    return next(one for one in candidates if seconds(one) <= NEARLY_EQUAL * least)

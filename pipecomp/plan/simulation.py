@@ -1,8 +1,7 @@
-"""A training step, played through event by event: the engine's own order of work, over links of given rates.
+"""Event-driven simulation of a training step in the engine's own order, over links of given rates.
 
-A stage does one thing at a time, in the order of `order.train_order`. What it sends leaves at once and travels by
-itself; a link carries one packet at a time in each direction, both directions at once; a receive waits for what it
-needs and for nothing else.
+A stage does one thing at a time, in the order of `train_order`. What it sends leaves at once and travels by itself; a
+link carries one packet at a time per direction, both directions at once; a receive waits for its packet only.
 
 K stages, M micro-batches, link k between stages k and k + 1.
 """
@@ -22,18 +21,23 @@ from pipecomp.schedule import in_flight_counts, train_order
 from pipecomp.utils.serialization import serializable
 from pipecomp.utils.units import FRAME, FRAME_HEADERS, SEGMENT
 
-# -- What carries packets: rate and latency of every link in each direction, and lines that they share.
-
 TCP_SHARE = SEGMENT / FRAME
-"""Of a network's nominal rate, what TCP over Ethernet leaves for content: frames of 1,500 bytes, headers off."""
+"""Share of a network's nominal rate that TCP leaves for content: Ethernet frames of 1,500 bytes without headers."""
 ACKNOWLEDGED = 1 - FRAME_HEADERS / (FRAME + FRAME_HEADERS)
-"""What is left of a line's rate while the other direction is busy too, each of whose segments is acknowledged."""
+"""Share of a channel's rate that is left while the other direction is busy, too: it carries acknowledgements."""
+
+# -- the network
 
 
 @serializable
 @dataclass(frozen=True, kw_only=True)
 class Channel:
-    """One direction. bits_per_s: of content, headers not counted; `math.inf` for no limit. latency_s: one way."""
+    """One direction of a link.
+
+    Attributes:
+        bits_per_s: Bits of content per second, without headers; `math.inf` for no limit.
+        latency_s: One-way latency.
+    """
 
     bits_per_s: float = math.inf
     latency_s: float = 0.0
@@ -43,18 +47,21 @@ class Channel:
         require(0 <= self.latency_s < math.inf, "latency_s", self.latency_s, "0 or more")
 
     def seconds(self, size: float) -> float:
-        """Of a packet of `size` bytes that has the line for itself."""
+        """Return the seconds of a packet of `size` bytes that has the channel to itself."""
         return 8 * size / self.bits_per_s + self.latency_s
 
 
 @serializable
 @dataclass(frozen=True, kw_only=True)
 class LinkNetwork:
-    """All links. forward, backward: link k's lines to stage k + 1 and back.
+    """All links between stages.
 
-    shared: whether what a stage sends to both its neighbours passes one line, and what it receives from both another
-    one, as with one network card for each stage. between: what connects the replicas of a stage; None where only the
-    stages' links are known. It is all there is with one stage.
+    Attributes:
+        forward: Channel of each link k to stage k + 1.
+        backward: Channel of each link k from stage k + 1.
+        shared: Whether a stage sends to both its neighbours through one channel and receives from both through another,
+            as with one network card per stage.
+        between: Channel between the replicas of a stage; None if unknown. With one stage it is all there is.
     """
 
     forward: tuple[Channel, ...]
@@ -63,94 +70,93 @@ class LinkNetwork:
     between: Channel | None = None
 
     def __post_init__(self) -> None:
-        require(
-            len(self.forward) == len(self.backward),
-            "network",
-            (len(self.forward), len(self.backward)),
-            "as many lines forward as backward",
-        )
+        counts = len(self.forward), len(self.backward)
+        require(counts[0] == counts[1], "network", counts, "as many channels forward as backward")
 
     @property
-    def lines(self) -> tuple[Channel, ...]:
-        """All of them, the replicas' too."""
+    def channels(self) -> tuple[Channel, ...]:
+        """All channels, the replicas' included."""
         return (*self.forward, *self.backward, *(() if self.between is None else (self.between,)))
 
     @property
     def latency_s(self) -> float:
-        """The longest of all lines."""
-        return max((line.latency_s for line in self.lines), default=0.0)
+        """The longest latency."""
+        return max((channel.latency_s for channel in self.channels), default=0.0)
 
     @property
     def slowest(self) -> float:
-        """Bits per second of the slowest line."""
-        return min((line.bits_per_s for line in self.lines), default=math.inf)
+        """Bits per second of the slowest channel."""
+        return min((channel.bits_per_s for channel in self.channels), default=math.inf)
 
 
 def uniform(stages: int, bits_per_s: float, latency_s: float = 0.0, *, shared: bool = True) -> LinkNetwork:
-    """Links that are all alike, in both directions, and between replicas. bits_per_s: of content."""
-    line = Channel(bits_per_s=bits_per_s, latency_s=latency_s)
-    lines = (line,) * (stages - 1)
-    return LinkNetwork(forward=lines, backward=lines, shared=shared, between=line)
+    """Make a network of equal channels, between replicas too. bits_per_s: of content."""
+    channel = Channel(bits_per_s=bits_per_s, latency_s=latency_s)
+    channels = (channel,) * (stages - 1)
+    return LinkNetwork(forward=channels, backward=channels, shared=shared, between=channel)
 
 
 def chain(stages: int, bits_per_s: Sequence[float], latency_s: float = 0.0) -> LinkNetwork:
-    """Links with a rate each, or one for all; ConfigError for another number of them. Replicas have the slowest's."""
+    """Make a network with one rate per link, or one for all; replicas have the slowest.
+
+    Raises:
+        ConfigError: Another number of rates.
+    """
     if len(bits_per_s) == 1:
         return uniform(stages, bits_per_s[0], latency_s)
-    require(
-        len(bits_per_s) == stages - 1, "bandwidth", list(bits_per_s), f"one rate, or {stages - 1} for {stages} stages"
-    )
-    lines = tuple(Channel(bits_per_s=rate, latency_s=latency_s) for rate in bits_per_s)
-    return LinkNetwork(forward=lines, backward=lines, between=min(lines, key=lambda line: line.bits_per_s))
+    allowed = f"one rate, or {stages - 1} for {stages} stages"
+    require(len(bits_per_s) == stages - 1, "bandwidth", list(bits_per_s), allowed)
+    channels = tuple(Channel(bits_per_s=rate, latency_s=latency_s) for rate in bits_per_s)
+    return LinkNetwork(forward=channels, backward=channels, between=min(channels, key=lambda c: c.bits_per_s))
 
 
 def between_replicas(network: LinkNetwork) -> LinkNetwork:
-    """Make the network of a single stage whose replicas these links connect, one with the next."""
+    """Return the network of a single stage whose replicas these links connect, each with the next."""
     return LinkNetwork(
         forward=(), backward=(), between=Channel(bits_per_s=network.slowest, latency_s=network.latency_s)
     )
 
 
-def rates(network: LinkNetwork, active: Sequence[tuple[str, int]]) -> list[float]:
-    """Bits per second that each of the `active` directions ("forward" or "backward", link) gets at once.
+def active_rates(network: LinkNetwork, active: Sequence[tuple[str, int]]) -> list[float]:
+    """Return the bits per second of channels that are busy at the same time.
 
-    Where lines are shared, as TCP connections share them about: everyone gets as much as anyone else, except those
-    that another line holds back (max-min fairness). A stage's line carries what the fastest of its links does, and the
+    Shared channels are divided by max-min fairness, about as TCP does: every user gets as much as any other, except
+    those that another channel limits. A stage's channel has the rate of the fastest of its links, less the
     acknowledgements of what the stage receives.
+
+    Args:
+        network: All links.
+        active: Busy channels, as ("forward" or "backward", link).
     """
     own = [(network.forward if way == "forward" else network.backward)[k].bits_per_s for way, k in active]
     if not network.shared:
-        ways = Counter(k for _, k in active)
-        return [rate * (ACKNOWLEDGED if ways[k] == 2 else 1.0) for rate, (_, k) in zip(own, active, strict=True)]
+        directions = Counter(k for _, k in active)
+        return [rate * (ACKNOWLEDGED if directions[k] == 2 else 1.0) for rate, (_, k) in zip(own, active, strict=True)]
     room: dict[tuple[str, int], float] = {}
-    passes: list[tuple[tuple[str, int], tuple[str, int]]] = []
-    for way, k in active:
+    cards: list[tuple[tuple[str, int], tuple[str, int]]] = []  # of each flow: out of its source, into its target
+    for (way, k), rate in zip(active, own, strict=True):
         source, target = (k, k + 1) if way == "forward" else (k + 1, k)
-        passes.append((("out", source), ("in", target)))
-    for index, lanes in enumerate(passes):
-        for lane in lanes:
-            room[lane] = max(room.get(lane, 0.0), own[index])
+        cards.append((("out", source), ("in", target)))
+        for card in cards[-1]:
+            room[card] = max(room.get(card, 0.0), rate)
     for way, stage in room:
         if ("in" if way == "out" else "out", stage) in room:
             room[way, stage] *= ACKNOWLEDGED
-    found = [0.0] * len(active)
+    rates = [0.0] * len(active)
     left = set(range(len(active)))
     while left:
-        share = {
-            lane: room[lane] / users for lane in room if (users := sum(1 for index in left if lane in passes[index]))
-        }
-        limits = {index: min(own[index], *(share[lane] for lane in passes[index])) for index in left}
+        users = Counter(card for index in left for card in cards[index])
+        limits = {index: min(own[index], *(room[card] / users[card] for card in cards[index])) for index in left}
         least = min(limits.values())
         for index in [index for index, limit in limits.items() if limit <= least * (1 + 1e-12)]:
-            found[index] = least
+            rates[index] = least
             left.remove(index)
-            for lane in passes[index]:
-                room[lane] = max(0.0, room[lane] - least)
-    return found
+            for card in cards[index]:
+                room[card] = max(0.0, room[card] - least)
+    return rates
 
 
-_SENDS = {"send activation": ("forward", 1), "send gradient": ("backward", -1)}
-_RECEIVES = {"receive activation": "forward", "receive gradient": "backward"}
+# -- a step
 
 
 @serializable
@@ -158,9 +164,13 @@ _RECEIVES = {"receive activation": "forward", "receive gradient": "backward"}
 class StageCosts:
     """Seconds of one stage.
 
-    forward_s, backward_s: the model on one micro-batch. encode_s, decode_s: of one packet of either kind: quantizing,
-    checksum, message store. reduce_s, update_s: of the step, after the last backward: averaging gradients over
-    replicas, and the optimizer.
+    Attributes:
+        forward_s: The model's forward on one micro-batch.
+        backward_s: The model's backward on one micro-batch.
+        encode_s: Encoding one packet of either kind: quantizing, checksum, message store.
+        decode_s: Decoding one packet.
+        reduce_s: Averaging gradients over replicas, once per step after the last backward.
+        update_s: The optimizer, once per step.
     """
 
     forward_s: float
@@ -173,10 +183,16 @@ class StageCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class StepSpec:
-    """What is played. forward_bytes, backward_bytes: of one micro-batch's packet on each link, headers included.
+    """A step to simulate.
 
-    in_flight: forwards that each stage runs ahead of their backwards; None is 1F1B's number. together_s: seconds in
-    which all stages wait for each other between the last reduction and the update (norm, tied weights).
+    Attributes:
+        stages: Costs of each stage.
+        micro_batches: Micro-batches per step.
+        forward_bytes: Bytes of a micro-batch's activation packet on each link, headers included.
+        backward_bytes: The same for gradients.
+        in_flight: Forwards that each stage runs ahead of their backwards; None for 1F1B's numbers.
+        together_s: Seconds in which all stages wait for each other between the last reduction and the update (norm,
+            tied weights).
     """
 
     stages: Sequence[StageCosts]
@@ -187,31 +203,25 @@ class StepSpec:
     together_s: float = 0.0
 
     def __post_init__(self) -> None:
-        K = len(self.stages)
-        require(
-            K >= 1 and self.micro_batches >= 1,
-            "step",
-            (K, self.micro_batches),
-            "at least one stage and one micro-batch",
-        )
+        K, M = len(self.stages), self.micro_batches
+        require(K >= 1 and M >= 1, "step", (K, M), "at least one stage and one micro-batch")
         for name, sizes in (("forward_bytes", self.forward_bytes), ("backward_bytes", self.backward_bytes)):
             require(len(sizes) == K - 1, name, list(sizes), f"{K - 1} numbers, one for each link")
-        require(
-            self.in_flight is None or len(self.in_flight) == K,
-            "in_flight",
-            self.in_flight,
-            f"{K} numbers, one for each stage",
-        )
+        fits = self.in_flight is None or len(self.in_flight) == K
+        require(fits, "in_flight", self.in_flight, f"{K} numbers, one for each stage")
 
-    def ahead(self, stage: int) -> int:
-        """Count the forwards that this stage runs ahead."""
+    def run_ahead(self, stage: int) -> int:
+        """Return the number of forwards that a stage runs ahead."""
         K, M = len(self.stages), self.micro_batches
         return max(1, min(M, (self.in_flight or in_flight_counts(1, K, M))[stage]))
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedEvent:
-    """What a stage did ("wait" included), or a link ("forward packet", "backward packet"; place: the link)."""
+    """Work of a stage ("wait" included), or a packet on a link ("forward packet", "backward packet").
+
+    `place` is the stage or the link; times are in seconds since the step began.
+    """
 
     place: int
     what: str
@@ -222,7 +232,13 @@ class SimulatedEvent:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedStep:
-    """seconds: of the whole step. waits: by stage, for packets. events: all that happened, in the order it ended."""
+    """Result of a simulation.
+
+    Attributes:
+        seconds: Of the whole step.
+        waits: Seconds that each stage waits for packets.
+        events: All events, ordered by their end.
+    """
 
     seconds: float
     waits: tuple[float, ...]
@@ -230,38 +246,48 @@ class SimulatedStep:
 
 
 def simulate_step(step: StepSpec, network: LinkNetwork) -> SimulatedStep:
-    """Play one step over the network, which has a link between each two neighbours. ConfigError if it has not."""
-    require(
-        len(network.forward) == len(step.stages) - 1, "network", len(network.forward), f"{len(step.stages) - 1} links"
-    )
-    return _Player(step, network).run()
+    """Simulate one step over a network. ConfigError if the network has another number of links."""
+    links = len(step.stages) - 1
+    require(len(network.forward) == links, "network", len(network.forward), f"{links} links")
+    return _Simulator(step, network).run()
 
 
-class _Player:
+@dataclass(slots=True)
+class _PacketInTransit:
+    micro_batch: int
+    bytes_left: float
+    started: float  # when the channel began with it
+
+
+_SENDS = {"send activation": ("forward", 1), "send gradient": ("backward", -1)}
+_RECEIVES = {"receive activation": "forward", "receive gradient": "backward"}
+
+
+class _Simulator:
     def __init__(self, step: StepSpec, network: LinkNetwork) -> None:
         K = len(step.stages)
         self._step, self._network = step, network
         self._now = 0.0
-        self._numbers = itertools.count()
-        self._queue: list[tuple[float, int, Callable[[], None]]] = []  # when, number, what happens then
+        self._serial = itertools.count()
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []  # time, serial number, action
         self._stages = [self._stage(k) for k in range(K)]
         self._sleeping = [False] * K
-        self._arrived: set[tuple[str, int, int]] = set()  # way, stage, micro-batch
-        self._sending: dict[tuple[str, int], deque[_Packet]] = {}  # way, link: the first one is on the line
-        self._bytes_per_s: list[float] = []  # of those, in their order
+        self._arrived: set[tuple[str, int, int]] = set()  # direction, stage, micro-batch
+        self._sending: dict[tuple[str, int], deque[_PacketInTransit]] = {}  # direction, link: the first one travels
+        self._bytes_per_s: list[float] = []  # of the channels in _sending, in its order
         self._ends, self._waits = [0.0] * K, [0.0] * K
         self._events: list[SimulatedEvent] = []
 
     def run(self) -> SimulatedStep:
         for k in range(len(self._stages)):
-            self._go_on(k)
+            self._continue(k)
         while self._queue or self._sending:
             heads = [packets[0] for packets in self._sending.values()]
-            ends = [self._now + m.left / speed for m, speed in zip(heads, self._bytes_per_s, strict=True)]
+            ends = [self._now + p.bytes_left / speed for p, speed in zip(heads, self._bytes_per_s, strict=True)]
             sent_at = min(ends, default=math.inf)
             until = min(sent_at, self._queue[0][0] if self._queue else math.inf)
             for packet, speed in zip(heads, self._bytes_per_s, strict=True):
-                packet.left = max(0.0, packet.left - speed * (until - self._now))
+                packet.bytes_left = max(0.0, packet.bytes_left - speed * (until - self._now))
             self._now = until
             if sent_at <= until:
                 self._sent(list(self._sending)[ends.index(sent_at)])
@@ -273,13 +299,11 @@ class _Player:
         seconds = last + self._step.together_s + max(costs.update_s for costs in stages)
         return SimulatedStep(seconds=seconds, waits=tuple(self._waits), events=tuple(self._events))
 
-    def _later(self, seconds: float, action: Callable[[], None]) -> None:
-        heapq.heappush(self._queue, (self._now + seconds, next(self._numbers), action))
-
-    # -- stages
+    def _after(self, seconds: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._queue, (self._now + seconds, next(self._serial), action))
 
     def _stage(self, k: int) -> Iterator[float | None]:
-        """Do the stage's step; yields seconds of work, or None to wait until something arrives."""
+        """Run a stage's step; yields seconds of work, or None to wait for a packet."""
         step, costs = self._step, self._step.stages[k]
         seconds = {
             "load": 0.0,
@@ -288,7 +312,7 @@ class _Player:
             **dict.fromkeys(_SENDS, costs.encode_s),
             **dict.fromkeys(_RECEIVES, costs.decode_s),
         }
-        for what, m in itertools.chain(*train_order(k, len(step.stages), step.micro_batches, step.ahead(k))):
+        for what, m in itertools.chain(*train_order(k, len(step.stages), step.micro_batches, step.run_ahead(k))):
             began = self._now
             if what in _RECEIVES:
                 while (_RECEIVES[what], k, m) not in self._arrived:
@@ -300,73 +324,61 @@ class _Player:
             yield seconds[what]
             self._events.append(SimulatedEvent(k, what, m, began, self._now))
             if what in _SENDS:
-                self._post(*_SENDS[what], k, m)
+                self._send(*_SENDS[what], k, m)
         self._ends[k] = self._now
 
-    def _go_on(self, k: int) -> None:
+    def _continue(self, k: int) -> None:
         self._sleeping[k] = False
         for seconds in self._stages[k]:
             if seconds is None:
                 self._sleeping[k] = True
                 return
             if seconds > 0:
-                self._later(seconds, lambda: self._go_on(k))
+                self._after(seconds, lambda: self._continue(k))
                 return
 
-    # -- packets
-
-    def _post(self, way: str, direction: int, stage: int, m: int) -> None:
+    def _send(self, way: str, direction: int, stage: int, m: int) -> None:
         link = min(stage, stage + direction)
         size = (self._step.forward_bytes if way == "forward" else self._step.backward_bytes)[link]
-        packets = self._sending.get((way, link))
-        packet = _Packet(m, size, self._now)
-        if packets is None:
-            self._sending[way, link] = deque([packet])
-            self._lines_changed()
+        packet = _PacketInTransit(m, size, self._now)
+        if (way, link) in self._sending:
+            self._sending[way, link].append(packet)
         else:
-            packets.append(packet)
+            self._sending[way, link] = deque([packet])
+            self._update_rates()
 
-    def _lines_changed(self) -> None:
-        self._bytes_per_s = [rate / 8 for rate in rates(self._network, list(self._sending))]
+    def _update_rates(self) -> None:
+        self._bytes_per_s = [rate / 8 for rate in active_rates(self._network, list(self._sending))]
 
     def _sent(self, flow: tuple[str, int]) -> None:
-        """Let the first packet of a direction have left; the next one is on the line."""
+        """Take the first packet off a channel, and start the next one."""
         way, link = flow
         packets = self._sending[flow]
         packet = packets.popleft()
         if packets:
-            packets[0].since = self._now
+            packets[0].started = self._now
         else:
             del self._sending[flow]
-            self._lines_changed()
-        lines = self._network.forward if way == "forward" else self._network.backward
+            self._update_rates()
+        channels = self._network.forward if way == "forward" else self._network.backward
         target = link + 1 if way == "forward" else link
-        self._later(lines[link].latency_s, lambda: self._arrive(way, link, target, packet))
+        self._after(channels[link].latency_s, lambda: self._arrive(way, link, target, packet))
 
-    def _arrive(self, way: str, link: int, target: int, packet: _Packet) -> None:
-        self._events.append(SimulatedEvent(link, f"{way} packet", packet.micro_batch, packet.since, self._now))
+    def _arrive(self, way: str, link: int, target: int, packet: _PacketInTransit) -> None:
+        self._events.append(SimulatedEvent(link, f"{way} packet", packet.micro_batch, packet.started, self._now))
         self._arrived.add((way, target, packet.micro_batch))
         if self._sleeping[target]:
-            self._go_on(target)
+            self._continue(target)
 
 
-@dataclass(slots=True)
-class _Packet:
-    """left: bytes not sent yet. since: when the line began with it."""
-
-    micro_batch: int
-    left: float
-    since: float
-
-
-# -- costs of a run, by its own counters
+# -- costs of a run, from its own counters
 
 
 def measured_costs(stats: Mapping[str, Any], micro_batches: int) -> StageCosts:
-    """Take means over a rank's steps so far. stats: its `comm_stats`; micro_batches: of a step."""
+    """Return means over a rank's steps so far. stats: its `comm_stats`; micro_batches: per step."""
     seconds = stats["seconds"]
     each = stats["steps"] * micro_batches
-    packets = max(1, each * len(stats["links"]))  # one each way on every link for every micro-batch
+    packets = max(1, each * len(stats["links"]))  # one per direction, link and micro-batch
     return StageCosts(
         forward_s=seconds["forward"] / each,
         backward_s=seconds["backward"] / each,
@@ -376,9 +388,9 @@ def measured_costs(stats: Mapping[str, Any], micro_batches: int) -> StageCosts:
 
 
 def measured_end(stats: Sequence[Mapping[str, Any]]) -> float:
-    """Tell the seconds of a step after its last backward, from all ranks' `comm_stats`.
+    """Return the seconds of a step after its last backward, from all ranks' `comm_stats`.
 
-    Reductions and the global norm wait for the slowest stage; the rank that spends least there is the one that the
+    Reductions and the global norm wait for the slowest stage: the rank that spends least there is the one that the
     others wait for.
     """
     return min((s["seconds"]["reduce"] + s["seconds"]["update"]) / s["steps"] for s in stats)

@@ -24,7 +24,7 @@ def fine_tune(
     documents: bool,
     load: Callable[[argparse.Namespace, Any], tuple[Any, Any]] = text.causal_model,
     meanings: Callable[[argparse.Namespace, Any], Mapping[str, Any]] = lambda args, model: {},
-    configure: Callable[[argparse.Namespace, Any, int, int], Sequence[int]] | None = None,
+    configure: Callable[[argparse.Namespace, Any, int, int], tuple[dict[str, Any], Sequence[int]]] | None = None,
 ) -> None:
     """Run a recipe on this rank, from text to saved model.
 
@@ -34,8 +34,8 @@ def fine_tune(
         documents: Whether the tokenizer's end-of-text token comes after each text.
         load: Given arguments and tokenizer, returns the model, as `pipecomp.initialize` takes it, and its config.
         meanings: Given arguments and model, returns what the arguments mean, see `resume.what_is_trained`.
-        configure: Given arguments, the model's config, tokens of a sample and samples, writes DeepSpeed's configuration
-            and returns where the model is cut; None if --deepspeed_config is there already. Every rank calls it.
+        configure: Given arguments, the model's config, tokens of a sample and samples, returns DeepSpeed's
+            configuration and where the model is cut; None to read --deepspeed_config. Every rank calls it.
 
     Raises:
         PipecompError: On every rank, if one of them has an error.
@@ -60,7 +60,7 @@ def fine_tune(
             args, {"--block-size": size, DATA: training.digest(), **meanings(args, model)}, config
         )
     ranks.assert_same_on_all_ranks(data_facts(training, held_out))
-    cuts = None if configure is None else configure(args, config, size, len(training))
+    ds_config, cuts = (None, None) if configure is None else configure(args, config, size, len(training))
     run.train(
         args,
         run.Workload(
@@ -71,6 +71,7 @@ def fine_tune(
             evaluation=evaluate,
             tokenizer=tokenizer,
             cuts=cuts,
+            config=ds_config,
         ),
     )
 

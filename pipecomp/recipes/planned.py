@@ -1,7 +1,7 @@
-"""What each rank of `pipecomp train` does: measure, plan, write the configuration down, and train on a text.
+"""Rank program of `pipecomp train`: measure, plan, write the configuration down, and train on a text.
 
-It is a recipe for causal language models whose DeepSpeed configuration is not given but made: batch sizes, cuts, bits,
-or no compression, from what the ranks measure of each other. `pipecomp train` starts it (pipecomp/cli/train.py).
+A recipe for causal language models that makes its DeepSpeed configuration itself: batch sizes, cuts, and bits or no
+compression, from what the ranks measure of each other. Its only argument is a `TrainOptions` as JSON.
 """
 
 from __future__ import annotations
@@ -29,84 +29,108 @@ from pipecomp.distributed.rendezvous import KEYS, check_processes
 from pipecomp.errors import ConfigError, DataError, require, writable
 from pipecomp.netlab.software import throttle_to
 from pipecomp.plan.command import run_plan
-from pipecomp.plan.options import PlanOptions
-from pipecomp.plan.report import precision
-from pipecomp.plan.search import AVERAGES
+from pipecomp.plan.options import PlanOptions, TrainOptions
+from pipecomp.plan.report import precision_sections
 from pipecomp.recipes import language, run, text
 from pipecomp.recipes.resume import hold_folder
 from pipecomp.report.recorder import CHECKPOINTS, PLAN
 from pipecomp.utils.files import atomic_write_text
 
-_BATCH = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-_STEPS = "scheduler.params.total_num_steps"
-MOST_SAMPLES = 32  # of a step, where nobody says: fewer where the text has fewer
+_BATCH_KEYS = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_STEPS_KEY = "scheduler.params.total_num_steps"
+_CONFIG_FILE = "ds_config.json"
+DEFAULT_BATCH = 32  # samples per step; fewer for a short text
 
 
-def arguments() -> argparse.ArgumentParser:
-    """The command line: a recipe's, where --deepspeed_config names a file to write."""
-    parser = run.arguments("train", "Fine-tune a causal language model on a text, by a plan made from measurements.")
-    text.add_arguments(parser)
-    language.add_document_arguments(parser)
-    parser.add_argument("--batch", type=run.at_least(1), metavar="N", help="samples of a step, over all replicas")
-    parser.add_argument("--lr", type=float, required=True, metavar="RATE", help="AdamW's rate, after its warm-up")
-    parser.add_argument("--store", metavar="FOLDER", help="for cached activations (default: in --run)")
-    parser.add_argument("--gradients", choices=AVERAGES, help="how those of replicas and of tied weights travel")
-    parser.add_argument("--no-tie", action="store_true", help="each stage trains its copy of tied weights apart")
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="training precision")
-    return parser
-
-
-def main(args: argparse.Namespace) -> None:
-    """One rank of the run."""
+def main(options: TrainOptions) -> None:
+    """Run one rank."""
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if not rendezvous.computes_on_cpu():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    documents = holds_documents(args)
+    documents = has_documents(options)
     choose_interface()
-    rendezvous.start_processes(args.seed)
+    rendezvous.start_processes(options.seed)
     with rendezvous.all_ranks().collective_errors():
-        if args.model != "tiny":
-            text.model_config(args.model)  # before the tokenizer, which is looked for in the same place
+        if options.model != "tiny":
+            text.model_config(options.model)  # before the tokenizer, which is looked for in the same place
+
+    def configure(args: argparse.Namespace, config: Any, size: int, samples: int) -> tuple[dict[str, Any], list[int]]:
+        return plan_run(options, args, config, size, samples)
+
     try:
         language.fine_tune(
-            args,
+            recipe_arguments(options),
             language.read_documents if documents else text.read,
             documents=documents,
             configure=configure,
         )
     except ConfigError as error:
-        raise in_words_of_train(error, args.run) from error
+        raise translate_error(error, str(options.out)) from error
 
 
-def holds_documents(args: argparse.Namespace) -> bool:
-    """Say whether the data are JSON lines. ConfigError if some of the files are, and others are not."""
-    files = {"--data": args.train_file or [], "--eval": [args.eval_file] if args.eval_file is not None else []}
-    kinds = {language.is_json_lines(file) for of in files.values() for file in of}
-    if len(kinds) > 1:
-        other = not language.is_json_lines(files["--data"][0])
-        key, file = next((k, f) for k, of in files.items() for f in of if language.is_json_lines(f) == other)
-        raise ConfigError(key, file, "files of one kind with the first --data: all .jsonl or .json, or all plain text")
-    return True in kinds
+def recipe_arguments(options: TrainOptions) -> argparse.Namespace:
+    """Translate the options into a recipe's arguments; arguments without an option keep their defaults."""
+    parser = run.arguments("train", "")
+    text.add_arguments(parser)
+    language.add_document_arguments(parser)
+    folder, resumable = str(options.out), options.save_every is not None
+    given = argparse.Namespace(
+        train_file=[str(file) for file in options.data],
+        eval_file=None if options.evaluate is None else str(options.evaluate),
+        field=options.field,
+        stages=options.stages,
+        epochs=options.epochs,
+        max_steps=options.max_steps,
+        block_size=options.tokens,
+        dropout=options.dropout,
+        seed=options.seed,
+        run=folder,
+        save=f"{folder}/model",
+        save_every=options.save_every,
+        checkpoint=f"{folder}/{CHECKPOINTS}" if resumable else None,
+        resume="auto" if resumable else None,
+        report_to=options.report_to or [],
+        # Note: a recipe has no such arguments, but checkpoints compare them when a run resumes.
+        lr=options.lr,
+        batch=options.batch,
+        dtype=options.dtype,
+        gradients=options.gradients,
+        no_tie=not options.tie,
+        store=None if options.store is None else str(options.store),
+    )
+    required = {"deepspeed_config": f"{folder}/{_CONFIG_FILE}", "model": options.model}
+    required["tokenizer"] = options.tokenizer or options.model
+    return parser.parse_args([f"--{name}={value}" for name, value in required.items()], given)
 
 
-def in_words_of_train(error: ConfigError, folder: str) -> ConfigError:
-    """Name what people gave `pipecomp train`, where an error names what it has made of that for recipes.
+def has_documents(options: TrainOptions) -> bool:
+    """Return whether the data are JSON lines. ConfigError if only some of the files are."""
+    files = [("--data", str(file)) for file in options.data]
+    files += [] if options.evaluate is None else [("--eval", str(options.evaluate))]
+    documents = language.is_json_lines(files[0][1])
+    for key, file in files:
+        allowed = "files of one kind with the first --data: all .jsonl or .json, or all plain text"
+        require(language.is_json_lines(file) == documents, key, file, allowed)
+    return documents
 
-    Args:
-        error: Of a recipe.
-        folder: Of --out.
-    """
+
+def translate_error(error: ConfigError, folder: str) -> ConfigError:
+    """Replace a recipe's arguments in an error by the options of `pipecomp train`. folder: of --out."""
+
+    def translate(text: str) -> str:
+        text = text.replace("--block-size", "--tokens")
+        return text.replace(_STEPS_KEY, f"{_STEPS_KEY} (by --epochs, --max-steps)")
+
     got = folder if error.key == "--resume" else error.got
     key = {"--block-size": "--tokens", "--resume": "--out", "--run": "--out"}.get(error.key, error.key)
-    allowed = error.allowed.replace("--block-size", "--tokens")
-    return ConfigError(key, got, allowed.replace(_STEPS, f"{_STEPS} (by --epochs, --max-steps)"))
+    return ConfigError(key, got, translate(error.allowed), error.hint and translate(error.hint))
 
 
 def choose_interface() -> None:
-    """Let gloo use the interface that leads to rank 0, unless GLOO_SOCKET_IFNAME or keys settle it.
+    """Make gloo use the interface that leads to rank 0, unless GLOO_SOCKET_IFNAME is set or keys are used.
 
-    By itself gloo takes the address of the host name, which many systems set to 127.0.1.1.
+    By default gloo takes the address of the host name, which is 127.0.1.1 on many systems.
     """
     master = os.environ.get("MASTER_ADDR", "127.0.0.1")
     if os.environ.get(GLOO_VARIABLE) or os.environ.get(KEYS) or is_loopback(master):
@@ -116,130 +140,137 @@ def choose_interface() -> None:
         os.environ[GLOO_VARIABLE] = found
 
 
-def configure(args: argparse.Namespace, config: Any, size: int, samples: int) -> list[int]:
-    """Plan the run, or take the plan of the run that goes on here, and write its configuration to --deepspeed_config.
+def plan_run(
+    options: TrainOptions, args: argparse.Namespace, config: Any, size: int, samples: int
+) -> tuple[dict[str, Any], list[int]]:
+    """Plan the run, or read the plan of the run that resumes, and write its configuration down for people.
 
     Args:
-        args: From a parser of `arguments`.
+        options: Of `pipecomp train`.
+        args: From `recipe_arguments`.
         config: The model's, of Hugging Face.
-        size: Tokens of a sample.
-        samples: In the training data.
+        size: Tokens per sample.
+        samples: Samples of the training data.
 
     Returns:
-        Where the model is cut.
+        DeepSpeed's configuration, and where the model is cut.
 
     Raises:
-        ConfigError: On every rank, for a batch that cannot be, or a folder that cannot be written, is another run's
-            meanwhile, or has checkpoints that this run does not go on from.
+        ConfigError: On every rank: the batch is impossible, or the folder cannot be written, is in use by another run,
+            or has checkpoints that this run does not resume.
     """
     folder, world = Path(args.run), dist.get_world_size()
-    stages = args.stages or world
+    stages = options.stages or world
+    first = dist.get_rank() == 0
     ranks = rendezvous.all_ranks()
     with ranks.collective_errors():
         check_processes("--stages", stages)
-        check_unused(args, folder)
-        batch = batch_of(args.batch, samples, world // stages)
+        check_unused(options, folder)
+        batch = choose_batch(options.batch, samples, world // stages)
         with writable("--run", folder):
             folder.mkdir(parents=True, exist_ok=True)
-        if dist.get_rank() == 0:
+        if first:
             hold_folder("--run", folder)
     with ranks.collective_errors():
-        made = _earlier(args, folder, stages, world) if dist.get_rank() == 0 else None
+        made = read_plan(folder, stages, world) if first and resumes(options, folder) else None
     made = broadcast(made)
     if made is None:
         with ranks.collective_errors():
-            options = PlanOptions(
+            plan_options = PlanOptions(
                 model=config,
                 stages=stages,
                 batch=batch,
                 tokens=size,
-                dtype=args.dtype,
-                tie=not args.no_tie,
-                gradients=args.gradients,
+                dtype=options.dtype,
+                tie=options.tie,
+                gradients=options.gradients,
                 measure=True,
-                store=Path(args.store or folder / "messages"),
-                dropout=args.dropout,
-                one_pass=args.epochs == 1,
+                store=Path(options.store or folder / "messages"),
+                dropout=options.dropout,
+                one_pass=options.epochs == 1,
             )
-            made = run_plan(Console(), options, throttle_to, settings=False)
+            made = run_plan(Console(), plan_options, throttle_to, settings=False)
             if made is not None:
                 with writable("--run", folder):
                     atomic_write_text(folder / PLAN, json.dumps(made, indent=2) + "\n")
         made = broadcast(made)
-    written, file = json.dumps(ds_config(args, made["config"], folder), indent=2) + "\n", Path(args.deepspeed_config)
-    for rank in range(world):  # one after the other: machines may share the folder, too
-        with ranks.collective_errors(), writable("--run", folder):
-            if rank == dist.get_rank() and not (file.is_file() and file.read_text() == written):
-                atomic_write_text(file, written)
-    cuts: list[int] = made["cuts"]
-    return cuts
+    ds_config = deepspeed_config(options, made["config"], folder)
+    with ranks.collective_errors(), writable("--run", folder):
+        if first:
+            atomic_write_text(folder / _CONFIG_FILE, json.dumps(ds_config, indent=2) + "\n")
+    return ds_config, made["cuts"]
 
 
-def check_unused(args: argparse.Namespace, folder: Path) -> None:
-    """Raise ConfigError where a run that keeps no checkpoints would overwrite what those in its folder need."""
-    there = args.checkpoint is None and manifest.steps(folder / CHECKPOINTS)
-    allowed = (
-        f"a number, as {folder} has checkpoints: the run goes on from the last good one. To begin anew, take another "
-        "folder"
-    )
-    require(not there, "--save-every", None, allowed)
+def check_unused(options: TrainOptions, folder: Path) -> None:
+    """Raise ConfigError if a run without checkpoints would overwrite the files that those in its folder need."""
+    unused = options.save_every is not None or not manifest.steps(folder / CHECKPOINTS)
+    hint = f"{folder} has checkpoints: the run resumes from the last good one. To start over, choose another folder"
+    require(unused, "--save-every", None, "a number", hint)
 
 
-def batch_of(given: int | None, samples: int, replicas: int = 1) -> int:
-    """Choose the samples of a step, so that replicas can share them.
+def choose_batch(given: int | None, samples: int, replicas: int = 1) -> int:
+    """Return the samples per step, by default the most up to DEFAULT_BATCH that replicas can share.
 
-    Raises ConfigError if the text has fewer than were asked for, DataError if it has fewer than there are replicas.
+    Raises:
+        ConfigError: The text has fewer samples than asked for.
+        DataError: The text has fewer samples than there are replicas.
     """
-    if given is None:
-        most = next((n for n in (MOST_SAMPLES, 16, 8, 4, 2, 1) if n <= samples), 0)
-        if samples < replicas:
-            raise DataError(f"the text makes {samples} samples, too few for {replicas} replicas")
-        return max(most // replicas, 1) * replicas
-    require(given <= samples, "--batch", given, f"at most {samples}, the samples that the text makes")
-    return given
+    if given is not None:
+        require(given <= samples, "--batch", given, f"at most {samples}, the samples that the text makes")
+        return given
+    if samples < replicas:
+        raise DataError(f"the text makes {samples} samples, too few for {replicas} replicas")
+    most = next((n for n in (DEFAULT_BATCH, 16, 8, 4, 2, 1) if n <= samples), 0)
+    return max(most // replicas, 1) * replicas
 
 
-def ds_config(args: argparse.Namespace, planned: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Make DeepSpeed's configuration. planned: what the plan says of batches, links and gradients."""
+def deepspeed_config(options: TrainOptions, planned: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Make DeepSpeed's configuration. planned: the plan's part, for batches, links and gradients."""
     section = dict(planned["pipecomp"])
     if section.get("activations", {}).get("method") == "aqsgd":
-        section["store"] = {"path": args.store or str(folder / "messages"), **section.get("store", {})}
-    # What a plan of before says may be something else: going on is refused then.
-    if args.gradients is not None:
-        section["gradients"] = {"method": args.gradients}
-    if args.no_tie:
+        section["store"] = {"path": str(options.store or folder / "messages"), **section.get("store", {})}
+    # Note: an earlier plan may have others; resuming is then refused.
+    if options.gradients is not None:
+        section["gradients"] = {"method": options.gradients}
+    if not options.tie:
         section["tie"] = False
     warmup = {"warmup_type": "linear", "warmup_num_steps": "auto", "warmup_max_lr": "auto", "total_num_steps": "auto"}
     return {
-        **{key: planned[key] for key in _BATCH if key in planned},
-        "optimizer": {"type": "AdamW", "params": {"lr": args.lr, "weight_decay": 0.01}},
+        **{key: planned[key] for key in _BATCH_KEYS if key in planned},
+        "optimizer": {"type": "AdamW", "params": {"lr": options.lr, "weight_decay": 0.01}},
         "scheduler": {"type": "WarmupDecayLR", "params": warmup},
         "gradient_clipping": 1.0,
-        **precision(args.dtype),
+        **precision_sections(options.dtype),
         "pipecomp": section,
     }
 
 
-def _earlier(args: argparse.Namespace, folder: Path, stages: int, world: int) -> dict[str, Any] | None:
-    """Read the plan of the run that goes on in this folder; None where there is none to go on.
+def resumes(options: TrainOptions, folder: Path) -> bool:
+    """Return whether a finished checkpoint in the folder makes this run resume."""
+    checkpoints = manifest.steps(folder / CHECKPOINTS)
+    return options.save_every is not None and any(map(manifest.finished, checkpoints.values()))
 
-    Raises ConfigError for a plan of other stages or processes: its cuts and batch sizes are for those.
+
+def read_plan(folder: Path, stages: int, world: int) -> dict[str, Any]:
+    """Read the plan of the run that resumes in a folder.
+
+    Raises:
+        ConfigError: There is none, or it is for other stages or processes, which its cuts and batch sizes depend on.
     """
-    file = folder / PLAN
-    if args.resume is None or not any(map(manifest.finished, manifest.steps(args.checkpoint).values())):
-        return None
     try:
-        made = json.loads(file.read_text())
+        made = json.loads((folder / PLAN).read_text())
         found = {"config": made["config"], "cuts": made["cuts"]}
         K, replicas = len(found["cuts"]) - 1, made["chosen"]["replicas"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        allowed = f"a folder with the {PLAN} that its run has written, where rank 0 was then ({error})"
-        raise ConfigError("--run", args.run, allowed) from error
-    anew = f"as in the plan of the run that goes on in {folder}. To begin anew, take another folder"
-    require(stages == K, "--stages", stages, f"{K}, {anew}")
-    require(K * replicas == world, "number of processes", world, f"{K * replicas}, {anew}")
+        allowed = f"the folder with its run's {PLAN}, on the machine that was rank 0 then ({error})"
+        raise ConfigError("--run", str(folder), allowed) from error
+    hint = f"The run in {folder} was planned for that and resumes. To start over, choose another folder"
+    require(stages == K, "--stages", stages, str(K), hint)
+    require(K * replicas == world, "number of processes", world, str(K * replicas), hint)
     return found
 
 
 if __name__ == "__main__":
-    run.run(main, arguments())
+    rank_parser = argparse.ArgumentParser(prog="train", description="One rank of `pipecomp train`.")
+    rank_parser.add_argument("options", type=TrainOptions.from_json)
+    run.run(lambda args: main(args.options), rank_parser)

@@ -34,7 +34,7 @@ from pipecomp.distributed.rendezvous import check_processes, torch_says_nothing
 from pipecomp.errors import PipecompError
 from pipecomp.recipes import resume
 from pipecomp.recipes.fit import Fit
-from pipecomp.recipes.steps import make_plan, read_config
+from pipecomp.recipes.steps import check_config, make_plan, read_config
 from pipecomp.utils.tables import outlast_readers, replace_unprintable
 
 _FIRST_S = 10.0
@@ -189,6 +189,7 @@ class Workload:
             them; every rank calls it.
         tokenizer: Saved beside the model.
         cuts: Where the model is cut, None for stages of about equal size.
+        config: DeepSpeed's configuration, None to read --deepspeed_config.
     """
 
     model: Any
@@ -199,6 +200,7 @@ class Workload:
     evaluation: Callable[[Any, list], dict[str, float]] = lambda engine, batches: evaluate(engine, batches)
     tokenizer: Any = None
     cuts: Sequence[int] | None = None
+    config: dict[str, Any] | None = None
 
 
 def train(args: argparse.Namespace, work: Workload) -> None:
@@ -243,7 +245,8 @@ def _prepared(args: argparse.Namespace, work: Workload) -> Fit:
         world = dist.get_world_size()
         stages = args.stages or world
         check_processes("--stages", stages)
-        config, samples = read_config(args.deepspeed_config), len(work.training)
+        samples = len(work.training)
+        config = read_config(args.deepspeed_config) if work.config is None else check_config(work.config)
         plan = make_plan(
             config, samples=samples, replicas=world // stages, epochs=args.epochs, max_steps=args.max_steps
         )

@@ -42,7 +42,11 @@ class Plan:
 
 def read_config(path: str) -> dict[str, Any]:
     """Read DeepSpeed's configuration from a JSON file and check its "pipecomp" section. Raises ConfigError."""
-    config = read_json_object("--deepspeed_config", path)
+    return check_config(read_json_object("--deepspeed_config", path))
+
+
+def check_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Check the "pipecomp" section of DeepSpeed's configuration, and return the configuration. Raises ConfigError."""
     require_objects(config)
     Config.from_dict(config.get("pipecomp", {}))
     return config

@@ -18,7 +18,7 @@ from pipecomp.config.activations import Bits, ConstantError, bits_text
 from pipecomp.errors import PipecompError
 from pipecomp.plan.packet_sizes import activation_bytes, gradient_bytes, with_bits
 from pipecomp.plan.prediction import best_in_flight
-from pipecomp.plan.search import ALMOST, PAYS, choose_bits
+from pipecomp.plan.search import NEARLY_EQUAL, WORTHWHILE, choose_bits
 from pipecomp.plan.simulation import (
     Channel,
     LinkNetwork,
@@ -222,7 +222,7 @@ class SettingChange:
     @property
     def pays(self) -> bool:
         """Whether the change is recommended."""
-        return self.setting and (self.gain >= PAYS or (self.costs_nothing and self.gain * ALMOST >= 1))
+        return self.setting and (self.gain >= WORTHWHILE or (self.costs_nothing and self.gain * NEARLY_EQUAL >= 1))
 
 
 def try_changes(run: RunRecord, now: RunSimulation) -> list[SettingChange]:

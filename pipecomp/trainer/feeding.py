@@ -17,7 +17,7 @@ from transformers.trainer_utils import RemoveColumnsCollator, has_length
 
 from pipecomp.data import MicroBatch, ShardedSampler, TrainLoader, as_micro_batch, check_labels, id_of_place, seeded
 from pipecomp.errors import DataError
-from pipecomp.plan.auto_bits import LOOKED_AT
+from pipecomp.plan.auto_bits import SAMPLES_READ
 
 TRAINING, EVALUATION = 0, 1  # which numbers a micro-batch is counted by
 
@@ -75,7 +75,7 @@ def longest_sample(samples: Samples, seed: int) -> int:
     Raises:
         DataError: If what the collator makes is no batch.
     """
-    places = range(min(LOOKED_AT, len(samples.data)))
+    places = range(min(SAMPLES_READ, len(samples.data)))
     batch = _Batches(samples, seed, TRAINING)[0, list(places)]
     return int(batch.inputs["input_ids"].shape[1])
 

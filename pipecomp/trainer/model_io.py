@@ -19,7 +19,7 @@ from transformers.trainer_utils import align_special_tokens, number_of_arguments
 
 from pipecomp.checkpoint.writing import CollectiveModelWrite, write_state
 from pipecomp.errors import ConfigError, PipecompError, require
-from pipecomp.plan.auto_bits import wants_measuring
+from pipecomp.plan.auto_bits import needs_measuring
 from pipecomp.trainer import arguments, given_model, message_stores
 from pipecomp.trainer.losses import StepLoss
 from pipecomp.trainer.setup import Optimizers, Pipeline
@@ -84,7 +84,7 @@ class EngineHolder:
             loss_fn=self._loss,
             optimizer=(self._optimizers.optimizer or arguments.optimizer_maker(args)) if own else None,
             parameter_groups=arguments.parameter_groups(args) if own else None,
-            tokens=tokens() if wants_measuring(self._pipeline.settings) else None,
+            tokens=tokens() if needs_measuring(self._pipeline.settings) else None,
         )
         try:
             _check_made(engine, args)

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import pipecomp
 from pipecomp.cli import app
-from pipecomp.cli.common import console, plain_errors, say, write_json
+from pipecomp.cli.common import console, plain_errors, print_status, write_json
 from pipecomp.errors import ConfigError, PipecompError
 from pipecomp.report.reader import read_runs
 from pipecomp.utils.tables import COMPACT, table
@@ -159,7 +159,7 @@ def test_what_is_told_is_no_markup(capsys):
     with pytest.raises(typer.Exit) as ended:
         command()
     assert ended.value.exit_code == 1
-    say(VERBATIM)
+    print_status(VERBATIM)
     console.print(VERBATIM)
     console.print(table(["a"], [[VERBATIM]], title=VERBATIM))
     told = capsys.readouterr()

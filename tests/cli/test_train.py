@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from pipecomp.cli import app
 from pipecomp.cli.train import recipe_names, recipes_folder
+from pipecomp.plan.options import TrainOptions
 from tests.limits import HANG_S
 from tests.recipes.recipe_runs import environment, run
 from tests.small_text import metrics, save_model, write_text
@@ -116,9 +117,10 @@ def test_under_a_launcher_the_command_is_one_rank(more, message, tmp_path, monke
     assert started == []
     told(*given, "--out", "shared", "--stages", "2")
     ((python, *words),) = started
+    options = TrainOptions.from_json(words[3])
     assert (python, words[:3]) == (sys.executable, ["-P", "-m", "pipecomp.recipes.planned"])
-    assert words[words.index("--stages") + 1] == "2"
-    assert words[words.index("--run") + 1] == "shared"
+    assert (options.model, options.stages, options.out) == ("model", 2, Path("shared"))
+    assert options == TrainOptions(model="model", data=[Path("text.txt")], stages=2, out=Path("shared"))
 
 
 def test_tasks_that_srun_has_started_without_a_rank_start_nothing(tmp_path, monkeypatch):
@@ -146,9 +148,11 @@ def test_a_dry_run_says_what_each_machine_would_run(tmp_path, monkeypatch):
     assert text.count("me@198.51.100.2: cd ") == text.count(" 198.51.100.1: cd ") + 1 == 2
     assert "RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2" in text
     assert "'PIPECOMP_KEYS=my keys'" in text
-    assert "--train-file 'my text.txt'" in text
-    assert text.count(" --no-tie --") == 4
-    assert "--no-tie" not in told(*given[:-1], "--dry-run")
+    for line in lines[1:]:
+        program = "-m pipecomp.recipes.planned" + line
+        options = TrainOptions.from_json(shlex.split(program)[2])
+        assert (options.data, options.stages, options.tie, options.peers) == ([Path("my text.txt")], 4, False, None)
+    assert "tie" not in told(*given[:-1], "--dry-run")
 
 
 def test_what_runs_on_other_machines_is_shown_without_secrets(tmp_path, monkeypatch):
@@ -170,13 +174,13 @@ def test_what_runs_on_other_machines_is_shown_without_secrets(tmp_path, monkeypa
 
 def test_errors_name_what_people_have_given():
     from pipecomp.errors import ConfigError
-    from pipecomp.recipes.planned import in_words_of_train
+    from pipecomp.recipes.planned import translate_error
 
-    told = in_words_of_train(ConfigError("--block-size", 4096, "at most 128, the positions of the model"), "mine")
+    told = translate_error(ConfigError("--block-size", 4096, "at most 128, the positions of the model"), "mine")
     assert str(told) == "--tokens: got 4096, allowed: at most 128, the positions of the model"
-    told = in_words_of_train(ConfigError("--resume", "auto", "the settings: --block-size is 64 in this run"), "mine")
+    told = translate_error(ConfigError("--resume", "auto", "the settings: --block-size is 64 in this run"), "mine")
     assert str(told) == "--out: got 'mine', allowed: the settings: --tokens is 64 in this run"
-    told = in_words_of_train(ConfigError("--batch", 99, "at most 9"), "mine")
+    told = translate_error(ConfigError("--batch", 99, "at most 9"), "mine")
     assert str(told) == "--batch: got 99, allowed: at most 9"
 
 

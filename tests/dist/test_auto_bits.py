@@ -10,7 +10,7 @@ import torch
 from pipecomp.config.activations import ConstantError
 from pipecomp.distributed.local_launcher import run_ranks
 from pipecomp.errors import ConfigError
-from pipecomp.plan.search import keeping_error
+from pipecomp.plan.search import constant_error_bits
 from tests.dist.small import LENGTH, ds_config, gpt2, samples
 from tests.dist.trainer_work import unequal
 from tests.limits import HANG_S
@@ -57,8 +57,8 @@ def test_every_rank_takes_the_same_bits(forward, backward, with_data, tmp_path):
     (first, said), (second, silent) = ranks[0], ranks[1]
     assert first == second
     for (f, b), _ in first:
-        assert f in ((3,) if forward == 3 else (2, *(keeping_error("forward_bits", n) for n in range(3, 9))))
-        assert b in [keeping_error("backward_bits", n) for n in range(4, 9)]
+        assert f in ((3,) if forward == 3 else (2, *(constant_error_bits("forward_bits", n) for n in range(3, 9))))
+        assert b in [constant_error_bits("backward_bits", n) for n in range(4, 9)]
     assert len(said) == 2
     assert "bits 'auto': " in said[0]
     assert "uncompressed" in said[0]

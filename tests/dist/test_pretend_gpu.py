@@ -176,15 +176,14 @@ def measured(folder: str) -> dict[str, Any]:
 def planned(folder: str) -> dict[str, Any]:
     """What each rank of `pipecomp train` does, after measurements that are shorter."""
     from pipecomp.plan import measure
+    from pipecomp.plan.options import TrainOptions
     from pipecomp.recipes import planned as recipe
     from pipecomp.report.recorder import PLAN
 
     measure.time_average = partial(measure.time_average, values=1 << 10)  # type: ignore[assignment]
-    model, text, run = f"{folder}/../../model", f"{folder}/../../text.txt", f"{folder}/run"
-    options = {"deepspeed_config": f"{run}/ds_config.json", "model": model, "tokenizer": model, "train-file": text}
-    options |= {"run": run, "lr": "1e-2", "batch": "8", "epochs": "1", "max-steps": "2", "stages": "2", "seed": "0"}
-    recipe.main(recipe.arguments().parse_args([f"--{name}={value}" for name, value in options.items()]))
-    return {"losses": [line["loss"] for line in metrics(Path(run)) if "loss" in line], "plan": Path(run, PLAN).exists()}
+    model, text, run = f"{folder}/../../model", Path(f"{folder}/../../text.txt"), Path(folder, "run")
+    recipe.main(TrainOptions(model=model, data=[text], out=run, lr=1e-2, batch=8, epochs=1, max_steps=2, stages=2))
+    return {"losses": [line["loss"] for line in metrics(run) if "loss" in line], "plan": (run / PLAN).exists()}
 
 
 ALIKE: list[Callable[[str], dict[str, Any]]] = [pipeline, fitted, clusters, replicas]

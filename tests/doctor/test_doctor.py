@@ -438,7 +438,7 @@ def test_space():
 def test_a_full_disk_is_not_written(monkeypatch, tmp_path):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(storage.shutil, "disk_usage", lambda path: usage(GIB, GIB, 0))
-    monkeypatch.setattr(storage, "measure_speed", lambda folder: pytest.fail("wrote to a full disk"))
+    monkeypatch.setattr(storage, "measure_disk", lambda folder: pytest.fail("wrote to a full disk"))
     assert has_problem(storage.storage_findings(tmp_path))
 
 
@@ -466,7 +466,7 @@ def test_speed(tmp_path):
     expect(storage.check_speed(storage.DiskSpeed(500e6, 900e6)), OK, "500 MB/s", "900 MB/s")
     expect(storage.check_speed(storage.DiskSpeed(5e6, 900e6)), WARNING, "5 MB/s", "store.bits 8")
     expect(storage.check_speed(storage.DiskSpeed(500e6, 9e6)), WARNING)
-    measured = storage.measure_speed(tmp_path)
+    measured = storage.measure_disk(tmp_path)
     assert min(measured) > 0
     assert list(tmp_path.iterdir()) == []
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from pipecomp.config import Config
 from pipecomp.plan.auto_bits import (
-    CLASSIFIERS_FEWEST_BITS,
-    FEWEST_BITS,
+    MIN_BITS_OF_CLASSIFIERS,
+    MIN_BITS_WITH_DROPOUT,
     dropout_advice,
     dropout_of,
     fewest_bits,
@@ -35,15 +35,15 @@ def test_dropout_before_adapters_does_not_count():
     assert dropout_of(adapted) == 0.1
 
 
-FEW = {"error": 0.07, "min": 1, "max": FEWEST_BITS - 1}
+FEW = {"error": 0.07, "min": 1, "max": MIN_BITS_WITH_DROPOUT - 1}
 
 
-@pytest.mark.parametrize("bits", [FEWEST_BITS - 1, (8, FEWEST_BITS - 1), FEW, (8, FEW)])
+@pytest.mark.parametrize("bits", [MIN_BITS_WITH_DROPOUT - 1, (8, MIN_BITS_WITH_DROPOUT - 1), FEW, (8, FEW)])
 def test_few_bits_with_dropout_are_spoken_of(bits, caplog):
     settings = made(**AQSGD, forward_bits=bits)
     text = dropout_advice(0.1, settings)
     assert "dropout 0.1" in text
-    assert f"forward_bits {FEWEST_BITS - 1} " in text
+    assert f"forward_bits {MIN_BITS_WITH_DROPOUT - 1} " in text
     assert "--dropout 0" in text
     warn_of_dropout(nn.Dropout(0.1), settings)
     assert caplog.messages == [text]
@@ -53,7 +53,7 @@ def test_few_bits_with_dropout_are_spoken_of(bits, caplog):
     ("dropout", "given"),
     [
         (0.0, {**AQSGD, "forward_bits": 1}),
-        (0.1, {**AQSGD, "forward_bits": FEWEST_BITS}),
+        (0.1, {**AQSGD, "forward_bits": MIN_BITS_WITH_DROPOUT}),
         (0.1, {**AQSGD, "forward_bits": {"error": 0.07}}),
         (0.1, {"method": "none"}),
         (0.1, {"method": "direct", "forward_bits": 2}),
@@ -69,7 +69,7 @@ def test_nothing_is_said_where_it_costs_little_or_is_not_the_changes(dropout, gi
 
 def test_auto_takes_more_bits_of_changes_with_dropout():
     auto = made(**AQSGD, forward_bits="auto")
-    assert fewest_bits(nn.Dropout(0.1), auto) == fewest_bits(nn.Linear(2, 2), auto, 0.1) == FEWEST_BITS
+    assert fewest_bits(nn.Dropout(0.1), auto) == fewest_bits(nn.Linear(2, 2), auto, 0.1) == MIN_BITS_WITH_DROPOUT
     assert fewest_bits(nn.Dropout(0.1), auto, 0.0) == 2
     assert fewest_bits(nn.Dropout(0.0), auto) == fewest_bits(nn.Linear(2, 2), auto) == 2
     assert fewest_bits(nn.Dropout(0.1), made(method="direct", forward_bits="auto")) == 2
@@ -78,7 +78,7 @@ def test_auto_takes_more_bits_of_changes_with_dropout():
 
 @pytest.mark.parametrize(
     ("model_class", "fewest"),
-    [("BertForSequenceClassification", CLASSIFIERS_FEWEST_BITS), ("GPT2LMHeadModel", FEWEST_BITS)],
+    [("BertForSequenceClassification", MIN_BITS_OF_CLASSIFIERS), ("GPT2LMHeadModel", MIN_BITS_WITH_DROPOUT)],
 )
 def test_a_classifier_takes_more_bits_with_dropout(model_class, fewest, caplog):
     stage = nn.Dropout(0.1)

@@ -20,7 +20,8 @@ from pipecomp.config.activations import ConstantError
 from pipecomp.doctor.measure import LinkMeasurement
 from pipecomp.errors import ConfigError, LinkError
 from pipecomp.plan import measure
-from pipecomp.plan.auto_bits import BatchShape, RankMeasurement, decide, sample_length, wants_measuring
+from pipecomp.plan.auto_bits import BatchShape, RankMeasurement, decide_bits, needs_measuring, sample_length
+from pipecomp.plan.command import model_size
 from pipecomp.plan.measure import (
     TransportPeer,
     measure_links,
@@ -37,7 +38,7 @@ from pipecomp.plan.measure import (
 )
 from pipecomp.plan.options import PlanOptions
 from pipecomp.plan.prediction import MachineSpeeds
-from pipecomp.plan.profile import PartCost, Profile, count, most_tokens
+from pipecomp.plan.profile import PartCost, Profile, count, max_tokens
 from pipecomp.plan.simulation import TCP_SHARE, StageCosts
 from pipecomp.stages import split
 from pipecomp.stages.link.loopback import loopback_pair
@@ -205,16 +206,16 @@ def roberta():
 
 def test_the_longest_sample_has_a_place_for_each_token():
     """RoBERTa's positions begin after that of the padding token."""
-    assert most_tokens(small().config) == 16
-    assert most_tokens(roberta()) == 14
-    assert most_tokens(object()) is None
+    assert max_tokens(small().config) == 16
+    assert max_tokens(roberta()) == 14
+    assert max_tokens(object()) is None
     assert count(roberta(), 14).tokens == time_model(roberta(), 14, torch.float32, CPU).tokens == 14
     with pytest.raises(ConfigError, match="tokens: got 15, allowed: 1 to 14, the model's positions"):
         count(roberta(), 15)
     stage = split(roberta_model(), 1)[0]
     assert sample_length(None, stage) == 14
-    assert PlanOptions(model=roberta()).size[1] == 14
-    assert PlanOptions(model=roberta(), tokens=0).size[1] == 0, "not a default: refused"
+    assert model_size(PlanOptions(model=roberta()))[1] == 14
+    assert model_size(PlanOptions(model=roberta(), tokens=0))[1] == 0, "not a default: refused"
 
 
 def test_too_long_samples_are_refused_before_anything_is_measured(monkeypatch, tmp_path):
@@ -230,7 +231,7 @@ def test_a_full_disk_is_an_error_that_names_it(monkeypatch, tmp_path):
     def full(folder):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(measure, "measure_speed", full)
+    monkeypatch.setattr(measure, "measure_disk", full)
     monkeypatch.setattr(measure, "time_model", lambda *given, **more: SimpleNamespace(hidden=4))
     with pytest.raises(ConfigError, match=r"store: got '.*', allowed: a folder that can be written \(No space left"):
         survey_machine(GPT2Config(), 8, torch.float32, 2, tmp_path / "messages")
@@ -242,7 +243,7 @@ def test_links_are_timed_with_what_a_plan_sends(monkeypatch, tmp_path, one_pass,
     timed = []
     monkeypatch.setattr(measure, "time_link", lambda config, *size: timed.append(config) or (1.0, 1.0))
     monkeypatch.setattr(measure, "time_model", lambda *given, **more: SimpleNamespace(hidden=4))
-    monkeypatch.setattr(measure, "measure_speed", lambda folder: SimpleNamespace(read=1.0, write=1.0))
+    monkeypatch.setattr(measure, "measure_disk", lambda folder: SimpleNamespace(read=1.0, write=1.0))
     monkeypatch.setattr(measure, "time_average", lambda device: MachineSpeeds().average)
     survey_machine(GPT2Config(), 8, torch.float32, 2, tmp_path, one_pass=one_pass)
     sent, cast = timed
@@ -282,8 +283,8 @@ class TestDecision:
     def decided(self, rows, **activations):
         section = {"method": "aqsgd", "forward_bits": "auto", "backward_bits": "auto", **activations}
         config = Config.from_dict({"activations": section})
-        assert wants_measuring(config)
-        return decide(config, rows, self.batch, 1000, torch.float32)
+        assert needs_measuring(config)
+        return decide_bits(config, rows, self.batch, 1000, torch.float32)
 
     def test_a_fast_link(self):
         found = self.decided(self.seen(1e12, 1e12))

@@ -23,9 +23,8 @@ from pipecomp.config.activations import ConstantError
 from pipecomp.engine.validation import check_precision
 from pipecomp.errors import ConfigError, SplitError
 from pipecomp.gradient_config import Gradients
-from pipecomp.plan.auto_bits import CLASSIFIERS_FEWEST_BITS, fewest_bits
-from pipecomp.plan.command import PlanResult, show
-from pipecomp.plan.options import _rounded_up, networks_of
+from pipecomp.plan.auto_bits import MIN_BITS_OF_CLASSIFIERS, fewest_bits
+from pipecomp.plan.command import parse_networks, round_up
 from pipecomp.plan.packet_sizes import activation_bytes, gradient_bytes, with_bits
 from pipecomp.plan.prediction import (
     MachineSpeeds,
@@ -37,7 +36,15 @@ from pipecomp.plan.prediction import (
     predict,
 )
 from pipecomp.plan.profile import PartCost, Profile, balanced, count, without_weights
-from pipecomp.plan.report import advice, configuration, link_table, method_table, predicted_stages
+from pipecomp.plan.report import (
+    PlanResult,
+    advice,
+    configuration,
+    link_table,
+    method_table,
+    print_plan,
+    stage_seconds_table,
+)
 from pipecomp.plan.search import (
     PlanChoice,
     aqsgd_sections,
@@ -46,10 +53,10 @@ from pipecomp.plan.search import (
     choose_bits,
     choose_local_steps,
     choose_tied,
-    dividing,
-    keeping_error,
+    constant_error_bits,
+    divisible,
     layouts,
-    shares,
+    micro_batch_splits,
 )
 from pipecomp.plan.simulation import (
     TCP_SHARE,
@@ -410,9 +417,9 @@ class TestPrediction:
         plain = replace(made, config=Config(), slack=made.slack + 1)
         choice = PlanChoice(forward_bits=3, backward_bits=6, prediction=made, plain=plain, fits=True)
         assert not choice.pays
-        found = PlanResult(choice=choice, averages=[], tied=[], untouched_s=None, rows=[("plain", [plain])])
+        found = PlanResult(choice=choice, averages=[], tied=[], tied_plain_s=None, rows=[("plain", [plain])])
         shown = io.StringIO()
-        show(found, links, ["lab"], Console(file=shown, width=200))
+        print_plan(found, links, ["lab"], Console(file=shown, width=200))
         assert f"{plain.memory_bytes()[0] / 1e9:.2f}" in shown.getvalue()
 
     def test_stages_run_ahead_as_far_as_it_helps(self):
@@ -537,7 +544,7 @@ class TestChoices:
         step_s = (found.prediction if found.pays else found.plain).step_s
         *_, said = advice(found, [("double_squeeze", 0.1 * step_s), ("none", step_s)])
         assert "With gradients.local_steps 2 replicas average after every 2 steps only" in said
-        assert said.endswith("It is too many for a fine-tuning of fewer than 48 steps.")
+        assert said.endswith("It needs a fine-tuning of at least 48 steps.")
         assert "local_steps" not in " ".join(advice(found, [("none", 0.001 * step_s)]))
 
     @pytest.mark.parametrize("plain_s", [1.0, 5.0])
@@ -573,17 +580,17 @@ class TestChoices:
         assert layouts(4, None, 12) == [(1, 4), (2, 2), (4, 1)]
         assert layouts(4, 2, 12) == [(2, 2)]
         assert layouts(6, None, 2) == [(1, 6), (2, 3)]
-        assert dividing(layouts(3, None, 12), 32, None) == [(3, 1)]
-        assert dividing(layouts(4, None, 12), 6, 3) == [(2, 2), (4, 1)]
-        assert dividing([(1, 3)], 32, None) == [(1, 3)]
+        assert divisible(layouts(3, None, 12), 32, None) == [(3, 1)]
+        assert divisible(layouts(4, None, 12), 6, 3) == [(2, 2), (4, 1)]
+        assert divisible([(1, 3)], 32, None) == [(1, 3)]
         with pytest.raises(ConfigError, match="divisor of 4"):
             layouts(4, 3, 12)
         with pytest.raises(ConfigError, match=r"stages: got 16, allowed: at most 12: the model has so many blocks$"):
             layouts(16, 16, 12)
-        assert shares(12, 2, None) == [(6, 1), (3, 2), (2, 3), (1, 6)]
-        assert shares(12, 2, 3) == [(3, 2)]
+        assert micro_batch_splits(12, 2, None) == [(6, 1), (3, 2), (2, 3), (1, 6)]
+        assert micro_batch_splits(12, 2, 3) == [(3, 2)]
         with pytest.raises(ConfigError, match="batch"):
-            shares(12, 2, 4)
+            micro_batch_splits(12, 2, 4)
 
 
 def test_tables_have_the_predictions_numbers():
@@ -600,7 +607,7 @@ def test_tables_have_the_predictions_numbers():
     assert rows(link_table(network, p, plain)) == [links]
     assert rows(method_table([("plain", [plain]), ("AQ-SGD", [p])], ["lab"])) == [("plain", "1"), ("AQ-SGD", "1 (2.5)")]
     (forward_s, backward_s), _ = p.job.stage_seconds()
-    first, _ = rows(predicted_stages(p))
+    first, _ = rows(stage_seconds_table(p))
     values, memory = p.job.plan.parameters[0] / 1e6, p.memory_bytes()[0] / 1e9
     told = (f"{values:.1f}", f"{1e3 * forward_s:.1f}", f"{1e3 * backward_s:.1f}", f"{memory:.2f}")
     assert first == ("0", f"0–{p.job.plan.cuts[1] - 1}", *told)
@@ -608,14 +615,14 @@ def test_tables_have_the_predictions_numbers():
 
 
 def test_rates_of_the_command():
-    assert networks_of("100mbit, 1gbit", "20ms") == {
+    assert parse_networks("100mbit, 1gbit", "20ms") == {
         "100 Mbit/s": ((1e8 * TCP_SHARE,), 0.02),
         "1 Gbit/s": ((1e9 * TCP_SHARE,), 0.02),
     }
-    assert networks_of("1gbit/ 100mbit", None) == {
+    assert parse_networks("1gbit/ 100mbit", None) == {
         "1 Gbit/s/100 Mbit/s": ((1e9 * TCP_SHARE, 1e8 * TCP_SHARE), 0.0),
     }
-    assert len(networks_of(None, None)) == 5
+    assert len(parse_networks(None, None)) == 5
 
 
 @pytest.fixture
@@ -667,23 +674,24 @@ def test_tied_weights_are_named_with_what_they_take(folder):
         assert done.exit_code == 0, done.output
         return " ".join(done.output.split())
 
-    assert f"add up the gradients of tied weights in every step: {weight}" in told()
+    assert f"sum the gradients of tied weights in every step: {weight}" in told()
     out = folder / "plan.json"
     timed = ["--speed", "1", "--bandwidth", "1mbit", "--json", str(out)]
     plain = told(*timed, "--gradients", "none")
-    assert f"are for the gradients of tied weights, which stages add up in every step, uncompressed: {weight}." in plain
-    assert "With gradients.method double_squeeze (--gradients double_squeeze) it is" in plain
+    assert f"are for the gradients of tied weights, which stages sum in every step, uncompressed: {weight}." in plain
+    assert "With gradients.method double_squeeze (--gradients double_squeeze) it takes" in plain
     found = [json.loads(out.read_text())]
     assert "gradients" not in found[0]["config"]["pipecomp"]
     own = told(*timed)
     assert (
-        f"double_squeeze with 8 bits for gradients of tied weights, which stages add up in every step: {weight}." in own
+        f"double_squeeze with 8 bits for the gradients of tied weights, which stages sum in every step: {weight}."
+        in own
     )
     found.append(json.loads(out.read_text()))
     assert found[1]["config"]["pipecomp"]["gradients"] == {"method": "double_squeeze", "bits": 8}
     Config.from_dict(found[1]["config"]["pipecomp"])
     took = [f"{each['chosen']['tied_s']:.3g} s" for each in found]
-    assert f"That is {took[1]} of the step instead of {took[0]}" in own
+    assert f"That takes {took[1]} of the step instead of {took[0]}" in own
     compressed = told(*timed, "--gradients", "double_squeeze")
     assert "(--gradients" not in compressed
     found.append(json.loads(out.read_text()))
@@ -728,7 +736,7 @@ def test_an_encoder_counts_as_a_classifier(head):
     """Those of the hub are named after the task that they were pre-trained for."""
     config = transformers.BertConfig(num_hidden_layers=2, hidden_size=32, num_attention_heads=2, intermediate_size=32)
     model = getattr(transformers, f"Bert{head}")(config)
-    assert fewest_bits(model, AQSGD) == CLASSIFIERS_FEWEST_BITS
+    assert fewest_bits(model, AQSGD) == MIN_BITS_OF_CLASSIFIERS
     assert fewest_bits(model, AQSGD, 0.0) == 2
 
 
@@ -759,14 +767,14 @@ def test_gradients_are_sent_themselves_where_the_disk_is_the_limit(folder):
 
 
 def test_bits_of_a_plan_are_the_most_of_an_error():
-    assert keeping_error("forward_bits", 8) == ConstantError(error=0.025)
-    assert keeping_error("forward_bits", 3) == ConstantError(error=0.05, max=3)
-    assert keeping_error("backward_bits", (8, 6, 2)) == (
+    assert constant_error_bits("forward_bits", 8) == ConstantError(error=0.025)
+    assert constant_error_bits("forward_bits", 3) == ConstantError(error=0.05, max=3)
+    assert constant_error_bits("backward_bits", (8, 6, 2)) == (
         ConstantError(error=0.05),
         ConstantError(error=0.1, max=6),
         2,
     )
-    assert keeping_error("forward_bits", (8, 3, 4), 3) == (
+    assert constant_error_bits("forward_bits", (8, 3, 4), 3) == (
         ConstantError(error=0.025, min=3),
         3,
         ConstantError(error=0.025, min=3, max=4),
@@ -776,7 +784,7 @@ def test_bits_of_a_plan_are_the_most_of_an_error():
 def test_first_visits_keep_the_error_of_the_slowest_link():
     def made(forward, backward):
         a = aqsgd_sections(
-            keeping_error("forward_bits", forward), keeping_error("backward_bits", backward), one_pass=False
+            constant_error_bits("forward_bits", forward), constant_error_bits("backward_bits", backward), one_pass=False
         )
         return [a["activations"][key]["error"] for key in ("first_visit", "backward_first_visit")]
 
@@ -828,9 +836,9 @@ def test_a_profile_is_of_the_precision_that_it_was_measured_in(folder):
     assert CliRunner().invoke(app, [*given, "--profile", str(out), "--dtype", "bf16"]).exit_code == 0
     other = CliRunner().invoke(app, [*given, "--profile", str(out)])
     assert other.exit_code == 1
-    assert "dtype: got 'fp32', allowed: bf16, in which" in " ".join(other.output.split())
+    assert "dtype: got 'fp32', allowed: bf16. The profile" in " ".join(other.output.split())
     other = CliRunner().invoke(app, [*given, "--profile", str(out), "--dtype", "bf16", "--one-pass"])
-    assert "one-pass: got True, allowed: False, as when" in " ".join(other.output.split())
+    assert "one-pass: got True, allowed: False. The profile" in " ".join(other.output.split())
 
 
 def test_the_command_recomputes(folder):
@@ -853,7 +861,7 @@ def test_where_no_sample_comes_back_changes_build_on_cluster_centers(folder):
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
     found = json.loads(out.read_text())
-    assert "as changes from 256 cluster centers, since no sample comes back" in " ".join(done.output.split())
+    assert "as changes from 256 cluster centers, since no sample is seen twice" in " ".join(done.output.split())
     assert found["chosen"]["first_epoch_s"] == found["chosen"]["step_s"], "no packet is a first visit"
     section = found["config"]["pipecomp"]
     assert section["store"] == {"clusters": 256, "in_checkpoints": True}
@@ -868,7 +876,7 @@ def test_a_number_of_stages_is_found_where_the_batch_cannot_be_divided_among_all
 
 @pytest.mark.parametrize(("size", "told"), [(12.34, 13.0), (0.00123, 0.0013), (97.0, 97.0), (99.5, 100.0), (1e4, 1e4)])
 def test_memory_that_is_asked_for_is_enough(size, told):
-    assert _rounded_up(size) == told >= size
+    assert round_up(size) == told >= size
 
 
 def test_a_profile_keeps_what_machines_do_besides_the_model(folder):
@@ -888,7 +896,7 @@ def test_a_profile_keeps_what_machines_do_besides_the_model(folder):
     out.write_text(json.dumps(found))
     done = CliRunner().invoke(app, [*given, "--profile", str(out)])
     assert done.exit_code == 1
-    assert "allowed: the speeds that pipecomp plan" in " ".join(done.output.split())
+    assert "allowed: a file from pipecomp plan" in " ".join(done.output.split())
 
 
 def test_links_and_machines_that_differ(folder):
@@ -905,8 +913,8 @@ def test_links_and_machines_that_differ(folder):
     assert found["bits"][0] == [8, 8]
     assert found["bits"][1][0] < 8
     section = Config.from_dict(found["config"]["pipecomp"])
-    assert section.activations.forward_bits == keeping_error("forward_bits", tuple(f for f, _ in found["bits"]))
-    assert section.activations.backward_bits == keeping_error("backward_bits", tuple(b for _, b in found["bits"]))
+    assert section.activations.forward_bits == constant_error_bits("forward_bits", tuple(f for f, _ in found["bits"]))
+    assert section.activations.backward_bits == constant_error_bits("backward_bits", tuple(b for _, b in found["bits"]))
 
 
 class TestWithoutASpeed:

@@ -60,7 +60,7 @@ def counters(step: StepSpec, steps: int, wait_s: float) -> list[dict[str, Any]]:
         seconds |= {"wait": 1e3 * steps, "reduce": 0.0, "update": 0.0}  # the rest of a step: no part is left over
         return {
             "rank": k, "stage": k, "replica": 0, "steps": steps, "links": links, "groups": {}, "seconds": seconds,
-            "in_flight": step.ahead(k), "micro_batches": [], "store_bytes": 0,
+            "in_flight": step.run_ahead(k), "micro_batches": [], "store_bytes": 0,
         }  # fmt: skip
 
     return [rank(k) for k in range(K)]
