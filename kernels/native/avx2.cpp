@@ -1,5 +1,5 @@
-// The kernels for x86-64 with AVX2 and F16C; nothing on other CPUs. The headers come before the pragma: what they define
-// inline may be shared with other units.
+// The kernels for x86-64 with AVX2 and F16C; empty on other CPUs. The headers come before the pragma because other
+// translation units share their inline functions.
 
 #if defined(__x86_64__)
 

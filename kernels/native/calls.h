@@ -1,5 +1,4 @@
-// What a call of the C interface does with the kernels of an instruction set: how its work is cut into units, shared out
-// among threads and put together again.
+// Calls of the C interface: work is cut into units, distributed to threads, and run by the kernels of an instruction set.
 #pragma once
 
 #include <algorithm>
@@ -52,7 +51,7 @@ static void lower(std::atomic<int64_t>& least, int64_t value) {
     while (value < seen && !least.compare_exchange_weak(seen, value)) {}
 }
 
-// Scales of groups that are cut into pieces; notes rows where whole_group would give -1.
+// Scales of groups that are cut into pieces; `bad` becomes the first row where whole_group would return -1.
 static void scales_of_pieces(const Scaler& s, const Layout& l, int64_t units, std::vector<uint32_t>& most,
                              std::vector<int64_t>& sums, std::atomic<int64_t>& bad, int thread, int threads,
                              Barrier& barrier) {
@@ -85,14 +84,14 @@ static void scales_of_pieces(const Scaler& s, const Layout& l, int64_t units, st
     barrier.wait();
 }
 
-// What moves m by its codes, or sets `fresh` to them; nothing if neither is there.
+// The call that moves m by the decoded values, or sets `fresh` to them; out is null if there is neither.
 static DequantizeArgs update_of(const QuantizeArgs& a) {
     return {a.codes, a.scales, a.m ? a.m : a.fresh, a.m ? a.m_stride : a.H, a.rows, a.H, a.group,
             a.dtype, a.bits,   a.stochastic,        a.m != nullptr};
 }
 
-// Codes first, then m += deq(codes) once every group is known to be finite: m stays untouched otherwise. Visiting m twice
-// costs less than any other way to know beforehand, which would read x twice as well.
+// Codes first, then m += deq(codes) once every group is known to be finite; otherwise m is unchanged. A second pass over m
+// costs less than checking beforehand, which would read x twice as well.
 static int64_t quantize_call(const QuantizeArgs& a, int isa, int threads) {
     const Layout l(a.H, a.group, a.bits);
     const Table& t = table_of(isa);
@@ -129,7 +128,7 @@ static int64_t quantize_call(const QuantizeArgs& a, int isa, int threads) {
     return bad.load() == INT64_MAX ? -1 : bad.load();
 }
 
-// Values as they are, for the length of the codes; -1, or 0 if one is NaN or Inf.
+// Copies values in full precision; returns -1, or 0 if one is NaN or Inf.
 static int64_t copy_call(const QuantizeArgs& a, int isa) {
     const Table& t = table_of(isa);
     const int64_t n = a.rows * a.H;
@@ -140,8 +139,8 @@ static int64_t copy_call(const QuantizeArgs& a, int isa) {
     return -1;
 }
 
-// Calls one(i, threads) for each of n samples: all threads on one sample after the other if there are few, else a
-// sample to each.
+// Calls one(i, threads) for each of n samples: one sample after the other with all threads if there are few samples, else
+// one thread for each sample.
 template <class One>
 static void each_sample(int64_t n, int threads, int64_t values, const One& one) {
     if (n < 2 * threads) {
@@ -154,8 +153,8 @@ static void each_sample(int64_t n, int threads, int64_t values, const One& one) 
     });
 }
 
-// For each row its squared norm, then for each of `count` numbers of bits what quantizing leaves out of it; from one of
-// these to the next it is `stride` doubles. NaN where a row cannot be quantized.
+// Computes the squared norm of each row, then for each of `count` numbers of bits the row's squared quantization error;
+// the results for successive numbers of bits are `stride` doubles apart. NaN where a row cannot be quantized.
 static void distortion_call(const QuantizeArgs& a, const int32_t* bits, int64_t count, double* out, int64_t stride, int isa,
                             int threads) {
     Layout l(a.H, a.group, 8);
@@ -179,7 +178,7 @@ static void distortion_call(const QuantizeArgs& a, const int32_t* bits, int64_t 
                     const double width = double(scale) * step;
                     squares[size_t(g)] = scale < 0    ? double(NAN)
                                          : scale == 0 ? 0.0
-                                                      : double(t.left_out(b, unit, scale, scratch.data())) * (width * width);
+                                                      : double(t.squared_error(b, unit, scale, scratch.data())) * (width * width);
                 }
                 out[(1 + k) * stride + row] = t.sum_of_groups(squares.data(), l.groups);
             }
@@ -191,7 +190,7 @@ static void dequantize_call(const DequantizeArgs& a, int isa, int threads) {
     const Layout l(a.H, a.group, a.bits);
     const Table& t = table_of(isa);
     const uint8_t* const limit = a.codes + a.rows * l.row_bytes;
-    // Beyond what most caches hold, writing past them saves reading the old bytes first.
+    // Output larger than most caches: non-temporal stores save reading the old bytes first.
     const bool stream = !a.add && a.rows * a.H * 4 >= int64_t(32) << 20;
     run_threads(useful_threads(threads, a.rows * a.H), [&](int thread, int count, Barrier&) {
         Range part(a.rows * l.groups * l.pieces, 1, thread, count);
@@ -205,7 +204,7 @@ static void dequantize_call(const DequantizeArgs& a, int isa, int threads) {
     });
 }
 
-// One unit is one group, however long: a thread takes whole ones.
+// A layout with whole groups as units, however long.
 static Layout whole_groups(int64_t d, int64_t group, int bits) {
     Layout l(d, group, bits);
     l.pieces = 1;
@@ -233,7 +232,7 @@ static void feedback_reduce_call(const FeedbackReduceArgs& a, int isa, int threa
     });
 }
 
-// Codes and slots, the slots' means, the residual. A slot's values are added one after the other, by one thread.
+// Computes codes and slots, the slots' means, the residual. One thread adds a slot's values, one after the other.
 static void sketch_encode_call(const SketchArgs& a, int isa, int threads) {
     const Table& t = table_of(isa);
     const int32_t* const slots = reinterpret_cast<const int32_t*>(a.out);

@@ -1,5 +1,5 @@
-// CRC-32 as zlib computes it (polynomial 0x04C11DB7, bits reflected): carry-less multiplication where the CPU has it,
-// else eight bytes at a time by tables.
+// zlib's CRC-32 (polynomial 0x04C11DB7, bits reflected): by carry-less multiplication if the CPU supports it, else by
+// tables, eight bytes at a time.
 // Source of the folding constants: Gopal et al., "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ", Intel 2009.
 #pragma once
 

@@ -1,5 +1,5 @@
-// What quantizing leaves out of a row: in the order of additions that distortion.py defines, and, faster, within bounds,
-// on the way to the codes. Included once per instruction set.
+// Quantization errors: exact sums in the order of additions of reference/batches.py, and faster estimates within bounds
+// in the same pass as the codes. Included once per instruction set.
 
 // Sum by halves: the second half is added to the first, an odd last value to the first of all; y is overwritten.
 template <class V>
@@ -40,7 +40,7 @@ INLINE F8 squared_steps(F8 u, F8 step, F8 top) {
 }
 
 template <class T, bool DELTA, bool STOCHASTIC>
-static float left_out_values(const T* x, const float* m, int64_t n, float scale, int bits, float* y) {
+static float squared_error_values(const T* x, const float* m, int64_t n, float scale, int bits, float* y) {
     const float most = float((1 << bits) - 1);
     const F8 inverse = splat(1.0f / scale), one = splat(1.0f), top = splat(most);
     const F8 step = splat(STOCHASTIC ? most * 0.5f : float(1 << (bits - 1)));
@@ -55,11 +55,11 @@ static float left_out_values(const T* x, const float* m, int64_t n, float scale,
 }
 
 template <class T, bool DELTA>
-static float left_out_rounded(const QuantizeArgs& a, const Layout::Unit& u, float scale, float* y) {
+static float squared_error_rounded(const QuantizeArgs& a, const Layout::Unit& u, float scale, float* y) {
     const T* x = unit_values<T>(a, u);
     const float* m = unit_message(a, u);
-    return a.stochastic ? left_out_values<T, DELTA, true>(x, m, u.n, scale, a.bits, y)
-                        : left_out_values<T, DELTA, false>(x, m, u.n, scale, a.bits, y);
+    return a.stochastic ? squared_error_values<T, DELTA, true>(x, m, u.n, scale, a.bits, y)
+                        : squared_error_values<T, DELTA, false>(x, m, u.n, scale, a.bits, y);
 }
 
 // Squared norm of a unit's values; y: room for as many floats.
@@ -69,18 +69,18 @@ static float squared_norm(const QuantizeArgs& a, const Layout::Unit& u, float* y
 #undef CALL
 }
 
-// Squared norm of what quantizing a unit leaves out, in steps.
-static float left_out(const QuantizeArgs& a, const Layout::Unit& u, float scale, float* y) {
+// Squared norm of the quantization error of a unit, in steps.
+static float squared_error(const QuantizeArgs& a, const Layout::Unit& u, float scale, float* y) {
 #define CALL(T)                                                   \
-    return a.m ? left_out_rounded<T, true>(a, u, scale, y) \
-               : left_out_rounded<T, false>(a, u, scale, y)
+    return a.m ? squared_error_rounded<T, true>(a, u, scale, y) \
+               : squared_error_rounded<T, false>(a, u, scale, y)
     BY_DTYPE(a.dtype, CALL)
 #undef CALL
 }
 
 static double sum_of_groups(double* y, int64_t n) { return halved_sum(y, n); }
 
-// As measure_values; adds the squared norm of x, in whatever order.
+// As measure_values; adds the squared norm of x to `norm`, in any order.
 template <class T, bool DELTA>
 static uint32_t measure_norm_values(const T* x, const float* m, int64_t n, double* norm) {
     const U8 magnitude = splat(0x7FFFFFFFu);
@@ -115,8 +115,8 @@ INLINE uint64_t sum_of_lanes(U8 v) {
     return (sum[0] + sum[2]) + (sum[1] + sum[3]);
 }
 
-// Codes as quantize_values makes them, with nearest rounding and a max scale. squares: what these bits leave out, and
-// what one less would, is added to them, in steps of 2**-fine_bits of a code's; each value counts as the step below it.
+// Computes the codes of quantize_values with nearest rounding and a max scale. Adds the squared errors of these bits and of
+// one bit less to `squares`, in units of 2**-fine_bits of a code's step; each value counts rounded down to such a unit.
 template <class T, int CLASS, bool DELTA>
 static void fit_values(const T* x, const float* m, int64_t n, float scale, int bits, uint8_t* out, const uint8_t* limit,
                        uint64_t* squares) {

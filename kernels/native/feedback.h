@@ -1,5 +1,5 @@
-// Quantizing x + e with an error memory e: what feedback.py defines, one group at a time. Included once per instruction
-// set.
+// Error feedback, as in reference/gradients.py: quantizing x + e with a residual e, one group at a time. Included once per
+// instruction set.
 
 template <class T>
 INLINE F8 load_sum(const T* x, const float* e) {
@@ -91,7 +91,7 @@ static void feedback_values(const T* x, float* e, int64_t n, float scale, int bi
     __builtin_memcpy(out, part, size_t((rest * bits + 7) / 8));
 }
 
-// Scale, codes and memory of one group, or NaN as the scale of one that cannot be quantized, whose memory stays.
+// Computes scale, codes and residual of one group. A group that cannot be quantized keeps its residual; its scale is NaN.
 template <class T>
 static void feedback_group(const FeedbackArgs& a, const Layout& l, const Layout::Unit& u, const uint8_t* limit) {
     const T* x = static_cast<const T*>(a.x) + u.column;
@@ -117,7 +117,7 @@ static void feedback_quantize(const FeedbackArgs& a, const Layout& l, const Layo
 #undef CALL
 }
 
-// out = the sum of two workers' values, or that on top of what out holds; so that the sums stay in registers.
+// Sets out to the sum of two workers' values, or adds the sum to it. Two at a time keep sums in registers.
 template <int CLASS, bool FIRST>
 static void add_two(const uint8_t* in0, const uint8_t* in1, int64_t readable, float scale0, float scale1, float* out,
                     int64_t n, int bits, float factor, float divisor) {
@@ -151,7 +151,7 @@ static bool ordinary(float scale) {
 
 template <int CLASS>
 static void mean_of_group(const FeedbackReduceArgs& a, const Layout& l, const Layout::Unit& u, float* out) {
-    // Times 2**-k is the same number as divided by 2**k, and takes a fraction of the time.
+    // Multiplying by 2**-k equals dividing by 2**k in a fraction of the time.
     const bool power = (a.parts & (a.parts - 1)) == 0;
     const float divisor = power ? 0.0f : float(a.parts), factor = power ? 1.0f / float(a.parts) : 0.0f;
     Layout::Unit here = u;
@@ -175,7 +175,7 @@ static void mean_of_group(const FeedbackReduceArgs& a, const Layout& l, const La
     for (int64_t i = 0; i < u.n; i++) out[i] = power ? out[i] * factor : out[i] / divisor;
 }
 
-// The mean stays in the first cache; a whole pass over it, and two over the memory, would each go to main memory.
+// One group at a time keeps the mean in the L1 cache; passes over whole buckets would go to main memory.
 static void feedback_reduce(const FeedbackReduceArgs& a, const Layout& l, const Layout::Unit& u, const uint8_t* limit,
                             float* mean) {
     const int bits = a.to.bits;

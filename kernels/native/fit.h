@@ -1,6 +1,6 @@
-// The fewest bits that keep an error, found on the way to the codes. What a number of bits leaves out is known within
-// bounds, which mostly decide; where they do not, the caller measures exactly. So the bits are always those that
-// distortion_ops.py finds, and only the time differs. Then every m takes what its codes say, as in quantize_call.
+// Search for the fewest bits that keep an error, in the same pass as the encoding. Errors are known within bounds, which
+// mostly decide; where they do not, the caller measures exactly. So the bits always equal those of ops.fewest_bits, and
+// only the time differs. Then every m takes its decoded values, as in quantize_call.
 #pragma once
 
 #include <algorithm>
@@ -13,31 +13,32 @@
 
 namespace pipecomp {
 
-constexpr double ROUNDING = 1e-4;  // relative: more than all float32 sums of squares are off, here and in distortion.py
-constexpr int FIRST_LOOK = 4;      // as in distortion_ops.py
+constexpr double ROUNDING = 1e-4;  // bound on relative rounding errors of float32 sums of squares, here and elsewhere
+constexpr int FIRST_TRY = 4;       // as in reference/batches.py
 constexpr int64_t SAMPLE_ROWS = 16;
-constexpr int MOST_LOOKS = 3;
+constexpr int MAX_TRIES = 3;
 
-// What some bits leave out of the rows that were looked at, in the squared units of x.
-struct Outcome {
-    double norm = 0;           // squared, of x
-    double room = 0;           // a step's square, summed over all values: a value leaves out at most a quarter
-    double left = 0, less = 0;  // with these bits, and with one less; see `doubt`
-    bool bad = false;          // rows that cannot be quantized
+// Squared errors of the measured rows, in squared units of x.
+struct ErrorSums {
+    double norm = 0;            // squared, of x
+    double steps = 0;           // sum of squared steps: each squared error is at most a quarter of its squared step
+    double error = 0;           // squared, with these bits; see `uncertainty`
+    double error_below = 0;     // squared, with one bit less
+    bool bad = false;           // whether a row cannot be quantized
 
-    // How far off `left` or `less` may be: each value is at most a step of 2**-fine_bits above what it counts as.
-    double doubt(double squares, int bits) const {
+    // Bound on the error of `error` or `error_below`: each value counts rounded down to a unit of 2**-fine_bits steps.
+    double uncertainty(double squares, int bits) const {
         const double step = std::ldexp(1.0, -fine_bits(bits));
-        return 2 * step * std::sqrt(room * squares) + step * step * room + ROUNDING * squares;
+        return 2 * step * std::sqrt(steps * squares) + step * step * steps + ROUNDING * squares;
     }
-    void operator+=(const Outcome& o) {
-        norm += o.norm, room += o.room, left += o.left, less += o.less, bad = bad || o.bad;
+    void operator+=(const ErrorSums& o) {
+        norm += o.norm, steps += o.steps, error += o.error, error_below += o.error_below, bad = bad || o.bad;
     }
 };
 
-// Samples that are sent together, of which at most `share` of the squared norm may be left out, with `low` to `high` bits.
-// payload: room for the parts of all, one after the other, with the most bits; or null.
-struct Fitting {
+// The search for samples that are sent together: the squared error is at most `share` of the squared norm, the bits `low`
+// to `high`. payload: room for the parts of all, one after the other, with the most bits; or null.
+struct BitSearch {
     const QuantizeArgs* const samples;
     const int64_t count, values;
     const double share;
@@ -47,56 +48,57 @@ struct Fitting {
     const Table& t = table_of(isa);
     int64_t rows = 0;
 
-    // The fewest bits, whose codes and scales lie in the payload; 0 where that is not certain. No m is changed.
+    // Returns the fewest bits, with their codes and scales in the payload; 0 if uncertain. No m is changed.
     int bits() {
         for (int64_t i = 0; i < count; i++) {
             const QuantizeArgs& a = samples[i];
             if (a.rms || a.stochastic || a.group > FIT_VALUES) return 0;
             rows += a.rows;
         }
-        const int first = std::min(std::max(FIRST_LOOK, low), high);
-        const Outcome sample = look(first, std::max<int64_t>(1, rows / SAMPLE_ROWS));
-        int bits = likely(first, sample);
-        for (int i = 0; i < MOST_LOOKS; i++) {
-            const Outcome all = look(bits, 1);
-            // Within these no float32 square or sum overflows, and what underflows does not matter.
+        const int first = std::min(std::max(FIRST_TRY, low), high);
+        const ErrorSums sample = measure_rows(first, std::max<int64_t>(1, rows / SAMPLE_ROWS));
+        int bits = extrapolate(first, sample);
+        for (int i = 0; i < MAX_TRIES; i++) {
+            const ErrorSums all = measure_rows(bits, 1);
+            // In this range no float32 square or sum overflows, and underflow does not matter.
             if (all.bad || !(all.norm > 0x1p-60 && all.norm < 0x1p100)) return 0;
-            const int next = likely(bits, all);
-            if (next == bits) return fewest(bits, first, all) ? bits : 0;
+            const int next = extrapolate(bits, all);
+            if (next == bits) return is_fewest(bits, first, all) ? bits : 0;
             bits = next;
         }
         return 0;
     }
 
-    // The fewest bits, if a bit less leaves out four times as much.
-    int likely(int bits, const Outcome& o) const {
+    // Estimates the fewest bits, if one bit less makes the squared error four times as large.
+    int extrapolate(int bits, const ErrorSums& o) const {
         const double most = share * o.norm;
-        double left = o.left;
-        if (left <= most)
-            for (left = o.less; bits > low && left <= most; left *= 4) bits--;
+        double error = o.error;
+        if (error <= most)
+            for (error = o.error_below; bits > low && error <= most; error *= 4) bits--;
         else
-            for (; bits < high && left > most; left /= 4) bits++;
+            for (; bits < high && error > most; error /= 4) bits++;
         return bits;
     }
 
-    // Whether distortion_ops.py certainly comes to these bits: it begins with `first` bits, and goes up until some suffice
-    // or down as long as some do. So it matters which suffice of those that it may come by.
-    bool fewest(int bits, int first, const Outcome& all) const {
+    // Whether ops.fewest_bits certainly returns these bits. It starts at `first` bits and goes up until the bits suffice,
+    // or down as long as they do; so the bits on its way have to be checked.
+    bool is_fewest(int bits, int first, const ErrorSums& all) const {
         const double most = share * all.norm * (1 - ROUNDING), least = share * all.norm * (1 + ROUNDING);
-        // Of more bits each value leaves out at most a quarter of their step's square.
-        if (bits < high && (all.left + all.doubt(all.left, bits) > most || all.room / 16 > most)) return false;
-        if (bits > low && all.less - all.doubt(all.less, bits) <= least) return false;
-        if (bits == first && 4 * (all.left - all.doubt(all.left, bits)) > least) return true;
-        double left = all.less;
+        // With more bits each squared error is at most a quarter of their step's square.
+        if (bits < high && (all.error + all.uncertainty(all.error, bits) > most || all.steps / 16 > most)) return false;
+        if (bits > low && all.error_below - all.uncertainty(all.error_below, bits) <= least) return false;
+        if (bits == first && 4 * (all.error - all.uncertainty(all.error, bits)) > least) return true;
+        double error = all.error_below;
         for (int b = bits - 2; b >= (bits > first ? first : low); b--) {
-            left *= 4;  // more or less: as many rows as leave out enough
-            const Outcome some = look(b, std::max<int64_t>(1, int64_t(std::min(0.8 * left / least, double(rows)))), true);
-            if (some.left - some.doubt(some.left, b) <= least) return false;
+            error *= 4;  // a rough estimate of the number of rows with enough error
+            const int64_t stride = std::max<int64_t>(1, int64_t(std::min(0.8 * error / least, double(rows))));
+            const ErrorSums some = measure_rows(b, stride, true);
+            if (some.error - some.uncertainty(some.error, b) <= least) return false;
         }
         return true;
     }
 
-    // Every m moves by what its codes in the payload decode to, or is set to it.
+    // Moves every m by the decoded values of its codes in the payload, or sets it to them.
     void update(int bits) const {
         uint8_t* at = payload;
         for (int64_t i = 0; i < count; i++) {
@@ -105,7 +107,7 @@ struct Fitting {
         }
     }
 
-    // A sample with these bits, its scales and codes at `at`, if that is not null, which becomes where they end.
+    // Places a sample's scales and codes, with these bits, at `at`, and advances it; unless it is null.
     static QuantizeArgs placed(QuantizeArgs a, int bits, uint8_t*& at) {
         const Layout l(a.H, a.group, bits);
         a.bits = bits;
@@ -116,9 +118,9 @@ struct Fitting {
         return a;
     }
 
-    // Of every `stride`th row. Codes go into the payload, if all rows are looked at and not `only` that.
-    Outcome look(int bits, int64_t stride, bool only = false) const {
-        std::vector<Outcome> found(size_t(std::max(threads, 1)));
+    // Measures every `stride`th row. Writes codes into the payload if that is every row and not `only` measuring.
+    ErrorSums measure_rows(int bits, int64_t stride, bool only = false) const {
+        std::vector<ErrorSums> found(size_t(std::max(threads, 1)));
         run_threads(useful_threads(threads, values / stride), [&](int thread, int parts, Barrier&) {
             const Range part((rows + stride - 1) / stride, 1, thread, parts);
             uint8_t* at = stride == 1 && !only ? payload : nullptr;
@@ -134,15 +136,15 @@ struct Fitting {
         return found[0];
     }
 
-    // keep: its codes and scales; else they are forgotten.
-    Outcome rows_of(QuantizeArgs a, int64_t begin, int64_t end, int64_t stride, bool keep) const {
+    // keep: whether codes and scales are written.
+    ErrorSums rows_of(QuantizeArgs a, int64_t begin, int64_t end, int64_t stride, bool keep) const {
         const int bits = a.bits;
         const Layout l(a.H, a.group, bits);
         std::vector<uint8_t> scratch(keep ? 0 : size_t(l.group_bytes + 64));
         if (!keep) a.codes = scratch.data();
         const uint8_t* const limit = keep ? a.codes + end * l.row_bytes : a.codes + scratch.size();
         const double unit = std::ldexp(1.0, -2 * fine_bits(bits)), step = 2.0 / double(1 << bits);
-        Outcome found;
+        ErrorSums found;
         for (int64_t row = begin; row < end; row += stride)
             for (int64_t g = 0; g < l.groups; g++) {
                 Layout::Unit u = l.at(row * l.groups + g);
@@ -158,9 +160,9 @@ struct Fitting {
                 uint64_t squares[2] = {};
                 t.fit(a, u, scale, limit, squares);
                 const double width = double(scale) * step, square = width * width;
-                found.room += square * double(u.n);
-                found.left += square * unit * double(squares[0]);
-                found.less += square * unit * double(squares[1]);
+                found.steps += square * double(u.n);
+                found.error += square * unit * double(squares[0]);
+                found.error_below += square * unit * double(squares[1]);
             }
         return found;
     }

@@ -1,5 +1,5 @@
-// Data-parallel codes: linear and exponential dithering, Algorithm 2's reduce. Included once per instruction set.
-// Values [begin, end) of a flat bucket, begin a multiple of 32; what dithering.py defines.
+// Linear and exponential dithering and the reduction of Algorithm 2, as in reference/gradients.py. Included once per
+// instruction set. Functions work on values [begin, end) of a flat bucket, begin a multiple of 32.
 
 // Values at i ... i + 7 of a bucket that ends at `end`; zeros beyond.
 template <class T>
@@ -7,7 +7,7 @@ INLINE F8 bucket8(const T* g, int64_t i, int64_t end) {
     return end - i >= 8 ? load8(g + i) : load_some(g + i, end - i);
 }
 
-// Decoded values, written or added to what is there.
+// Stores decoded values, or adds them to out.
 template <bool ADD>
 INLINE void put_values(float* out, F8 v) {
     storeu(out, ADD ? load8(out) + v : v);
@@ -44,12 +44,12 @@ INLINE void encode(const Code& code, const T* g, uint8_t* codes, int bits, int64
     __builtin_memcpy(out, part, size_t(limit - out));
 }
 
-// Calls encode(from, to, block) for [begin, end), where `block` names the 2**32 elements whose random numbers it takes;
-// element 0 has the index `start`. 32 values with a border of blocks among them are encoded for either block, and each
-// gives the codes on its side.
+// Calls encode(from, to, block) for [begin, end), where `block` is the block of 2**32 elements that selects the keys of
+// the random numbers; element 0 has the index `start`. 32 values across a border of blocks are encoded for both blocks, and
+// each call contributes the codes on its side.
 template <class Encode>
 static void by_blocks(uint8_t* codes, int bits, uint64_t start, int64_t begin, int64_t end, const Encode& encode) {
-    uint8_t before[32] = {};  // of 32 values from `begin` on, of which those up to `border` are right
+    uint8_t before[32] = {};  // codes of 32 values from `begin` on, valid up to `border`
     int64_t border = begin;
     for (uint32_t block = uint32_t((start + uint64_t(begin)) >> 32);; block++) {
         const uint64_t last = (uint64_t(block) << 32 | 0xFFFFFFFFu) - start;
@@ -86,7 +86,7 @@ struct Choice {
         }
     }
 
-    // Of the values from `at` on, of which there are n.
+    // The numbers of n values from `at` on.
     __attribute__((always_inline)) F8 at(int64_t at, int64_t n) const {
         if (!INDEXED) return table;
         I8 which = load_index(index + at, n);
@@ -219,7 +219,7 @@ static void exponential_decode(const ExponentialArgs& a, int64_t begin, int64_t 
     exponential_decode_values<false>(a, begin, end);
 }
 
-// One value of Algorithm 2: codes with `bits` bits, its byte of randomness and its index for the second stream.
+// Reduces one value by Algorithm 2. byte: its random byte. index: its index in the second stream.
 INLINE uint32_t reduce_one(uint32_t a, uint32_t b, int bits, uint32_t byte, const ReduceArgs& args, uint64_t index) {
     const uint32_t sign = 1u << (bits - 1), mask = sign - 1;
     uint32_t ea = a & mask, eb = b & mask;
@@ -250,7 +250,7 @@ static void reduce_some(const ReduceArgs& a, int64_t begin, int64_t end) {
 }
 
 #if PC_AVX2
-// 32 values with one code in each byte, the sign in bit SIGN. `far` gets the lanes that may need the second stream.
+// Reduces 32 values, one code in each byte, the sign in bit SIGN. `far`: the lanes that may need the second stream.
 template <int SIGN>
 INLINE __m256i reduce32(__m256i a, __m256i b, __m256i random, __m256i* far) {
     const __m256i mask = _mm256_set1_epi8((1 << SIGN) - 1), zero = _mm256_setzero_si256();

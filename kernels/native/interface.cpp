@@ -1,7 +1,6 @@
-// Native CPU kernels of pipecomp: a plain C interface, called through ctypes. See native.h for the rules that make every
-// backend's bytes the same. A call names an instruction set (0 portable, 1 AVX2, 2 AVX-512); pipecomp_best_isa says
-// which one this CPU takes. The kernels of each set are a unit of their own (native_portable.cpp, native_avx2.cpp,
-// native_avx512.cpp), so that the compiler can work on them at the same time.
+// C interface of the native CPU kernels, called through ctypes. See shared.h for the rules that make the bytes of all
+// backends equal. A call names an instruction set (0 portable, 1 AVX2, 2 AVX-512); pipecomp_best_isa returns the best one
+// of this CPU. Each set is a translation unit of its own (portable.cpp, avx2.cpp, avx512.cpp): they compile in parallel.
 
 #include "shared.h"
 
@@ -18,7 +17,7 @@
 #include "parallel.h"
 
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
-#error "pipecomp's packed codes are little-endian; the torch backend runs on this machine"
+#error "pipecomp's packed codes are little-endian; use the torch backend on this machine"
 #endif
 
 namespace pipecomp {
@@ -63,7 +62,7 @@ extern "C" {
 
 #define PC_EXPORT __attribute__((visibility("default")))
 
-// Raised with every change of this interface; native_library.py refuses another one.
+// Increased with every change of this interface; library.py refuses other versions.
 PC_EXPORT int32_t pipecomp_abi() { return 11; }
 
 PC_EXPORT int32_t pipecomp_best_isa() {
@@ -79,13 +78,14 @@ PC_EXPORT int32_t pipecomp_best_isa() {
 #endif
 }
 
-// Row of the first NaN, Inf or value above 2**100, or -1. With one, m is untouched; codes and scales are undefined.
+// Returns the row of the first NaN, Inf or value above 2**100, or -1. If there is one, m is unchanged, and codes and
+// scales are undefined.
 PC_EXPORT int64_t pipecomp_quantize(const QuantizeArgs* a, int32_t isa, int32_t threads) {
     return quantize_call(*a, isa, threads);
 }
 
-// Samples of any lengths, into one packet; then the packet's last four bytes become the CRC-32 of those before them
-// (packet may be null). Returns the first bad sample << 32 | its row, INT64_MAX if there is none.
+// Encodes samples of any lengths into one packet; then the packet's last four bytes become the CRC-32 of those before
+// them (packet may be null). Returns the first bad sample << 32 | its row, INT64_MAX if there is none.
 PC_EXPORT int64_t pipecomp_encode_batch(const QuantizeArgs* a, int64_t samples, int64_t values, uint8_t* packet,
                                         int64_t packet_bytes, int32_t isa, int32_t threads) {
     std::atomic<int64_t> first{INT64_MAX};
@@ -99,7 +99,7 @@ PC_EXPORT int64_t pipecomp_encode_batch(const QuantizeArgs* a, int64_t samples, 
     return INT64_MAX;
 }
 
-// What quantizing would leave out of every row of all samples, for each of `count` numbers of bits: see distortion_call.
+// The quantization error of every row of all samples, for each of `count` numbers of bits: see distortion_call.
 PC_EXPORT void pipecomp_distortion(const QuantizeArgs* a, int64_t samples, int64_t values, const int32_t* bits, int64_t count,
                                    double* out, int32_t isa, int32_t threads) {
     std::vector<int64_t> first(static_cast<size_t>(samples) + 1);
@@ -109,14 +109,14 @@ PC_EXPORT void pipecomp_distortion(const QuantizeArgs* a, int64_t samples, int64
     });
 }
 
-// The fewest of `low` to `high` bits with which all samples together leave out at most `share` of their squared norm. Into
-// a payload, which may be null, they are then encoded with these bits, and every m follows. 0 if distortion_call has to
-// decide; then no m has changed.
+// Returns the fewest of `low` to `high` bits with which the squared error of all samples together is at most `share` of
+// their squared norm. If the payload is not null, encodes them into it with these bits, and moves every m. Returns 0, with
+// no m changed, if only distortion_call can decide.
 PC_EXPORT int32_t pipecomp_fewest_bits(const QuantizeArgs* a, int64_t samples, int64_t values, double share, int32_t low,
                                        int32_t high, uint8_t* payload, int32_t isa, int32_t threads) {
-    Fitting fitting{a, samples, values, share, low, high, payload, isa, threads};
-    const int bits = fitting.bits();
-    if (bits && payload) fitting.update(bits);
+    BitSearch search{a, samples, values, share, low, high, payload, isa, threads};
+    const int bits = search.bits();
+    if (bits && payload) search.update(bits);
     return bits;
 }
 

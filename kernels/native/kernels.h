@@ -1,4 +1,4 @@
-// The kernels of one instruction set: included once for each, inside its namespace, with PC_AVX2 set to 0 or 1.
+// The kernels of one instruction set. Included once for each, inside its namespace, with PC_AVX2 set to 0 or 1.
 
 #include "simd.h"
 #include "quantize.h"
@@ -13,5 +13,5 @@ const Table table = {
     measure,         sum_squares,   quantize,           dequantize,         widen, linear_encode,      linear_reduce,
     linear_decode,   scale_index,   exponential_encode, exponential_decode, exponential_reduce, feedback_quantize,
     feedback_reduce, kmeans_assign, sketch_slots,       sketch_residual,    sketch_decode,      pack,               unpack,
-    select,          squared_norm,  left_out,           sum_of_groups,      measure_norm,       fit,
+    select,          squared_norm,  squared_error,           sum_of_groups,      measure_norm,       fit,
 };

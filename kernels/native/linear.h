@@ -1,9 +1,9 @@
-// Exact sums of linear codes, and their values. Included once per instruction set. Values [begin, end) of a flat bucket,
-// begin a multiple of 32; what dithering.py defines.
+// Exact sums of linear codes, and their decoding, as in reference/gradients.py. Included once per instruction set.
+// Functions work on values [begin, end) of a flat bucket, begin a multiple of 32.
 
-constexpr int64_t SUMS = 256;  // values whose sums are held at a time
+constexpr int64_t SUMS = 256;  // values summed at a time
 
-// total[0 ... n - 1] += codes, or = with FIRST. The codes' bytes end at limit.
+// Adds codes to total[0 ... n - 1], or with FIRST sets it. The codes' bytes end at limit.
 template <bool FIRST>
 INLINE void add_codes(int32_t* total, const Unpacker& u, const uint8_t* in, const uint8_t* limit, int64_t n) {
     int64_t i = 0;

@@ -1,4 +1,4 @@
-// A few threads for the length of one call. Results never depend on how many there are.
+// Threads for the duration of one call. Results never depend on their number.
 #pragma once
 
 #include <atomic>
@@ -9,7 +9,7 @@
 
 namespace pipecomp {
 
-// Where all threads of a call wait for each other; calls are far shorter than a time slice, so waiting spins, then yields.
+// Barrier of all threads of a call. Calls are far shorter than a time slice, so waiting spins, then yields.
 class Barrier {
   public:
     explicit Barrier(int threads) : threads_(threads) {}
@@ -30,7 +30,7 @@ class Barrier {
     std::atomic<int> waiting_{0}, phase_{0};
 };
 
-// Runs body(thread, threads, barrier) on up to `threads` threads, this one included; fewer if no more can be started.
+// Runs body(thread, threads, barrier) on up to `threads` threads, this one included; fewer if starting one fails.
 template <class Body>
 void run_threads(int threads, const Body& body) {
     std::vector<std::thread> others;

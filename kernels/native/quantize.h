@@ -1,5 +1,5 @@
 // The quantizer Q_b for one unit (a group, or a piece of one). Included once per instruction set. Powers of two are
-// folded into constants: that moves no rounding, because scales are normal numbers from 2**-100 to 2**100.
+// folded into constants. That changes no rounding, because scales are normal numbers from 2**-100 to 2**100.
 
 template <class T>
 INLINE const T* unit_values(const QuantizeArgs& a, const Layout::Unit& u) {
@@ -20,7 +20,7 @@ INLINE F8 load_some_values(const T* x, const float* m, int64_t n) {
     return DELTA ? load_some(x, n) - load_some(m, n) : load_some(x, n);
 }
 
-// The largest |value| as a bit pattern: Inf and NaN come out above every finite number, in the same pass.
+// The largest |value| as a bit pattern; Inf and NaN compare above every finite number.
 template <class T, bool DELTA>
 static uint32_t measure_values(const T* x, const float* m, int64_t n) {
     const U8 magnitude = splat(0x7FFFFFFFu);
@@ -50,7 +50,7 @@ static int64_t sum_values(const T* x, const float* m, int64_t n, float inverse) 
         F8 v = n - i >= 8 ? load_values<T, DELTA>(x + i, m + i) : load_some_values<T, DELTA>(x + i, m + i, n - i);
         F8 t = v * inv;
         F8 square = t * t * unit;
-        // Adding and taking away 2**23 rounds to the nearest integer, half to even; from 2**23 on every float is one.
+        // Adding and subtracting 2**23 rounds to an integer, half to even; from 2**23 on every float is an integer.
         F8 rounded = square < magic ? (square + magic) - magic : square;
         U8 whole = U8(to_int(rounded));
         L4 even = L4(whole) & 0xFFFFFFFFll;
@@ -59,7 +59,7 @@ static int64_t sum_values(const T* x, const float* m, int64_t n, float inverse) 
     return total[0] + total[1] + total[2] + total[3];
 }
 
-// Constants of one group. CLASS: the most bits that code is made for (3, 4, 7 or 8; packing knows no 3).
+// Constants of one group. CLASS: the largest number of bits that the code supports (3, 4, 7 or 8; packing has no 3).
 template <bool STOCHASTIC>
 struct Coder {
     F8 inverse, step, top, offset, low, high, scale, table;
@@ -118,7 +118,7 @@ static void quantize_values(const T* x, const float* m, int64_t n, float scale, 
             F8 v = load_values<T, DELTA>(x + i + 8 * j, m + i + 8 * j);
             c[j] = C::code(coder, v, R::take(random));
         }
-        // This group comes from the first cache; the next one can be on its way meanwhile.
+        // This group is in the L1 cache; prefetch the next one meanwhile.
         for (int64_t line = 0; line < 32 * int64_t(sizeof(T)); line += 64)
             __builtin_prefetch(reinterpret_cast<const char*>(x + n + i) + line);
         if (DELTA) __builtin_prefetch(m + n + i);
@@ -138,7 +138,7 @@ static void quantize_values(const T* x, const float* m, int64_t n, float scale, 
     __builtin_memcpy(out, part, size_t((rest * bits + 7) / 8));
 }
 
-// Stochastic rounding where the element index passes a multiple of 2**32: once in so many values, so one at a time.
+// Stochastic rounding across an element index that is a multiple of 2**32: rare, so one value at a time.
 template <class T>
 static void quantize_across(const T* x, const float* m, int64_t n, float scale, int bits, uint8_t* out, uint64_t seed,
                             uint64_t index) {
@@ -243,7 +243,7 @@ static void dequantize_values(const uint8_t* in, const uint8_t* limit, float* ou
     }
 }
 
-// Zero, and scales that `quantize` never makes: folding powers of two into these would round differently.
+// For scale zero and scales that `quantize` never produces: folding powers of two into these would round differently.
 static void dequantize_plainly(const uint8_t* in, const float* w, float* out, int64_t n, float scale, int bits, bool add) {
     for (int64_t i = 0; i < n; i++) {
         int64_t at = i * bits;
@@ -288,7 +288,7 @@ static void widen_values(float* out, const T* x, int64_t n) {
     if (i < n) store_some(out + i, load_some(x + i, n - i), n - i);
 }
 
-// float32 of n values, which may lie at any address.
+// Converts n values, at any address, to float32.
 static void widen(float* out, const void* x, int dtype, int64_t n) {
 #define CALL(T) widen_values(out, static_cast<const T*>(x), n)
     BY_DTYPE(dtype, CALL)

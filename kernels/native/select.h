@@ -66,12 +66,12 @@ INLINE I8 magnitudes(const T* x, int64_t n) {
     return I8(v) & splat(0x7FFFFFFF);
 }
 
-// A search for the k-th largest magnitude, as a bit pattern. It is in [low, high], and `above` are above high.
+// Search for the k-th largest magnitude as a bit pattern: it is in [low, high], and `above` magnitudes are above high.
 struct Search {
     int32_t low = 0, high = 0x7FFFFFFF;
     int64_t above = 0;
 
-    // Narrows the range down, a quarter at a time, to `width`; first to what is around `guess`, of magnitudes.
+    // Narrows the range to `width`, to a quarter at each step; starts around the magnitude `guess`.
     template <class T>
     void narrow(const T* x, int64_t n, int64_t k, int32_t width, int32_t guess) {
         for (int64_t middle = guess, step = 2 << 23; high - low > width;) {
@@ -104,8 +104,8 @@ struct Search {
     }
 };
 
-// Keeps the k largest magnitudes, of equal ones those that come first. `first`: position of the group in its row.
-// Counting, eight at a time, finds what few magnitudes the k-th one is among, and then the k-th among them.
+// Keeps the k largest magnitudes, of equal ones the first. `first`: position of the group in its row. Counting, eight at
+// a time, narrows the range to a few candidates, and then finds the k-th magnitude among them.
 template <class T>
 static void select_values(float* values, int32_t* index, const T* x, int64_t n, int64_t k, int32_t first,
                           uint32_t* candidates) {
@@ -126,7 +126,7 @@ static void select_values(float* values, int32_t* index, const T* x, int64_t n, 
     some.high = all.high;
     some.narrow(reinterpret_cast<const float*>(candidates), size, k - all.above, 0, all.low + (all.high - all.low) / 2);
     const int32_t threshold = some.low;
-    int64_t equal = k - all.above - some.above, same = 0;  // how many at the threshold are kept, and how many there are
+    int64_t equal = k - all.above - some.above, same = 0;  // number of kept magnitudes at the threshold, and of all
     for (int64_t c = 0; c < size; c++) same += candidates[c] == uint32_t(threshold);
     int64_t kept = 0;
     i = 0;

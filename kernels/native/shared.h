@@ -1,6 +1,6 @@
-// What the native kernels share: argument blocks, constants, the counter-based random numbers, one table of functions
-// per instruction set. Every value passes through single, rounded float32 operations (-ffp-contract=off), in the order
-// that reference.py and dithering.py define; native_body.h is compiled once per instruction set.
+// Shared declarations of the native kernels: argument blocks, constants, counter-based random numbers, a table of
+// functions for each instruction set. Every value passes through single, rounded float32 operations (-ffp-contract=off),
+// in the order of the Python modules in kernels/reference; kernels.h is compiled once for each instruction set.
 #pragma once
 
 #include <cstddef>
@@ -25,7 +25,7 @@ constexpr uint32_t SCALE_MAX_BITS = 0x71800000u;  // 2**100
 constexpr uint32_t MULTIPLIER_1 = 0x7FEB352Du;
 constexpr uint32_t MULTIPLIER_2 = 0x846CA68Bu;
 
-// Groups longer than this are cut into pieces, so that threads can share one; whole bytes at every bit width.
+// Longer groups are cut into pieces of this many values, so that threads share them; whole bytes at every bit width.
 constexpr int64_t PIECE = 1 << 15;
 
 struct Keys {
@@ -63,26 +63,26 @@ inline float bits_float(uint32_t b) {
     return v;
 }
 
-// What depends on the number of bits alone, made once.
+// Constants that depend on the number of bits alone, computed once.
 struct Constants {
-    // w_c for [stochastic][bits][code]: what a code decodes to in a group of scale 1; repeats beyond the last code.
+    // w_c for [stochastic][bits][code]: the decoded value in a group of scale 1; repeats beyond the last code.
     float w[2][9][256];
-    // 2 / (2**bits - 1) as a part of 10 significant bits and the rest: k * high is exact for every code's k, and
-    // k * high + k * low rounds to w_c (checked by tests for every code).
+    // 2 / (2**bits - 1) as a part of 10 significant bits and a remainder: k * high is exact for every code k, and
+    // k * high + k * low rounds to w_c (tests check every code).
     float high[9], low[9];
     int16_t pack_weight_1[9];
     int32_t pack_weight_2[9], pack_shift[9];
     int8_t pack_order[9][32], unpack_order[17][32];
     int32_t unpack_shift[17][8];
-    uint8_t chosen_order[256][8];  // the lanes of a mask's bits, then whatever
+    uint8_t chosen_order[256][8];  // the lanes of a mask's set bits; the rest is undefined
     Constants();
 };
 extern const Constants constants;
 
 struct QuantizeArgs {
     const void* x;
-    float* m;      // null: quantize x itself; else x - m, and then m is moved
-    float* fresh;  // null, or dense rows that become what is decoded
+    float* m;      // null: quantize x itself; else quantize x - m and move m
+    float* fresh;  // null, or dense rows that become the decoded values
     uint8_t* codes;
     float* scales;
     int64_t x_stride, m_stride;  // values from one row to the next
@@ -99,12 +99,12 @@ struct DequantizeArgs {
     int32_t dtype, bits, stochastic, add;  // bits 0: codes are values of dtype
 };
 
-// Bits below a code's own that `fit` counts errors with: all fit into 16, and a lane's squares of FIT_VALUES values into
-// 32.
+// Fractional bits with which `fit` counts errors: a code with them fits into 16 bits, and a lane's sum of squares of
+// FIT_VALUES values into 32.
 constexpr int64_t FIT_VALUES = 1 << 14;
 inline int fine_bits(int bits) { return bits < 6 ? 10 : 16 - bits; }
 
-// Scales lie wherever a payload has them, not always at a multiple of four bytes.
+// Scales lie anywhere in a payload, not always at a multiple of four bytes.
 inline float get_scale(const float* scales, int64_t i) {
     float v;
     std::memcpy(&v, reinterpret_cast<const char*>(scales) + 4 * i, 4);
@@ -113,7 +113,7 @@ inline float get_scale(const float* scales, int64_t i) {
 
 inline void put_scale(float* scales, int64_t i, float v) { std::memcpy(reinterpret_cast<char*>(scales) + 4 * i, &v, 4); }
 
-// Where unit u of a quantizer call lies. A unit is a piece of a group, usually a whole one.
+// Positions of the units of a quantizer call. A unit is a piece of a group, usually the whole group.
 struct Layout {
     int64_t H, group, groups, group_bytes, row_bytes, pieces;
     int bits;
@@ -137,7 +137,7 @@ struct Layout {
         int64_t g = groups == 1 ? 0 : r.id % groups;
         int64_t start = g * group;
         r.whole = H - start < group ? H - start : group;
-        // Pieces that a short group does not fill are empty ones at its end: what comes before them may write up to there.
+        // A short last group has empty pieces at its end, so that the pieces before them may write up to their position.
         int64_t skip = piece * PIECE < r.whole ? piece * PIECE : r.whole;
         r.n = pieces > 1 && r.whole - skip > PIECE ? PIECE : r.whole - skip;
         r.column = start + skip;
@@ -147,7 +147,7 @@ struct Layout {
     int64_t code_bytes(int64_t n) const { return (n * bits + 7) / 8; }
 };
 
-// Flat data-parallel buckets: every function works on values [begin, end), begin a multiple of 32.
+// Flat buckets: every function works on values [begin, end), begin a multiple of 32.
 struct LinearArgs {
     const void* g;
     const uint8_t* index;  // null: one level count for all
@@ -194,7 +194,7 @@ struct ReduceArgs {
     int32_t bits;
 };
 
-// x + e with a memory e, in groups.
+// Quantizing x + e with a residual e, in groups.
 struct FeedbackArgs {
     const void* x;
     float* e;
@@ -204,7 +204,7 @@ struct FeedbackArgs {
     int32_t dtype, bits, mean;
 };
 
-// The mean of several workers' values in the place of x: `to` without x and dtype. scratch: a group for each thread.
+// Quantizing the mean of several workers' values plus a residual: `to` without x and dtype. scratch: a group per thread.
 struct FeedbackReduceArgs {
     FeedbackArgs to;
     float* scratch;
@@ -213,27 +213,27 @@ struct FeedbackReduceArgs {
     int32_t parts;
 };
 
-// Values in slots: those of cluster c are first[c] ... first[c] + last[c], chosen by a hash times size[c].
+// Sketches. The slots of cluster c are first[c] ... first[c] + last[c]; a hash times size[c] selects one for a value.
 struct SketchArgs {
-    const float* x;       // encoding: what is encoded
-    const float* bounds;  // encoding: between clusters
+    const float* x;       // encoding: the values
+    const float* bounds;  // encoding: boundaries between clusters
     const float* size;
     const int32_t* first;
     const int32_t* last;
     uint8_t* codes;
-    float* means;  // of slots; encoding: the clusters' own are given, the others are made
-    float* out;    // encoding: x less the means, decoding: (out + the means) / divisor
-    double* sums;  // encoding: zero before, of slots
+    float* means;  // of slots; encoding: those of clusters are given, the others are computed
+    float* out;    // encoding: x minus the means, decoding: (out + means) / divisor
+    double* sums;  // encoding: of slots, initially zero
     int64_t* numbers;
     int64_t d, slots;
     uint64_t seed;
     float divisor;
     int32_t bits, clusters, add;
-    int32_t rounds;  // whether a size may be rounded up, so that `last` matters
+    int32_t rounds;  // whether a product may round up to the size, so that `last` matters
 };
-constexpr int64_t SKETCH_BLOCK = 1 << 12;  // values between which no 2**32 lies, and which stay in the first cache
+constexpr int64_t SKETCH_BLOCK = 1 << 12;  // values that stay in the L1 cache; divides 2**32
 
-// Functions of one instruction set.
+// The kernels of one instruction set.
 struct Table {
     uint32_t (*measure)(const QuantizeArgs&, const Layout::Unit&);
     int64_t (*sum_squares)(const QuantizeArgs&, const Layout::Unit&, float inverse);
@@ -261,7 +261,7 @@ struct Table {
     void (*select)(float* values, int32_t* index, const void* x, int dtype, int64_t n, int64_t k, int32_t first,
                    uint32_t* scratch);
     float (*squared_norm)(const QuantizeArgs&, const Layout::Unit&, float* scratch);
-    float (*left_out)(const QuantizeArgs&, const Layout::Unit&, float scale, float* scratch);
+    float (*squared_error)(const QuantizeArgs&, const Layout::Unit&, float scale, float* scratch);
     double (*sum_of_groups)(double* squares, int64_t n);
     uint32_t (*measure_norm)(const QuantizeArgs&, const Layout::Unit&, double* norm);
     void (*fit)(const QuantizeArgs&, const Layout::Unit&, float scale, const uint8_t* limit, uint64_t* squares);

@@ -1,8 +1,8 @@
-// Eight-lane values and the few operations whose best form depends on the instruction set (PC_AVX2). Included once per
-// instruction set, inside its namespace; GCC's and Clang's vector types carry the arithmetic.
+// Eight-lane vectors, and the operations with a form for each instruction set (PC_AVX2). Included once per instruction
+// set, inside its namespace. Arithmetic uses the vector types of GCC and Clang.
 
-// The class (3, 4, 7 or 8) for which code of up to that many bits is made: portable code is the same for all, and
-// compiling it once takes a third of the time.
+// The CLASS (3, 4, 7 or 8) of templates that support up to that many bits. Portable code is the same for all; compiling
+// it once takes a third of the time.
 #if PC_AVX2
 #define CLASS_OF(bits) bits
 #else
@@ -106,7 +106,7 @@ INLINE auto reduce_add(V v) {
     return (sum[0] + sum[2]) + (sum[1] + sum[3]);
 }
 
-// The random bits of consecutive elements: none (nearest rounding), or those of one block of 2**32 elements.
+// Random bits of consecutive elements: none (nearest rounding), or of one block of 2**32 elements.
 struct NoRandom {
     static constexpr bool stochastic = false;
     INLINE U8 take(NoRandom&) { return U8{}; }
@@ -138,8 +138,8 @@ INLINE bool crosses(uint64_t index, int64_t count) { return index >> 32 != (inde
 
 INLINE F8 uniform(U8 h) { return to_float(I8(h >> 8)) * splat(0x1p-24f); }
 
-// Packs 32 codes of `bits` bits to 4 * bits bytes at out; what follows them, up to limit, may be overwritten. Lanes hold
-// codes below 2**bits.
+// Packs 32 codes of `bits` bits to 4 * bits bytes at out; may overwrite bytes after them, up to limit. Lanes hold codes
+// below 2**bits.
 struct Packer {
     int bits;
 #if PC_AVX2
@@ -233,7 +233,7 @@ INLINE void put_wide(I8 c, int bits, uint8_t* out, const uint8_t* limit) {
         __builtin_memcpy(out, word, size_t(bits));
         return;
     }
-    // One by one: a load of both right after their stores would have to wait for them to leave the store buffer.
+    // Separate stores: one load of both words right after their stores would wait for the store buffer.
     __builtin_memcpy(out, &word[0], 8);
     __builtin_memcpy(out + 8, &word[1], 8);
 }
@@ -257,7 +257,7 @@ struct Unpacker {
         return u;
     }
 
-    // Codes in the low bits of each lane; the bits above them are whatever follows.
+    // Codes in the low bits of each lane; the bits above them are undefined.
     INLINE I8 raw(const Unpacker& u, const uint8_t* p) {
 #if PC_AVX2
         __m256i both = _mm256_broadcastsi128_si256(loadu<__m128i>(p));
@@ -342,8 +342,7 @@ INLINE I8 gather(const int32_t* table, I8 index) {
 #endif
 }
 
-// Writes the lanes where `chosen` is -1, one after the other; how many they are. All eight lanes' places at `out` may
-// be written.
+// Stores the lanes where `chosen` is -1, one after the other, and returns their number. May write all eight lanes at out.
 INLINE int64_t put_chosen(void* out, I8 v, I8 chosen) {
 #if PC_AVX2
     const int mask = _mm256_movemask_ps(__m256(chosen));

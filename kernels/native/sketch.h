@@ -1,7 +1,7 @@
-// CASQ's sketches of flat buckets: every value in a slot of its cluster, and the slots' means. Included once per
-// instruction set. Values [begin, end), begin a multiple of SKETCH_BLOCK; what sketch.py defines.
+// CASQ's sketches of flat buckets, as in reference/gradients.py. Included once per instruction set. Functions work on
+// values [begin, end), begin a multiple of SKETCH_BLOCK.
 
-// Clusters' numbers: how many boundaries are at or below a value.
+// Cluster numbers: the number of boundaries at or below a value.
 struct Nearest {
     const float* bounds;
     int count;
@@ -26,7 +26,7 @@ struct Nearest {
     }
 };
 
-// A slot for each value: its cluster's first one, or by a hash one of those that follow.
+// The slot of each value: a hash selects one of its cluster's.
 struct Slots {
     const SketchArgs& a;
     Random random;
@@ -53,7 +53,7 @@ struct Slots {
     }
 };
 
-// Clusters' numbers, packed, and slots, which lie in `out` until sketch_residual.
+// Computes packed cluster numbers, and slots, which `out` holds until sketch_residual.
 static void sketch_slots(const SketchArgs& a, int64_t begin, int64_t end) {
     const Nearest nearest(a.bounds, a.clusters - 1);
     Slots slots_of(a, begin);
@@ -70,7 +70,7 @@ static void sketch_slots(const SketchArgs& a, int64_t begin, int64_t end) {
     encode<float, 8>(code, a.x, a.codes, a.bits, begin, end, NoRandom{});
 }
 
-// out = x - the mean in its slot.
+// Sets out to x minus the slot's mean.
 static void sketch_residual(const SketchArgs& a, int64_t begin, int64_t end) {
     int64_t i = begin;
     for (; i + 8 <= end; i += 8) storeu(a.out + i, load8(a.x + i) - gather(a.means, loadu<I8>(a.out + i)));

@@ -18,15 +18,15 @@ from torch import Tensor
 from pipecomp.kernels.reference.batches import ALL_FINITE, FIRST_TRY, EncodeItem
 from pipecomp.kernels.reference.rows import code_values
 from pipecomp.kernels.triton.batches import FIELDS, SampleTable, TableRow, find_sample, launch_encode, make_table
-from pipecomp.kernels.triton.rows import MOST_VALUES, GroupShape, loadable, operation, to_float, warps
+from pipecomp.kernels.triton.rows import MAX_VALUES, GroupShape, loadable, operation, to_float, warps
 
-MOST_ODD = 64  # largest odd factor of a length whose halves a program adds up in registers
-SUMMED = 1024  # values that the one program that chooses adds up at once
+MAX_ODD = 64  # largest odd factor of a length that a program sums by halves in registers
+SUM_BLOCK = 1024  # values that the one program of choose_kernel adds at once
 
 
 @triton.jit
 def tile_of(N: tl.constexpr):
-    """Where N values lie in a tile [T, M]: T the largest power of two in N, M at least what is left; and which do."""
+    """Lay out N values in a tile [T, M], T the largest power of two in N, M >= N / T: indices, and which are valid."""
     T: tl.constexpr = N & -N
     M: tl.constexpr = triton.next_power_of_2(N // T)
     column = tl.arange(0, M)[None, :]
@@ -36,7 +36,7 @@ def tile_of(N: tl.constexpr):
 
 @triton.jit
 def halved(y, N: tl.constexpr):
-    """Sum up N values in a tile, zero elsewhere: a scalar."""
+    """Sum the N values of a tile by halves: a scalar."""
     T: tl.constexpr = N & -N
     M: tl.constexpr = triton.next_power_of_2(N // T)
     return fold(tl.reshape(halve(y, T, M), [M]), N // T, M)
@@ -52,7 +52,7 @@ def halve(y, T: tl.constexpr, M: tl.constexpr):
 
 @triton.jit
 def fold(y, N: tl.constexpr, M: tl.constexpr):
-    """Sum up N values, an odd number or what halving one leaves, in y [M]: a scalar."""
+    """Sum N values in y [M] by halves, N odd at first: a scalar."""
     i = tl.arange(0, M)
     if N > 1:
         second = tl.sum(tl.where(i[None, :] == i[:, None] + N // 2, y[None, :], 0.0), 1)
@@ -66,14 +66,14 @@ def fold(y, N: tl.constexpr, M: tl.constexpr):
 
 
 @triton.jit
-def whole(steps):
-    """Cut off what is behind the point; tl.floor would take denormals for zero."""
+def truncate(steps):
+    """Round towards zero; tl.floor would take denormals for zero."""
     return steps.to(tl.int32).to(tl.float32)
 
 
 @triton.jit
 def load_group(x, m, delta, N: tl.constexpr):
-    """Values to be quantized, float32: x, or where delta is 1, x - m."""
+    """Load values to be quantized, float32: x, or x - m if delta is 1."""
     at, ok = tile_of(N)
     held = tl.load(m + at, mask=ok & (at < delta * N), other=0.0)
     return to_float(tl.load(x + at, mask=ok, other=0)) - held
@@ -81,7 +81,7 @@ def load_group(x, m, delta, N: tl.constexpr):
 
 @triton.jit
 def measure_group(v, to, LOW, COUNT, STRIDE, N: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """to[b * STRIDE] becomes the squared norm of what LOW + b bits leave out of N values, float64."""
+    """Set to[b * STRIDE] to the squared norm of the error of N values at LOW + b bits, float64."""
     _, ok = tile_of(N)
     most = tl.max(v.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
     wrong = most > 0x71800000  # 2**100; Inf and NaN are above it
@@ -94,19 +94,19 @@ def measure_group(v, to, LOW, COUNT, STRIDE, N: tl.constexpr, STOCHASTIC: tl.con
         top = (levels - 1).to(tl.float32)
         if STOCHASTIC:
             steps = u * (top * 0.5)
-            above = steps - whole(steps)
+            above = steps - truncate(steps)
             squares = above * (1.0 - above)
             step = scale.to(tl.float64) * (2.0 / top.to(tl.float64))
         else:
             steps = u * (levels.to(tl.float32) * 0.5)
-            off = tl.minimum(tl.maximum(whole(steps), 0.0), top) - steps + 0.5
+            off = tl.minimum(tl.maximum(truncate(steps), 0.0), top) - steps + 0.5
             squares = off * off
             step = scale.to(tl.float64) * (2.0 / levels.to(tl.float64))
-        left = halved(tl.where(ok, squares, 0.0), N).to(tl.float64) * (step * step)
-        tl.store(to + b * STRIDE, tl.where(wrong, float("nan"), tl.where(zero, 0.0, left)))
+        total = halved(tl.where(ok, squares, 0.0), N).to(tl.float64) * (step * step)
+        tl.store(to + b * STRIDE, tl.where(wrong, float("nan"), tl.where(zero, 0.0, total)))
 
 
-@triton.jit(do_not_specialize=["SAMPLES", "ROWS", "LOW", "COUNT"])  # else some lengths of samples compile it again
+@triton.jit(do_not_specialize=["SAMPLES", "ROWS", "LOW", "COUNT"])  # else other lengths of samples compile it again
 def distortion_kernel(
     x,
     m,
@@ -122,7 +122,7 @@ def distortion_kernel(
     STOCHASTIC: tl.constexpr,
     FIELDS: tl.constexpr,
 ):
-    """One row of the batch: sums [1 + COUNT, ROWS] as of `distortion.distortion`. parts: room for its groups' sums."""
+    """Compute one row of sums [1 + COUNT, ROWS], the result of `distortion`. parts: scratch for the sums of groups."""
     row = tl.program_id(0).to(tl.int64)
     fields = find_sample(row, table, SAMPLES, FIELDS)
     x_row = x + tl.load(fields) + row * H
@@ -145,7 +145,7 @@ def distortion_kernel(
         if TAIL:
             v = load_group(x_row + FULL * GROUP, m_row + FULL * GROUP, delta, TAIL)
             measure_group(v, own + FULL, LOW, COUNT, GROUPS, TAIL, STOCHASTIC)
-        tl.debug_barrier()  # what other threads of this program have stored
+        tl.debug_barrier()  # other threads of this program have stored the sums
         place, there = tile_of(GROUPS)
         for b in range(COUNT):
             tl.store(out + b * ROWS, halved(tl.load(own + b * GROUPS + place, mask=there, other=0.0), GROUPS))
@@ -153,9 +153,9 @@ def distortion_kernel(
 
 @triton.jit(do_not_specialize=["limit", "ROWS", "LOW", "HIGH", "FIRST_TRY"])
 def choose_kernel(sums, chosen, limit, ROWS, LOW, HIGH, FIRST_TRY, BLOCK: tl.constexpr):
-    """Sum up sums [1 + HIGH - LOW + 1, ROWS] in place, then chosen[0] becomes what `distortion_ops` would choose.
+    """Reduce sums [1 + HIGH - LOW + 1, ROWS] in place, then set chosen[0] to the bits that `ops.fewest_bits` chooses.
 
-    limit: the share of the squared norm that may be left out, as the bit pattern of a float64.
+    limit: largest squared error over the squared norm, as the bit pattern of a float64.
     """
     k = tl.arange(0, 16)
     n = ROWS
@@ -172,32 +172,32 @@ def choose_kernel(sums, chosen, limit, ROWS, LOW, HIGH, FIRST_TRY, BLOCK: tl.con
         tl.debug_barrier()
         n = half
     norm = tl.load(sums)
-    most = tl.full([], limit, tl.int64).to(tl.float64, bitcast=True) * norm
+    largest = tl.full([], limit, tl.int64).to(tl.float64, bitcast=True) * norm
     bits = k
     known = (bits >= LOW) & (bits <= HIGH)
-    left = tl.load(sums + (1 + bits - LOW).to(tl.int64) * ROWS, mask=known, other=0.0)
-    looked = bits == FIRST_TRY
-    taken = FIRST_TRY
-    for _ in range(9):  # each time at least one is looked at, or none
-        fitting = tl.min(tl.where(looked & (left <= most), bits, 16))
+    errors = tl.load(sums + (1 + bits - LOW).to(tl.int64) * ROWS, mask=known, other=0.0)
+    tried = bits == FIRST_TRY
+    best = FIRST_TRY
+    for _ in range(9):  # each iteration tries at least one more number of bits, or changes nothing
+        fitting = tl.min(tl.where(tried & (errors <= largest), bits, 16))
         none = fitting == 16
-        below = tl.max(tl.where(looked & (bits < fitting), bits + 1, LOW))
-        taken = tl.where(none, tl.max(tl.where(looked, bits, 0)), fitting)
-        guessed = tl.sum(tl.where(bits == taken, left, 0.0))
+        below = tl.max(tl.where(tried & (bits < fitting), bits + 1, LOW))
+        best = tl.where(none, tl.max(tl.where(tried, bits, 0)), fitting)
+        guess = tl.sum(tl.where(bits == best, errors, 0.0))
         for _ in range(8):
-            more = none & (taken < HIGH) & (guessed > most)
-            fewer = (fitting < 16) & (taken > below) & (4.0 * guessed <= most)
-            guessed = tl.where(more, guessed * 0.25, tl.where(fewer, guessed * 4.0, guessed))
-            taken += tl.where(more, 1, tl.where(fewer, -1, 0))
-        looked = looked | (((bits == taken) | (bits == taken - 1)) & known)
-    wild = tl.max((looked & ((left == float("inf")) | (left != left))).to(tl.int32)) > 0
-    tl.store(chosen, tl.where(wild | (norm == float("inf")) | (norm != norm), HIGH, taken).to(tl.int64))
+            more = none & (best < HIGH) & (guess > largest)
+            fewer = (fitting < 16) & (best > below) & (4.0 * guess <= largest)
+            guess = tl.where(more, guess * 0.25, tl.where(fewer, guess * 4.0, guess))
+            best += tl.where(more, 1, tl.where(fewer, -1, 0))
+        tried = tried | (((bits == best) | (bits == best - 1)) & known)
+    overflow = tl.max((tried & ((errors == float("inf")) | (errors != errors))).to(tl.int32)) > 0
+    tl.store(chosen, tl.where(overflow | (norm == float("inf")) | (norm != norm), HIGH, best).to(tl.int64))
 
 
 @operation
 @torch.no_grad()
 def fit(items: Sequence[EncodeItem], error: float, low: int, high: int, payload: Tensor | None) -> int:
-    """As `distortion.fit`, but that nothing is encoded: the GPU chooses, and the host waits for it once."""
+    # The GPU chooses without encoding, and the host waits for it once.
     batch = _DeviceBatch.of(items) if payload is None else None
     return 0 if batch is None else int(batch.choose(error, low, high))
 
@@ -207,7 +207,7 @@ def fit(items: Sequence[EncodeItem], error: float, low: int, high: int, payload:
 def encode_fewest(
     items: Sequence[EncodeItem], error: float, low: int, high: int, payload: Tensor
 ) -> tuple[Tensor, Tensor] | None:
-    """As `distortion.encode_fewest`, of samples that are all changes, or all not, and whose m are all kept, or none."""
+    # One launch encodes all: they must all be changes or none, and all have an m or none.
     batch = _DeviceBatch.of(items)
     if batch is None or len({(v.delta, v.m is None) for v in batch.items}) > 1:
         return None
@@ -216,7 +216,7 @@ def encode_fewest(
 
 
 class _DeviceBatch:
-    """Samples that share what kernels are made for."""
+    """Samples that one launch of each kernel can handle: same dtype, row length and options."""
 
     def __init__(self, items: Sequence[EncodeItem]) -> None:
         self.items = [v for v in items if v.x.numel()]
@@ -230,33 +230,32 @@ class _DeviceBatch:
 
     @classmethod
     def of(cls, items: Sequence[EncodeItem]) -> _DeviceBatch | None:
-        """Give the batch, None where there is none, or where the kernels cannot do it."""
+        """Make the batch; None if the samples differ, or the kernels cannot handle them."""
         filled = [v for v in items if v.x.numel()]
-        alike = {v.options and (v.options._replace(seed=0, bits=0), v.x.dtype, v.x.shape[1]) for v in filled}
-        if len(alike) != 1 or None in alike:
+        kinds = {v.options and (v.options._replace(seed=0, bits=0), v.x.dtype, v.x.shape[1]) for v in filled}
+        if len(kinds) != 1 or None in kinds:
             return None
         batch = cls(items)
         s = batch.shape
         lengths = {s.H, s.group, s.H % s.group or s.group, s.groups}
         odd = max(n // (n & -n) for n in lengths)
-        able = batch.options.scale == "max" and max(lengths) <= MOST_VALUES and odd <= MOST_ODD
-        return batch if able and s.rows * s.H < 1 << 31 else None
+        fits = batch.options.scale == "max" and max(lengths) <= MAX_VALUES and odd <= MAX_ODD
+        return batch if fits and s.rows * s.H < 1 << 31 else None
 
     def _make_table(self) -> SampleTable:
-        """Make the table, on the device.
+        """Make the table on the device.
 
-        Its fields are those of `triton_ragged.FIELDS`, but that scales' has whether the sample is a change, and codes'
-        what `encode_kernel` adds to it.
+        Of the FIELDS, scales tells whether the sample is a change, and codes leaves out what depends on the bits.
         """
         s, rows, row = self.shape, list[TableRow](), 0
         for i, v in enumerate(self._all):
             if v.x.numel():
                 row += len(v.x)
-                rows.append((i, v.x, v.m, int(v.delta), 4 * s.groups * row, v.options.seed if v.options else 0))
+                rows.append(TableRow(i, v.x, v.m, int(v.delta), 4 * s.groups * row, v.options.seed if v.options else 0))
         return make_table(s, rows, self.x, self.m, _code_values(self.options.rounding))
 
     def choose(self, error: float, low: int, high: int) -> Tensor:
-        """Choose the bits: int64 [1] on the device."""
+        """Choose the bits, int64 [1] on the device."""
         s, device, count = self.shape, self.x.device, high - low + 1
         t = self._table = self._make_table()
         sums = torch.empty((1 + count, s.rows), dtype=torch.float64, device=device)
@@ -282,19 +281,19 @@ class _DeviceBatch:
         choose_kernel[(1,)](
             sums,
             chosen,
-            int(np.float64(error * error).view(np.int64)),  # Triton would make a float32 of it
+            int(np.float64(error * error).view(np.int64)),  # Triton would convert a float to float32
             s.rows,
             low,
             high,
             min(max(FIRST_TRY, low), high),
-            BLOCK=SUMMED,
+            BLOCK=SUM_BLOCK,
             num_warps=16,
             enable_fp_fusion=False,
         )
         return chosen
 
     def encode(self, chosen: Tensor, high: int, payload: Tensor) -> Tensor:
-        """Encode with the bits that `choose` gave, `high` at most: the flag of `ragged.encode_batch`."""
+        """Encode with the bits in `chosen`, at most `high`; return the flag of `encode_batch`."""
         bad = torch.full((1,), ALL_FINITE, dtype=torch.int64, device=payload.device)
         first = self.first._replace(options=self.options._replace(bits=high))
         launch_encode(first, self.x, self.m, payload, self._table, bad, chosen)
@@ -303,5 +302,5 @@ class _DeviceBatch:
 
 @cache
 def _code_values(rounding: str) -> Tensor:
-    """What the codes of 1 bit, 2 and so on to 8 stand for, one after the other, float32."""
+    """Decoded values of the codes of 1 bit, 2 bits, ..., 8 bits, one after the other, float32."""
     return torch.tensor([w for bits in range(1, 9) for w in code_values(bits, rounding)], dtype=torch.float32)

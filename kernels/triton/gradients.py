@@ -39,7 +39,7 @@ from pipecomp.kernels.triton.rows import (
 
 @triton.jit
 def relative(g, divisor):
-    """min(|g| / divisor, 1)."""
+    """Compute min(|g| / divisor, 1)."""
     return tl.minimum(tl.div_rn(tl.abs(g), divisor), 1.0)
 
 
@@ -59,7 +59,7 @@ def linear_encode_kernel(
     INDEXED: tl.constexpr,
     OCT: tl.constexpr,
 ):
-    """Linear dithering of one chunk."""
+    """Encode one chunk by linear dithering."""
     octet, lane, at = octets(tl.program_id(0).to(tl.int64), OCT)
     ok = at < d
     v = to_float(tl.load(g + at, mask=ok, other=0))
@@ -74,7 +74,7 @@ def linear_encode_kernel(
 
 @triton.jit
 def add_codes_kernel(total, codes, d, size_bytes, BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """total += code."""
+    """Add codes to total."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     ok = at < d
     c = load_codes(codes, at, ok, size_bytes, BITS)
@@ -95,7 +95,7 @@ def linear_decode_kernel(
     ADD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """out = (code - offset) * factor, or added to it."""
+    """Set out to (code - offset) * factor, or with ADD add it."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     ok = at < d
     factor = tl.load(factors + tl.load(index + at, mask=ok, other=0).to(tl.int32)) if INDEXED else tl.load(factors)
@@ -105,7 +105,7 @@ def linear_decode_kernel(
 
 @triton.jit
 def scale_index_kernel(out, g, levels, d, divisor, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """Index of the largest level count with |g| / norm * s <= levels[0]."""
+    """Find the index of the largest level count s with |g| / norm * s <= levels[0]."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     ok = at < d
     y = relative(to_float(tl.load(g + at, mask=ok, other=0)), divisor)
@@ -120,7 +120,7 @@ def scale_index_kernel(out, g, levels, d, divisor, COUNT: tl.constexpr, BLOCK: t
 def exponential_encode_kernel(
     g, codes, keys, start, d, divisor, smallest, depth, size_bytes, BITS: tl.constexpr, OCT: tl.constexpr
 ):
-    """Exponential dithering of one chunk. smallest: 2**(top - 1 - depth)."""
+    """Encode one chunk by exponential dithering. smallest: 2**(top - 1 - depth)."""
     octet, lane, at = octets(tl.program_id(0).to(tl.int64), OCT)
     ok = at < d
     top: tl.constexpr = (1 << (BITS - 1)) - 1
@@ -140,7 +140,7 @@ def exponential_encode_kernel(
 def exponential_decode_kernel(
     out, codes, d, factor, depth, size_bytes, BITS: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """out = sign * 2**(1 + depth - e) * factor, zero for e = 0; or added to it."""
+    """Set out to sign * 2**(1 + depth - e) * factor, zero for e = 0; or with ADD add it."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     ok = at < d
     c = load_codes(codes, at, ok, size_bytes, BITS)
@@ -152,7 +152,7 @@ def exponential_decode_kernel(
 
 @triton.jit
 def exponential_reduce_kernel(a, b, keys, extension_keys, d, size_bytes, BITS: tl.constexpr, OCT: tl.constexpr):
-    """Add codes, a <- a + b: Algorithm 2 of Global-QSGD on one chunk of codes."""
+    """Add one chunk of codes, a <- a + b, by Algorithm 2 of Global-QSGD."""
     octet, lane, at = octets(tl.program_id(0).to(tl.int64), OCT)
     ok = at < d
     mask: tl.constexpr = (1 << (BITS - 1)) - 1
@@ -177,7 +177,7 @@ def exponential_reduce_kernel(a, b, keys, extension_keys, d, size_bytes, BITS: t
 
 @triton.jit
 def kmeans_kernel(out, x, bounds, d, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """How many boundaries are not above each value."""
+    """Count the boundaries at or below each value."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     v = to_float(tl.load(x + at, mask=at < d, other=0))
     below = tl.zeros([BLOCK], tl.int32)
@@ -187,20 +187,18 @@ def kmeans_kernel(out, x, bounds, d, COUNT: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def flat_grid(d: int, chunk: int) -> tuple[int]:
-    """One program per chunk of a flat bucket, at least one."""
+    """Make a grid with one program for each chunk of a flat bucket, at least one."""
     return (max(1, -(-d // chunk)),)
 
 
 def norm_divisor(norm: float) -> float:
-    """Choose what values are divided by: the norm, or 1 where that is 0.
-
-    A whole number would be an integer to the kernels, by which Triton does not divide.
-    """
+    """Return the norm, or 1 if it is 0, as a float."""
+    # Note: a whole number would be an integer to the kernels, by which Triton does not divide.
     return float(norm) if norm > 0 else 1.0
 
 
 def float_table(values: Any, device: torch.device) -> Tensor:
-    """Make a small float32 table on the device."""
+    """Copy a small float32 table to the device."""
     return torch.tensor(values, dtype=torch.float32).to(device, non_blocking=True)
 
 
@@ -343,24 +341,23 @@ def kmeans_assign(x_d: Tensor, bounds: Tensor) -> Tensor:
 
 @operation
 def sketch_encode(x_d: Tensor, e_d: Tensor, centers: Tensor, bounds: Tensor, sketch: Sketch) -> tuple[Tensor, Tensor]:
-    """As `reference.sketch_encode`: sums by slot with torch's own operations, the rest with kernels."""
+    # torch's own operations sum by slot; kernels do the rest.
     return reference.sketch_encode(x_d, e_d, centers, bounds, sketch, kmeans_assign, pack_bits)
 
 
 @operation
 def sketch_decode(codes: Tensor, means: Tensor, sketch: Sketch, out_d: Tensor, add: bool, divisor: int) -> Tensor:
-    """As `reference.sketch_decode`, with torch's own operations."""
     return reference.sketch_decode(codes, means, sketch, out_d, add, divisor, unpack_bits)
 
 
 @operation
 def feedback_quantize_(x_d: Tensor, e_d: Tensor, bits: int, group_size: int, mean: bool) -> tuple[Tensor, Tensor]:
-    """As `reference.feedback_quantize_`: scales with torch's own operations, the quantizer's kernels on the sum."""
+    # torch's own operations compute the scales; the quantizer's kernels run on the sum.
     return reference.feedback_quantize_(x_d, e_d, bits, group_size, mean, quantize_with_scales)
 
 
 def quantize_with_scales(sum_d: Tensor, scale_G: Tensor, bits: int, group_size: int) -> tuple[Tensor, Tensor]:
-    """Codes of values with known scales, and what they decode to."""
+    """Compute codes for given scales, and the decoded values."""
     s = GroupShape(tuple(sum_d.shape), bits, group_size)
     codes = torch.empty(s.row_bytes, dtype=torch.uint8, device=sum_d.device)
     keys, _ = key_table(0, 0, s.H, sum_d.device)

@@ -28,9 +28,9 @@ from pipecomp.kernels.reference.layout import QuantizerOptions
 P = ParamSpec("P")
 R = TypeVar("R")
 
-MOST_VALUES = 16384  # of a group that one program holds in registers
-BLOCK = 1024
-OCT = 128
+MAX_VALUES = 16384  # of a group that one program holds in registers
+BLOCK = 1024  # values of one program
+OCT = 128  # rows of eight values of one program
 OPERATIONS: dict[str, Callable[..., Any]] = {}  # the backend's operations by name
 
 
@@ -60,7 +60,7 @@ def first_tensor(values: Any) -> Tensor | None:
 
 @triton.jit
 def random_bits(index, keys):
-    """32 random bits for element `index` (int64): rng.random_bits. keys: int64 [blocks, 2], one pair per 2**32."""
+    """Draw 32 random bits for element `index` (int64), as `reproducible.random_bits`. keys: [index div 2**32, 2]."""
     pair = keys + 2 * (index >> 32)
     h = (index & 0xFFFFFFFF).to(tl.uint32) + tl.load(pair).to(tl.uint32)
     h = h ^ (h >> 16)
@@ -73,13 +73,13 @@ def random_bits(index, keys):
 
 @triton.jit
 def uniform(h):
-    """Uniform [0, 1) with 24 bits, float32, from 32 random bits."""
+    """Turn 32 random bits into uniform [0, 1) with 24 bits, float32."""
     return (h >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
 
 
 @triton.jit
 def to_float(v):
-    """float32 of loaded float32, float16 or, as int16 bit patterns, bfloat16 values: exact, also for denormals."""
+    """Convert loaded float32, float16 or (int16 bit patterns) bfloat16 values to float32, exactly, also denormals."""
     if v.dtype == tl.int16:
         return (v.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -88,10 +88,8 @@ def to_float(v):
 
 @triton.jit
 def unit_and_chunk(COUNT, CHUNK: tl.constexpr):
-    """Of this program: the unit, and which of its chunks. A unit has COUNT values, all programs are in one dimension.
-
-    A grid's other dimensions end at 65,535, which chunks of a long row would pass.
-    """
+    """Return this program's unit and chunk within the unit. A unit has COUNT values, a chunk CHUNK."""
+    # Note: all programs are in one dimension of the grid. The others end at 65,535, too few for chunks of a long row.
     chunks = (COUNT - 1) // CHUNK + 1
     program = tl.program_id(0)
     return (program // chunks).to(tl.int64), (program % chunks).to(tl.int64)
@@ -99,7 +97,7 @@ def unit_and_chunk(COUNT, CHUNK: tl.constexpr):
 
 @triton.jit
 def octets(chunk, OCT: tl.constexpr):
-    """Of a chunk (int64) of OCT rows of eight values: the rows' numbers, the places in a row, the values' numbers."""
+    """Return row numbers, positions in a row, and value indices of a chunk (int64) of OCT rows of eight values."""
     octet = chunk * OCT + tl.arange(0, OCT)[:, None]
     lane = tl.arange(0, 8)[None, :]
     return octet, lane, octet * 8 + lane
@@ -107,15 +105,15 @@ def octets(chunk, OCT: tl.constexpr):
 
 @triton.jit
 def store_codes(codes, octet, lane, c, value_ok, size_bytes, BITS: tl.constexpr):
-    """Packs codes c [OCT, 8] (int32), zero where not value_ok, into a stream of size_bytes, from byte octet * BITS."""
-    store_codes_of(codes, octet, lane, c, value_ok, size_bytes, BITS, BITS)
+    """Pack codes c [OCT, 8] (int32; 0 where not value_ok) into a stream of size_bytes, from byte octet * BITS."""
+    store_codes_dynamic(codes, octet, lane, c, value_ok, size_bytes, BITS, BITS)
 
 
 @triton.jit
-def store_codes_of(codes, octet, lane, c, value_ok, size_bytes, bits, MOST_BITS: tl.constexpr):
-    """The same where the bits are no constant: at most MOST_BITS."""
+def store_codes_dynamic(codes, octet, lane, c, value_ok, size_bytes, bits, MAX_BITS: tl.constexpr):
+    """Pack codes as `store_codes`, with a number of bits that is no constant, at most MAX_BITS."""
     c = tl.where(value_ok, c, 0)
-    if MOST_BITS <= 4:  # eight codes fill 32 bits at most: half of what 64 take to be added across threads
+    if MAX_BITS <= 4:  # eight codes fit into 32 bits, whose sum across threads takes half the time of 64
         word = tl.sum(c << (lane * bits), 1)
         value = (word[:, None] >> tl.minimum(8 * lane, 24)) & 255
     else:
@@ -127,7 +125,7 @@ def store_codes_of(codes, octet, lane, c, value_ok, size_bytes, bits, MOST_BITS:
 
 @triton.jit
 def load_codes(codes, at, ok, size_bytes, BITS: tl.constexpr):
-    """Codes of values `at` (int64 offsets in one stream of size_bytes), int32."""
+    """Load the codes, int32, of values `at` (int64 indices in one stream of size_bytes)."""
     first = at * BITS // 8
     low = tl.load(codes + first, mask=ok, other=0).to(tl.int32)
     high = tl.load(codes + first + 1, mask=ok & (first + 1 < size_bytes), other=0).to(tl.int32)
@@ -141,7 +139,7 @@ def load_codes(codes, at, ok, size_bytes, BITS: tl.constexpr):
 
 @triton.jit
 def load_values(x, m, x_at, m_at, ok, DELTA: tl.constexpr):
-    """Values x, or x - m, as float32; zeros where not ok."""
+    """Load values x, or with DELTA x - m, as float32; zeros where not ok."""
     v = to_float(tl.load(x + x_at, mask=ok, other=0))
     if DELTA:
         v = v - tl.load(m + m_at, mask=ok, other=0.0)
@@ -149,8 +147,8 @@ def load_values(x, m, x_at, m_at, ok, DELTA: tl.constexpr):
 
 
 @triton.jit
-def place(unit, H, GROUP, GROUPS, GROUP_BYTES, ROW_BYTES, BITS: tl.constexpr):
-    """Of a group: row, first column, values, first code byte, code bytes."""
+def locate_group(unit, H, GROUP, GROUPS, GROUP_BYTES, ROW_BYTES, BITS: tl.constexpr):
+    """Return a group's row, first column, number of values, first code byte and code bytes."""
     row = unit // GROUPS
     column = unit % GROUPS * GROUP
     n = tl.minimum(H - column, GROUP)
@@ -170,9 +168,9 @@ def measure_kernel(
     DELTA: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """most[group] (int32, zero before) becomes the largest |value| as a bit pattern."""
+    """Set most[group] (int32, initially zero) to the largest |value| as a bit pattern."""
     unit, chunk = unit_and_chunk(GROUP, BLOCK)
-    row, column, n, _, _ = place(unit, H, GROUP, GROUPS, 0, 0, 1)
+    row, column, n, _, _ = locate_group(unit, H, GROUP, GROUPS, 0, 0, 1)
     at = chunk * BLOCK + tl.arange(0, BLOCK)
     v = load_values(x, m, row * x_stride + column + at, row * m_stride + column + at, at < n, DELTA)
     pattern = v.to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -193,14 +191,14 @@ def squares_kernel(
     DELTA: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """sums[group] (int64, zero before) becomes the sum of (value / largest)**2 in units of 2**-30."""
+    """Set sums[group] (int64, initially zero) to the sum of (value / largest)**2 in units of 2**-30."""
     unit, chunk = unit_and_chunk(GROUP, BLOCK)
-    row, column, n, _, _ = place(unit, H, GROUP, GROUPS, 0, 0, 1)
+    row, column, n, _, _ = locate_group(unit, H, GROUP, GROUPS, 0, 0, 1)
     at = chunk * BLOCK + tl.arange(0, BLOCK)
     v = load_values(x, m, row * x_stride + column + at, row * m_stride + column + at, at < n, DELTA)
     t = v * tl.div_rn(1.0, tl.load(largest + unit))
     square = t * t * 1073741824.0
-    # Adding and taking away 2**23 rounds half to even; from 2**23 on every float32 is an integer.
+    # Adding and subtracting 2**23 rounds half to even; from 2**23 on every float32 is an integer.
     rounded = tl.where(square < 8388608.0, (square + 8388608.0) - 8388608.0, square)
     tl.atomic_add(sums + unit, tl.sum(rounded.to(tl.int64), 0))
 
@@ -226,13 +224,13 @@ def quantize_kernel(
     STOCHASTIC: tl.constexpr,
     OCT: tl.constexpr,
 ):
-    """Codes of one chunk of one group.
+    """Compute the codes of one chunk of one group.
 
-    MEASURE: the chunk is the whole group, whose scale it finds and stores first; a group that is not finite lowers
-    bad[0] to its row. Otherwise the scale is read.
+    MEASURE: the chunk is the whole group; the program computes and stores its scale first. A group that is not finite
+    lowers bad[0] to its row. Otherwise the scale is read.
     """
     unit, chunk = unit_and_chunk(GROUP, 8 * OCT)
-    row, column, n, byte, size_bytes = place(unit, H, GROUP, GROUPS, GROUP_BYTES, ROW_BYTES, BITS)
+    row, column, n, byte, size_bytes = locate_group(unit, H, GROUP, GROUPS, GROUP_BYTES, ROW_BYTES, BITS)
     octet, lane, at = octets(chunk, OCT)
     ok = at < n
     v = load_values(x, m, row * x_stride + column + at, row * m_stride + column + at, ok, DELTA)
@@ -274,9 +272,9 @@ def dequantize_kernel(
     GUARDED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """out = scale * w[code], or out + that, one chunk of one group. GUARDED: nothing happens if bad[0] names a row."""
+    """Set out to scale * w[code], or add it, for one chunk of one group. GUARDED: do nothing if bad[0] is a row."""
     unit, chunk = unit_and_chunk(GROUP, BLOCK)
-    row, column, n, byte, size_bytes = place(unit, H, GROUP, GROUPS, GROUP_BYTES, ROW_BYTES, BITS)
+    row, column, n, byte, size_bytes = locate_group(unit, H, GROUP, GROUPS, GROUP_BYTES, ROW_BYTES, BITS)
     at = chunk * BLOCK + tl.arange(0, BLOCK)
     ok = at < n
     if GUARDED:
@@ -293,7 +291,7 @@ def dequantize_kernel(
 
 @triton.jit
 def pack_kernel(codes, values, n, size_bytes, BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """One chunk of the bytes of one row. A byte holds parts of at most eight values."""
+    """Pack one chunk of the bytes of one row. A byte holds parts of at most eight values."""
     row, chunk = unit_and_chunk(size_bytes, BLOCK)
     at = chunk * BLOCK + tl.arange(0, BLOCK)
     first = at * 8 // BITS
@@ -309,7 +307,7 @@ def pack_kernel(codes, values, n, size_bytes, BITS: tl.constexpr, BLOCK: tl.cons
 
 @triton.jit
 def unpack_kernel(values, codes, n, size_bytes, BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """One chunk of the values of one row."""
+    """Unpack one chunk of the values of one row."""
     row, chunk = unit_and_chunk(n, BLOCK)
     at = chunk * BLOCK + tl.arange(0, BLOCK)
     first = at * BITS // 8
@@ -323,7 +321,7 @@ def unpack_kernel(values, codes, n, size_bytes, BITS: tl.constexpr, BLOCK: tl.co
 
 @triton.jit
 def select_kernel(values, index, x, x_stride, H, GROUP, GROUPS, K, KEPT, KEPT_LAST, BLOCK: tl.constexpr):
-    """Select a group's largest magnitudes: the k-th largest bit pattern by bisection, then one stable compaction."""
+    """Select a group's largest magnitudes: bisection for the k-th largest bit pattern, then one stable compaction."""
     unit = tl.program_id(0).to(tl.int64)
     row = unit // GROUPS
     g = unit % GROUPS
@@ -348,28 +346,29 @@ def select_kernel(values, index, x, x_stride, H, GROUP, GROUPS, K, KEPT, KEPT_LA
 
 
 def key_table(seed: int, start: int, count: int, device: torch.device) -> tuple[Tensor, int]:
-    """Keys of the blocks of elements start ... start + count - 1, int64 [blocks, 2]; and start within the first."""
+    """Return the keys of elements start ... start + count - 1, int64 [blocks, 2], and start within the first block."""
     table = [reproducible.keys(seed, block) for block in range(start >> 32, ((start + max(count, 1) - 1) >> 32) + 1)]
     return torch.tensor(table, dtype=torch.int64).to(device, non_blocking=True), start & reproducible.MASK32
 
 
 def loadable(x: Tensor) -> Tensor:
-    """x, or the bit patterns of bfloat16 as int16: Triton's interpreter would round its denormals away."""
+    """Return x, for bfloat16 its bit patterns as int16."""
+    # Note: Triton's interpreter flushes bfloat16 denormals to zero.
     return x.view(torch.int16) if x.dtype == torch.bfloat16 else x
 
 
 def warps(values: int) -> int:
-    """Warps of a program that holds this many values: at most 32 values a thread up to the largest program."""
+    """Number of warps of a program that holds this many values: at most 32 values a thread."""
     return min(16, max(1, values // 256))
 
 
 def grid(units: int, count: int, chunk: int) -> tuple[int]:
-    """One program per chunk of each unit of `count` values, in one dimension."""
+    """Make a one-dimensional grid with one program for each chunk of each unit of `count` values."""
     return (units * -(-count // chunk),)
 
 
 class GroupShape:
-    """Strides and counts of one quantizer call that every kernel takes."""
+    """Sizes of one quantizer call that all its kernels take."""
 
     def __init__(self, shape: tuple[int, ...], bits: int, group_size: int | None) -> None:
         self.H = shape[-1]
@@ -382,7 +381,7 @@ class GroupShape:
         self.sizes = (self.H, self.group, self.groups, self.group_bytes, self.row_bytes)
 
     def grid(self, chunk: int) -> tuple[int]:
-        """One program per group and chunk of `chunk` values; see `triton_quantize.unit_and_chunk`."""
+        """Make a grid with one program for each group and chunk of `chunk` values; see `unit_and_chunk`."""
         return grid(self.units, self.group, chunk)
 
 
@@ -395,7 +394,7 @@ def quantize(x: Tensor, options: QuantizerOptions, name: str = "x") -> tuple[Ten
 
 @operation
 def delta_quantize_(a: Tensor, m: Tensor, options: QuantizerOptions, name: str = "a - m") -> tuple[Tensor, Tensor]:
-    """As `reference.delta_quantize_`. The kernel that moves m looks at the first one's verdict itself."""
+    # The kernel that moves m checks the first kernel's `bad` on the GPU.
     spaced, _ = layout.with_row_stride(m)
     codes, scales, bad = launch_quantize(a, spaced, options)
     launch_dequantize(codes, scales, options.bits, spaced, options.group_size, options.rounding, True, bad)
@@ -406,14 +405,14 @@ def delta_quantize_(a: Tensor, m: Tensor, options: QuantizerOptions, name: str =
 
 
 def raise_if_bad(bad: Tensor, name: str) -> None:
-    """Raise NonFiniteError if a kernel noted a row."""
+    """Raise NonFiniteError if a kernel found a bad row."""
     row = int(bad)
     if row != ALL_FINITE:
         raise reference.non_finite(name, row)
 
 
 def launch_quantize(x: Tensor, m: Tensor | None, options: QuantizerOptions) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scales and the first bad row (int64 [1], ALL_FINITE if none)."""
+    """Compute codes, scales and the first bad row (int64 [1], ALL_FINITE if none)."""
     shape = tuple(x.shape)
     s = GroupShape(shape, options.bits, options.group_size)
     x, x_stride = layout.with_row_stride(x)
@@ -426,24 +425,24 @@ def launch_quantize(x: Tensor, m: Tensor | None, options: QuantizerOptions) -> t
     if not x.numel():
         return codes, scales, bad
     keys, _ = key_table(options.seed, 0, x.numel(), x.device)
-    fused = options.scale == "max" and s.group <= MOST_VALUES
+    fused = options.scale == "max" and s.group <= MAX_VALUES
     if not fused:
-        where = (x_stride, m_stride, s.H, s.group, s.groups)
+        strides = (x_stride, m_stride, s.H, s.group, s.groups)
         largest = torch.zeros(s.units, dtype=torch.int32, device=x.device)
-        measure_kernel[s.grid(BLOCK)](x, base, largest, *where, m is not None, BLOCK, enable_fp_fusion=False)
+        measure_kernel[s.grid(BLOCK)](x, base, largest, *strides, m is not None, BLOCK, enable_fp_fusion=False)
         most = largest.view(torch.float32)
         usable = (most >= layout.SCALE_MIN) & (most <= layout.SCALE_MAX)
         sums = torch.zeros(s.units, dtype=torch.int64, device=x.device)
         if options.scale == "rms":
             safe = torch.where(usable, most, 1.0)
-            squares_kernel[s.grid(BLOCK)](x, base, safe, sums, *where, m is not None, BLOCK, enable_fp_fusion=False)
+            squares_kernel[s.grid(BLOCK)](x, base, safe, sums, *strides, m is not None, BLOCK, enable_fp_fusion=False)
         whole = torch.full((s.groups,), s.group, dtype=torch.int64, device=x.device)
         whole[-1] = s.H - (s.groups - 1) * s.group
         found = reference.finish_scales(most, sums, whole.repeat(s.rows), options)
         scales.copy_(found.reshape(scales.shape))
-        wrong = ~(found <= layout.SCALE_MAX).reshape(s.rows, s.groups).all(-1)
+        bad_rows = ~(found <= layout.SCALE_MAX).reshape(s.rows, s.groups).all(-1)
         row = torch.arange(s.rows, device=x.device)
-        bad.copy_(torch.where(wrong, row, ALL_FINITE).min().reshape(1))
+        bad.copy_(torch.where(bad_rows, row, ALL_FINITE).min().reshape(1))
     octets = triton.next_power_of_2(-(-s.group // 8)) if fused else OCT  # of one program
     quantize_kernel[s.grid(8 * octets)](
         x,
@@ -476,7 +475,7 @@ def launch_dequantize(
     add: bool,
     bad: Tensor | None = None,
 ) -> None:
-    """Decode into `out`, whose rows can be walked; with `bad`, only if it names no row."""
+    """Decode into `out`, which has evenly spaced rows; with `bad`, only if that is ALL_FINITE."""
     if not out.numel():
         return
     s = GroupShape(tuple(out.shape), bits, group_size)
@@ -540,9 +539,8 @@ def unpack_bits(codes: Tensor, bits: int, count: int) -> Tensor:
 
 @operation
 def select(x: Tensor, fraction: float, group_size: int | None) -> tuple[Tensor, Tensor]:
-    """As `reference.select`. A group that no program can hold is sorted by torch."""
     s = GroupShape(tuple(x.shape), 8, group_size)
-    if s.group > MOST_VALUES:
+    if s.group > MAX_VALUES:  # no program can hold it: torch sorts
         return reference.select(x, fraction, group_size)
     x, stride = layout.with_row_stride(x)
     x = loadable(x)

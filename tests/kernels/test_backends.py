@@ -114,7 +114,7 @@ def test_quantizer(backend, case, small):
     x, m, o = case
     with pytest.MonkeyPatch.context() as patched:
         if INTERPRETED and small:  # groups that no single program holds take other kernels; here from 17 values on
-            patched.setattr(triton_rows, "MOST_VALUES", 16)
+            patched.setattr(triton_rows, "MAX_VALUES", 16)
         _check_quantizer(backend, x, m, o)
 
 
@@ -500,7 +500,7 @@ if INTERPRETED:
         """Each finds its row, its group and its part of it in the one number that it has."""
         x, m = values(1, (3, 2500)), values(2, (3, 2500))
         for small, scale in ((16384, "max"), (16, "max"), (16, "rms")):
-            monkeypatch.setattr(triton_rows, "MOST_VALUES", small)
+            monkeypatch.setattr(triton_rows, "MAX_VALUES", small)
             o = QuantizerOptions(3, group, scale)
             m_want, m_got = m.clone(), m.clone()
             want, got = reference.delta_quantize_(x, m_want, o), BACKEND.delta_quantize_(x, m_got, o)
@@ -519,7 +519,7 @@ if INTERPRETED:
 
     def test_not_finite_leaves_m_alone(monkeypatch):
         for small in (16, 16384):
-            monkeypatch.setattr(triton_rows, "MOST_VALUES", small)
+            monkeypatch.setattr(triton_rows, "MAX_VALUES", small)
             a, m = torch.randn(3, 40), torch.randn(3, 40)
             a[2, 39] = float("nan")
             before = m.clone()
