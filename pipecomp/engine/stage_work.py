@@ -19,7 +19,7 @@ from pipecomp.errors import DataError, LinkError, require
 from pipecomp.interfaces import EngineState, StageContext
 from pipecomp.stages.link.boundary import Layout, gradient_unit
 from pipecomp.stages.link.endpoint import Position
-from pipecomp.stages.partition.splitting import known_masks
+from pipecomp.stages.partition.splitting import assume_masks
 
 OnLogits = Callable[[Tensor, Tensor | None], Tensor]
 
@@ -119,7 +119,7 @@ class StageWork:
         engine = self._engine
         engine.tput_timer.start()
         batch = self._batches[buffer_id]
-        masks = known_masks(full=batch.received.full, device=self._context.device)
+        masks = assume_masks(full=batch.received.full, device=self._context.device)
         with self._control.measuring_memory(batch.received), masks:
             outputs = DeepSpeedEngine.forward(engine, batch.inputs)
         if not engine.is_last_stage():

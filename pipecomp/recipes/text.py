@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pipecomp.distributed.collectives import broadcast
 from pipecomp.errors import ConfigError, DataError, PipecompError, require
-from pipecomp.stages.partition.loading import unreachable
+from pipecomp.stages.partition.loading import hub_unreachable
 
 T = TypeVar("T")
 END_OF_TEXT = "<|endoftext|>"
@@ -380,6 +380,6 @@ def _offline_without_network(name: str) -> None:
     """
     import huggingface_hub.constants as hub
 
-    if unreachable(name):
+    if hub_unreachable(name):
         hub.HF_HUB_OFFLINE = True
         os.environ["HF_HUB_OFFLINE"] = "1"  # for libraries that are imported later

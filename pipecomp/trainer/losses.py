@@ -23,7 +23,7 @@ from pipecomp.errors import require
 from pipecomp.stages import default_loss
 from pipecomp.stages.partition.adapters import without_peft
 from pipecomp.stages.partition.architectures import architecture_of, head_name
-from pipecomp.stages.partition.losses import LossFn, causal_lm, classification, guess_problem
+from pipecomp.stages.partition.losses import LossFn, causal_lm, classification, infer_problem
 
 
 @dataclass
@@ -138,7 +138,7 @@ class StepLoss:
             labels: Of a micro-batch.
         """
         if self._notes and config.problem_type is None and labels is not None:
-            config.problem_type = guess_problem(config.num_labels, labels)
+            config.problem_type = infer_problem(config.num_labels, labels)
 
     def labels_of(self, stage: Any, batches: Iterable[MicroBatch]) -> list[Tensor]:
         """List the labels of micro-batches as the engine gives them to the loss.

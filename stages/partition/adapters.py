@@ -1,7 +1,7 @@
-"""LoRA adapters of `peft`: found on a model, put on one that is not loaded, and saved as peft's own folder.
+"""LoRA adapters of `peft`: detection on a model, attachment to one that is not loaded, and export as peft's folder.
 
 A model with adapters is cut like any other: peft has put them inside the modules of the blocks. Only they are trained
-and saved. peft is needed only where there are adapters.
+and saved. peft is imported only if there are adapters.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from pipecomp.utils.files import atomic_write
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # peft's own, before the names in WEIGHTS_FILE
-# Values of init_lora_weights with which peft changes the base model's weights. When it loads a saved adapter it does so
-# again; what it cannot find again then, samples or random numbers decided: such a folder is right nowhere.
+# Values of init_lora_weights that change the base model's weights, and do so again when a saved adapter is loaded. The
+# result of some depends on samples or random numbers and cannot be reproduced: such a folder fits no base model.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-_NOT_FOUND_AGAIN = ("pissa_niter", "corda", "lora_ga")
+_NOT_REPRODUCIBLE = ("pissa_niter", "corda", "lora_ga")
 SNAPSHOT = "allowed: none; give the folder of a download of it (huggingface_hub.snapshot_download)"
-_INSIDE = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
+_WRAPPERS = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
     """A LoRA adapter.
 
-    config: peft's LoraConfig. name: what peft calls it. weights: the folder where it is saved, None for a new one.
+    config: peft's LoraConfig. name: peft's name of it. weights: the folder where it is saved, None for a new one.
     """
 
     config: Any
@@ -46,38 +46,38 @@ class Adapter:
 
 
 def without_peft(model: Any) -> Any:
-    """Take the Hugging Face model out of a PeftModel, with its adapters; any other model as it is.
+    """Return the Hugging Face model of a PeftModel, with its adapters; any other model unchanged.
 
-    SplitError for another method than LoRA, of which prompts and the like would stay behind in the PeftModel.
+    SplitError for a method other than LoRA, of which prompts and the like would stay behind in the PeftModel.
     """
     if not hasattr(model, "peft_config") or not hasattr(model, "get_base_model"):
         return model
     for config in model.peft_config.values():
-        _check(config)
+        _check_config(config)
     return model.get_base_model()
 
 
 def adapter_of(model: Any) -> Adapter | None:
-    """Find the adapter of a model, None without. SplitError for several, or for another method than LoRA."""
+    """Return the adapter of a model, None without. SplitError for several, or for a method other than LoRA."""
     found = getattr(model, "peft_config", None)
     if not found:
         return None
     if len(found) > 1:
         raise SplitError(f"adapters {', '.join(sorted(found))}: a model that is split may have one")
     ((name, config),) = found.items()
-    _check(config)
+    _check_config(config)
     _check_ties(config)
-    if _starts_as(config, _NOT_FOUND_AGAIN):
+    if _starts_with(config, _NOT_REPRODUCIBLE):
         raise SplitError(
-            f"init_lora_weights: got {config.init_lora_weights!r}, which changes the base model in a way that nobody "
-            "who loads the saved adapter finds again: convert it with peft's save_pretrained(..., "
+            f"init_lora_weights: got {config.init_lora_weights!r}, which changes the base model in a way that loading "
+            "the saved adapter cannot reproduce: convert it with peft's save_pretrained(..., "
             "path_initial_model_for_weight_conversion=...), and give that folder, or start with 'pissa' or 'olora'"
         )
     return Adapter(config=config, name=name)
 
 
 def check_saved(model: Any) -> None:
-    """Refuse a whole model of which the adapter's folder would lack something that training changes or needs."""
+    """Raise SplitError if the adapter's folder would lack a parameter that training changes, or new embeddings."""
     adapter = adapter_of(model)
     if adapter is None:
         return
@@ -89,10 +89,31 @@ def check_saved(model: Any) -> None:
                 f"{name}: is trained beside the adapter, whose folder would not have it: name its module in "
                 "LoraConfig.modules_to_save, or freeze it"
             )
-    _check_vocabulary(model, adapter.config, saved)
+    config = adapter.config
+    base = getattr(config, "base_model_name_or_path", None)
+    own = getattr(getattr(model, "config", None), "vocab_size", None)
+    try:
+        file = find_file(base, "config.json", cached=True) if base else None
+    except OSError:  # neither a folder (any more) nor a valid name on the hub
+        return
+    rows = json.loads(Path(file).read_text(encoding="utf-8")).get("vocab_size") if file else None
+    if not rows or not own or own <= rows:
+        return
+    tokens = getattr(config, "trainable_token_indices", None) or ()
+    trained = set(itertools.chain.from_iterable(tokens.values()) if isinstance(tokens, dict) else tokens)
+    has_rows = set(range(rows, own)) <= trained  # in the layers to which peft has added tokens
+    for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+        if layer is None or id(layer.weight) in saved or (has_rows and hasattr(layer, "token_adapter")):
+            continue
+        raise SplitError(
+            f"model: got a vocabulary of {own}, and {base}, the adapter's base, has {rows}: the new embeddings would "
+            "be saved nowhere. Save the resized model first (save_pretrained), and put the adapter on that folder, or "
+            "name the embeddings and the output layer in modules_to_save"
+        )
 
 
-def _check(config: Any) -> None:
+def _check_config(config: Any, *, values: bool = False) -> None:
+    """Raise SplitError for what a split model cannot have; values: also for options that need a model in memory."""
     kind = str(getattr(getattr(config, "peft_type", None), "value", None))
     if kind != "LORA":
         raise SplitError(f"adapter: got {type(config).__name__} of type {kind}, allowed: a peft.LoraConfig")
@@ -104,18 +125,14 @@ def _check(config: Any) -> None:
             f"LoraConfig.alora_invocation_tokens: got {tokens!r}, allowed: None; a stage does not see the tokens from "
             "which on its adapter would count"
         )
-
-
-def _check_values(config: Any) -> None:
-    """Refuse what peft makes beside LoRA only where there are values: trained rows of embeddings, and samplers."""
-    for key in ("trainable_token_indices", "monteclora_config"):
+    for key in ("trainable_token_indices", "monteclora_config") if values else ():
         value = getattr(config, key, None)
         if value:
             raise SplitError(f"LoraConfig.{key}: got {value!r}, allowed: None; or give a PeftModel in memory")
 
 
 def _check_ties(config: Any) -> None:
-    """Refuse LoRA weights that peft makes share their memory, once it has: stages would each train their own."""
+    """Raise SplitError for LoRA weights that peft has tied: each stage would train its own."""
     tied = getattr(config, "target_modules_to_tie", None)
     if tied:
         raise SplitError(
@@ -124,76 +141,30 @@ def _check_ties(config: Any) -> None:
         )
 
 
-def _check_vocabulary(model: Any, config: Any, saved: set[int]) -> None:
-    """Refuse embeddings that got rows after they were loaded: neither the adapter nor its base would have them.
-
-    saved: ids of the parameters that the adapter's folder gets.
-    """
-    base = getattr(config, "base_model_name_or_path", None)
-    own = getattr(getattr(model, "config", None), "vocab_size", None)
-    try:
-        file = find_file(base, "config.json", cached=True) if base else None
-    except OSError:  # no folder, no longer perhaps, and no name that the hub could have
-        return
-    rows = json.loads(Path(file).read_text(encoding="utf-8")).get("vocab_size") if file else None
-    if not rows or not own or own <= rows:
-        return
-    tokens = getattr(config, "trainable_token_indices", None) or ()
-    trained = set(itertools.chain.from_iterable(tokens.values()) if isinstance(tokens, dict) else tokens)
-    has_rows = set(range(rows, own)) <= trained  # of the layers that peft has put tokens into
-    for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
-        if layer is None or id(layer.weight) in saved or (has_rows and hasattr(layer, "token_adapter")):
-            continue
-        raise SplitError(
-            f"model: got a vocabulary of {own}, and {base}, the adapter's base, has {rows}: the new embeddings would "
-            "be saved nowhere. Save the resized model first (save_pretrained), and put the adapter on that folder, or "
-            "name the embeddings and the output layer in modules_to_save"
-        )
-
-
-def _starts_as(config: Any, values: tuple[str, ...]) -> bool:
-    """Whether init_lora_weights is one of these, or begins with one; peft takes them in any case."""
+def _starts_with(config: Any, values: tuple[str, ...]) -> bool:
+    """Return whether init_lora_weights begins with one of these; peft ignores case."""
     return str(getattr(config, "init_lora_weights", True)).lower().startswith(values)
 
 
 def from_folder(path: str) -> tuple[Adapter, str] | None:
-    """Read a saved adapter, to be trained on, and where its base model is; None if `path` is no adapter folder."""
+    """Read a saved adapter, to be trained on, and its base model's location; None if `path` is no adapter folder."""
     file = Path(path) / CONFIG_FILE
     if not file.is_file():
         return None
-    noted = json.loads(file.read_text(encoding="utf-8"))
-    base, revision = noted.get("base_model_name_or_path"), noted.get("revision")
+    content = json.loads(file.read_text(encoding="utf-8"))
+    base, revision = content.get("base_model_name_or_path"), content.get("revision")
     if revision not in (None, "main"):
         raise SplitError(f"{file}: revision: got {revision!r}, {SNAPSHOT}, as base_model_name_or_path")
     if not base:
         raise SplitError(f"{file} does not name the base model: give its folder or hub name and lora={path!r}")
-    return read(path), str(base)
-
-
-def read(path: str) -> Adapter:
-    """Read a saved adapter, to be trained on. SplitError if the folder has none, or one for changed base weights."""
-    config_class = _peft().PeftConfig
-    if not (Path(path) / WEIGHTS_FILE).is_file():
-        raise SplitError(f"{path}: no adapter there, looked for {CONFIG_FILE} and {WEIGHTS_FILE}")
-    config = config_class.from_pretrained(path)
-    config.inference_mode = False  # as it was saved
-    _check(config)
-    _check_values(config)
-    if _starts_as(config, _CHANGES_BASE):
-        raise SplitError(
-            f"{Path(path) / CONFIG_FILE}: init_lora_weights: got {config.init_lora_weights!r}, with which the adapter "
-            "is right only on base weights that peft changes: give a PeftModel in memory, or convert the adapter with "
-            "peft's save_pretrained(..., path_initial_model_for_weight_conversion=...)"
-        )
-    return Adapter(config=config, weights=str(path))
+    return _read(path), str(base)
 
 
 def as_adapter(lora: Any) -> Adapter:
-    """Make an adapter of what users give: a LoraConfig, or a folder that peft or this project has saved."""
+    """Make an adapter of a LoraConfig, or of a folder that peft or pipecomp has saved."""
     if isinstance(lora, str) or hasattr(lora, "__fspath__"):
-        return read(str(lora))
-    _check(lora)
-    _check_values(lora)
+        return _read(str(lora))
+    _check_config(lora, values=True)
     if getattr(lora, "init_lora_weights", None) not in (True, "gaussian") or getattr(lora, "use_dora", False):
         raise SplitError(
             "lora: init_lora_weights other than True and 'gaussian', and use_dora, start from the weights of the base "
@@ -202,38 +173,55 @@ def as_adapter(lora: Any) -> Adapter:
     return Adapter(config=lora)
 
 
-def attach(model: Any, adapter: Adapter, base: str | None = None) -> Any:
-    """Put the adapter in the model and freeze all else, as peft does it; on the meta device without values.
+def _read(path: str) -> Adapter:
+    """Read a saved adapter. SplitError if the folder has none, or one for changed base weights."""
+    config_class = _peft().PeftConfig
+    if not (Path(path) / WEIGHTS_FILE).is_file():
+        raise SplitError(f"{path}: no adapter there, looked for {CONFIG_FILE} and {WEIGHTS_FILE}")
+    config = config_class.from_pretrained(path)
+    config.inference_mode = False  # peft saves True
+    _check_config(config, values=True)
+    if _starts_with(config, _CHANGES_BASE):
+        raise SplitError(
+            f"{Path(path) / CONFIG_FILE}: init_lora_weights: got {config.init_lora_weights!r}, with which the adapter "
+            "fits only base weights that peft changes: give a PeftModel in memory, or convert the adapter with "
+            "peft's save_pretrained(..., path_initial_model_for_weight_conversion=...)"
+        )
+    return Adapter(config=config, weights=str(path))
 
-    base: the model's folder or hub name, which the adapter's configuration notes; default: what is noted there.
+
+def attach(model: Any, adapter: Adapter, base: str | None = None) -> Any:
+    """Add the adapter to the model and freeze the rest, as peft does; on the meta device without values.
+
+    base: the model's folder or hub name, for the adapter's configuration; default: the one in it.
     """
     config = copy.deepcopy(adapter.config)  # peft writes into it
-    if _starts_as(config, _CHANGES_BASE):
-        config.init_lora_weights = True  # of the same shapes; LoftQ would ask for a GPU
+    if _starts_with(config, _CHANGES_BASE):
+        config.init_lora_weights = True  # of the same shapes; LoftQ would need a GPU
     model.name_or_path = base or config.base_model_name_or_path or ""
-    made = _peft().get_peft_model(model, config, adapter_name=adapter.name).get_base_model()
+    adapted = _peft().get_peft_model(model, config, adapter_name=adapter.name).get_base_model()
     _check_ties(config)
-    return made
+    return adapted
 
 
-def name_in_the_base(name: str) -> str:
-    """Give a base model's parameter its name in the checkpoint: peft puts a module around it."""
-    return _INSIDE.sub("", name)
+def base_name(name: str) -> str:
+    """Return a parameter's name in the base model's checkpoint, without the modules that peft puts around it."""
+    return _WRAPPERS.sub("", name)
 
 
 def saved_names(model: Any, adapter: Adapter) -> dict[str, str]:
-    """Those of the names in a model's state_dict that belong to the adapter -> their names in an adapter folder."""
-    # Without embeddings that it would save too, which never change here.
-    return {own: saved for saved, own in _chosen(model, adapter, save_embedding_layers=False).items()}
+    """Map the adapter's names in a model's state_dict to their names in an adapter folder."""
+    # Without the embeddings, which peft would save too, but which never change here.
+    return {own: saved for saved, own in _folder_names(model, adapter, save_embedding_layers=False).items()}
 
 
-def _chosen(model: Any, adapter: Adapter, **options: Any) -> dict[str, str]:
-    """What peft puts into an adapter folder -> the names in a model's state_dict, of which some come twice."""
+def _folder_names(model: Any, adapter: Adapter, **options: Any) -> dict[str, str]:
+    """Map the names in an adapter folder to those in a model's state_dict, of which some are repeated."""
     peft = _peft()
     names = model.state_dict()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        # It chooses by names alone, so names do for values.
+        # peft chooses by names alone, so names can stand in for the values.
         chosen = peft.get_peft_model_state_dict(
             model, state_dict={name: name for name in names}, adapter_name=adapter.name, **options
         )
@@ -241,18 +229,23 @@ def _chosen(model: Any, adapter: Adapter, **options: Any) -> dict[str, str]:
 
 
 def read_weights(adapter: Adapter, names: Mapping[str, str], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Values of an adapter's parameters from its folder; nothing for a new one.
+    """Read an adapter's parameters from its folder; empty for a new one.
 
-    names: see `saved_names`. like: tensors of these names, with their shapes. Raises SplitError naming a tensor that is
-    missing, or has another shape.
+    Args:
+        adapter: with the folder.
+        names: of `saved_names`.
+        like: tensors of these names, with their shapes.
+
+    Raises:
+        SplitError: names a tensor that is missing, or has another shape.
     """
     if adapter.weights is None:
         return {}
     found: dict[str, Tensor] = {}
     with _open_weights(adapter.weights) as file:
-        held = set(file.keys())
+        available = set(file.keys())
         for own, saved in names.items():
-            if saved not in held:
+            if saved not in available:
                 raise SplitError(f"{adapter.weights}/{WEIGHTS_FILE} has no {saved}, for the model's {own}")
             found[own] = file.get_tensor(saved)
             if found[own].shape != like[own].shape:
@@ -264,20 +257,21 @@ def read_weights(adapter: Adapter, names: Mapping[str, str], like: Mapping[str, 
 
 
 def read_base(adapter: Adapter, whole: Any) -> dict[str, Tensor]:
-    """Embeddings of the base model that peft has saved beside the adapter -> by their names in its state_dict.
+    """Read the base model's embeddings that peft has saved beside the adapter, by their names in its state_dict.
 
-    Raises SplitError naming a tensor that the model has no place for.
+    Raises:
+        SplitError: names a tensor that the model does not have.
     """
     if adapter.weights is None:
         return {}
-    chosen = _chosen(whole, adapter, save_embedding_layers=True)
+    names = _folder_names(whole, adapter, save_embedding_layers=True)
     adapted = saved_names(whole, adapter)
     with _open_weights(adapter.weights) as file:
-        held = list(file.keys())
-        for saved in held:
-            if saved not in chosen:
+        available = list(file.keys())
+        for saved in available:
+            if saved not in names:
                 raise SplitError(f"{saved} in {adapter.weights}/{WEIGHTS_FILE}: the model has no such tensor")
-        return {chosen[saved]: file.get_tensor(saved) for saved in held if chosen[saved] not in adapted}
+        return {names[saved]: file.get_tensor(saved) for saved in available if names[saved] not in adapted}
 
 
 def _open_weights(folder: str) -> Any:
@@ -287,11 +281,11 @@ def _open_weights(folder: str) -> Any:
 
 
 def write(folder: Path, adapter: Adapter, tensors: Mapping[str, Tensor]) -> Path:
-    """Write peft's adapter folder from all tensors of the adapter, by `saved_names`. Returns the file of weights."""
+    """Write peft's adapter folder from all tensors of the adapter, by `saved_names`; returns the file of weights."""
     from safetensors.torch import save_file
 
     config = copy.deepcopy(adapter.config)
-    config.inference_mode = True  # as peft saves it: who reads it is not about to train
+    config.inference_mode = True  # as peft saves it
     with atomic_write(folder / WEIGHTS_FILE) as part:
         save_file(dict(tensors), str(part), metadata={"format": "pt"})
         config.save_pretrained(str(folder))

@@ -1,7 +1,7 @@
-"""How each architecture is cut: where its blocks, embeddings and head are. A few lines each; `register` adds more.
+"""Table of architectures: paths of blocks, embeddings and head of each. A few lines each; `register` adds more.
 
 Paths are relative to the base model (`transformer` in GPT2LMHeadModel, `model` in LlamaForCausalLM, `bert`, ...).
-Whatever the top model holds beside its base model is the head, and belongs to the last stage.
+Modules of the top model outside its base model are the head, and belong to the last stage.
 """
 
 from __future__ import annotations
@@ -18,49 +18,49 @@ from pipecomp.stages.partition import losses
 from pipecomp.stages.partition.losses import LossFn
 
 
-def _nothing(config: Any) -> tuple[str, ...]:  # named, so that a stage can be pickled
+def _reads_nothing(config: Any) -> tuple[str, ...]:  # no lambda: a stage can be pickled
     return ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Head:
-    """What the last stage computes after the blocks.
+    """Computation of the last stage after the blocks.
 
     Attributes:
         loss: makes the loss function from the config.
         per_token: the head multiplies every token (a vocabulary), which counts for the balance of the stages.
-        pools_last_token: the model picks the last real token by looking for `pad_token_id` in input_ids; a last stage
-            has none, so it takes the position from the attention mask, applies `score` and picks.
+        pools_last_token: the model finds the last real token by `pad_token_id` in input_ids; the last stage, which has
+            no input_ids, applies `score` and takes the position from the attention mask.
         reads_first_token: the model computes classes from the first place of a batch, which must not be padding.
-        reads: from the config, the paths of modules among the architecture's `before` that the head reads too (the word
-            embeddings, as its output matrix); the last stage has a copy of them, tied to the first's.
+        reads: returns, for a config, the paths of modules among the architecture's `before` that the head reads too
+            (the word embeddings, as its output matrix); the last stage has a copy of them, tied to the first's.
     """
 
     loss: Callable[[Any], LossFn]
     per_token: bool = False
     pools_last_token: bool = False
     reads_first_token: bool = False
-    reads: Callable[[Any], tuple[str, ...]] = _nothing
+    reads: Callable[[Any], tuple[str, ...]] = _reads_nothing
 
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """How to cut the models of one `config.model_type`. Paths are relative to the base model.
+    """Structure of the models of one `config.model_type`. Paths are relative to the base model.
 
     Attributes:
         model_type: the config's.
         heads: the model classes that can be cut, by class name.
         default_head: the class for a config that names none.
         blocks: path of the list of blocks.
-        before: modules that only the first stage has, but for what a head reads, with what replaces each of them on
-            later stages (a class without arguments; None leaves the place empty).
-        after: modules that only the last stage has.
-        shared: modules that every stage has; their gradients are summed over the stages.
+        before: modules of the first stage alone (except those that a head reads), each with its replacement on later
+            stages: a class without arguments; None leaves the place empty.
+        after: modules of the last stage alone.
+        shared: modules of every stage; their gradients are summed over the stages.
         optional: those of `after` that a checkpoint of the plain encoder lacks, and that are then new, like a head.
         block_returns_tuple: whether a block returns `(hidden_states, ...)` rather than `hidden_states`.
         extra_inputs: inputs that only the embeddings use.
         forward_options: passed to every forward call.
-        renamed: modules that checkpoints name differently, with the model's names for them.
+        renamed: the model's names of modules that checkpoints name differently, by the latter.
     """
 
     model_type: str
@@ -78,10 +78,10 @@ class Architecture:
 
 
 class SkippedBlock(nn.Module):
-    """Stands at the place of another stage's block and returns what it gets.
+    """Identity in the place of another stage's block.
 
     The list of blocks keeps its length, so each own block keeps its index: in its parameters' names, and wherever the
-    model's loop looks something up by it (`layer_types[i]`, DeBERTa's convolution after block 0).
+    model's loop uses it (`layer_types[i]`, DeBERTa's convolution after block 0).
     """
 
     def __init__(self, returns_tuple: bool) -> None:
@@ -89,28 +89,28 @@ class SkippedBlock(nn.Module):
         self.returns_tuple = returns_tuple
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return what it gets, as a block would."""
+        """Return the hidden states, as a block does."""
         return (hidden_states, None) if self.returns_tuple else hidden_states
 
 
 class NoPositions(nn.Module):
-    """Replaces GPT-2's `wpe` past the first stage: the model adds what it returns."""
+    """Replaces GPT-2's `wpe` past the first stage, whose output the model adds."""
 
     def forward(self, position_ids: Tensor) -> Tensor:
-        """Make what changes nothing when it is added."""
+        """Return a scalar whose addition changes nothing."""
         # x + (-0.0) is x for every x, -0.0 included; without dimensions it leaves the dtype of x alone.
         return torch.full((), -0.0, device=position_ids.device)
 
 
 class PassedEmbeddings(nn.Module):
-    """Replaces the `embeddings` module of BERT and its kin past the first stage."""
+    """Replaces the `embeddings` module of BERT and similar encoders past the first stage."""
 
     def __init__(self) -> None:
         super().__init__()
         self.word_embeddings = nn.Identity()  # get_input_embeddings(), which activation checkpointing calls
 
     def forward(self, *, inputs_embeds: Tensor, **kwargs: Any) -> Tensor:
-        """Return what it gets."""
+        """Return the embeddings unchanged."""
         return inputs_embeds
 
 
@@ -118,10 +118,10 @@ _REGISTRY: dict[str, Architecture] = {}
 
 
 def register(architecture: Architecture) -> None:
-    """Make `split`, `plan` and `build_stage` know another architecture, or replace a known one.
+    """Add an architecture for `split`, `plan` and `build_stage`, or replace a known one.
 
     Args:
-        architecture: where its blocks, embeddings and head are.
+        architecture: paths of its blocks, embeddings and head.
 
     Raises:
         SplitError: its default head is not among its heads.
@@ -151,7 +151,7 @@ def register(architecture: Architecture) -> None:
 
 
 def architecture_of(config: Any) -> Architecture:
-    """Find the entry for `config.model_type`; SplitError says what to provide where there is none."""
+    """Return the entry for `config.model_type`; SplitError without one, or for a model that cannot be split."""
     model_type = getattr(config, "model_type", None)
     if model_type not in _REGISTRY:
         raise SplitError(
@@ -165,7 +165,7 @@ def architecture_of(config: Any) -> Architecture:
         method = (quantized if isinstance(quantized, dict) else quantized.to_dict()).get("quant_method")
         raise SplitError(
             f"config.quantization_config: got {getattr(method, 'value', method)!r}, allowed: none. Stages have weights "
-            "in float32, BF16 or FP16: give the model from which the quantized one was made"
+            "in float32, BF16 or FP16: give the model before quantization"
         )
     if getattr(config, "output_router_logits", False):
         raise SplitError(
@@ -176,7 +176,7 @@ def architecture_of(config: Any) -> Architecture:
 
 
 def head_name(architecture: Architecture, model_class: type) -> str:
-    """Find the name among `architecture.heads` that `model_class` is or derives from."""
+    """Return the name among `architecture.heads` that `model_class` is or derives from."""
     for base in model_class.__mro__:
         if base.__name__ in architecture.heads:
             return base.__name__
@@ -187,7 +187,7 @@ def head_name(architecture: Architecture, model_class: type) -> str:
 
 
 def default_loss(config: Any) -> LossFn:
-    """Return `loss(logits, labels) -> scalar`: what the model that `config.architectures` names computes.
+    """Return `loss(logits, labels) -> scalar` of the model that `config.architectures` names.
 
     Causal and masked language models ignore labels of -100; the causal loss shifts the labels itself.
     """
@@ -199,7 +199,7 @@ def default_loss(config: Any) -> LossFn:
 
 
 def _decoder(name: str) -> Architecture:
-    """Llama and its kin: one embedding, rotary positions made anew by every stage, a final norm."""
+    """Describe a decoder like Llama: one embedding, rotary positions computed by every stage, a final norm."""
     return Architecture(
         model_type=name.lower(),
         heads={
@@ -214,7 +214,7 @@ def _decoder(name: str) -> Architecture:
 
 
 def _encoder(name: str) -> Architecture:
-    """BERT and its kin; only the pooler and the head come after the blocks."""
+    """Describe an encoder like BERT: only the pooler and the head come after the blocks."""
     return Architecture(
         model_type=name.lower(),
         heads={
@@ -230,8 +230,8 @@ def _encoder(name: str) -> Architecture:
     )
 
 
-def _read_by_deberta(config: Any) -> tuple[str, ...]:
-    """Name what the head reads: the legacy one has a matrix of its own, tied as BERT's is; the other the embeddings."""
+def _deberta_reads(config: Any) -> tuple[str, ...]:
+    """Return the embeddings as the head's matrix; the legacy head has one of its own, tied like BERT's."""
     return () if config.legacy else ("embeddings.word_embeddings",)
 
 
@@ -258,7 +258,7 @@ register(
         model_type="deberta-v2",  # DeBERTa-v3 too: other settings, same code
         heads={
             "DebertaV2ForSequenceClassification": Head(loss=losses.deberta_classification, reads_first_token=True),
-            "DebertaV2ForMaskedLM": Head(loss=losses.masked_lm, per_token=True, reads=_read_by_deberta),
+            "DebertaV2ForMaskedLM": Head(loss=losses.masked_lm, per_token=True, reads=_deberta_reads),
         },
         default_head="DebertaV2ForSequenceClassification",
         blocks="encoder.layer",

@@ -1,4 +1,4 @@
-"""Reading single tensors of a Hugging Face checkpoint: safetensors or PyTorch, one file or many, folder or hub."""
+"""Hugging Face checkpoints read tensor by tensor: safetensors or PyTorch, one file or many, folder or hub."""
 
 from __future__ import annotations
 
@@ -14,38 +14,40 @@ from torch import Tensor
 
 from pipecomp.errors import SplitError
 
-# In transformers' own order: a single file is taken even if an index lies beside it.
-SINGLE_AND_INDEX = (
-    ("model.safetensors", False),
-    ("model.safetensors.index.json", True),
-    ("pytorch_model.bin", False),
-    ("pytorch_model.bin.index.json", True),
+# In transformers' own order: a single file is preferred to an index beside it.
+WEIGHT_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
 )
 OLD_NAMES = (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias"))
 IGNORED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"attn\.masked_bias$")  # buffers that older versions saved
 
 
 class Checkpoint(AbstractContextManager["Checkpoint"]):
-    """The tensors of a `from_pretrained` folder or hub name; each is read on its own, and only when asked for.
+    """Tensors of a `from_pretrained` folder or hub name; each is read on its own, on request.
 
-    `files` maps each tensor's name, as the checkpoint has it, to its file. Opened files are kept; use it as a context
-    manager.
+    Opened files stay open until the end of the context.
+
+    Attributes:
+        source: the folder or hub name.
+        files: file of each tensor, by its name in the checkpoint.
     """
 
     def __init__(self, source: str) -> None:
         self.source = source
         self._open: dict[str, Any] = {}
-        for name, is_index in SINGLE_AND_INDEX:
+        for name in WEIGHT_FILES:
             path = find_file(source, name)
             if path is None:
                 continue
-            if is_index:
+            if name.endswith(".json"):
                 self.files: dict[str, str] = dict(json.loads(Path(path).read_text(encoding="utf-8"))["weight_map"])
             else:
                 self.files = dict.fromkeys(self._file(name).keys(), name)
             return
-        allowed = ", ".join(name for name, _ in SINGLE_AND_INDEX)
-        raise SplitError(f"{source}: no weights found, looked for {allowed}")
+        raise SplitError(f"{source}: no weights found, looked for {', '.join(WEIGHT_FILES)}")
 
     def __exit__(self, *_: object) -> None:
         for file in self._open.values():
@@ -54,7 +56,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         self._open.clear()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Read a tensor's shape."""
+        """Return a tensor's shape."""
         file = self._file_of(name)
         return tuple(file[name].shape if isinstance(file, dict) else file.get_slice(name).get_shape())
 
@@ -64,7 +66,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         return file[name].clone() if isinstance(file, dict) else file.get_tensor(name)
 
     def dtype(self) -> torch.dtype:
-        """Of the first floating-point tensor: the checkpoint's dtype where the config names none."""
+        """Return the dtype of the first floating-point tensor, the checkpoint's if the config has none."""
         for name in self.files:
             file = self._file_of(name)
             sample = file[name] if isinstance(file, dict) else file.get_slice(name)[0:0]
@@ -79,31 +81,38 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         return file
 
     def _file(self, name: str) -> Any:
-        if name not in self._open:
-            path = find_file(self.source, name)
-            if path is None:
-                raise SplitError(f"{self.source}: {name} is missing")
-            self._open[name] = _open(path)
+        """Open a safetensors file, or a PyTorch file as the dictionary of its memory-mapped tensors."""
+        if name in self._open:
+            return self._open[name]
+        path = find_file(self.source, name)
+        if path is None:
+            raise SplitError(f"{self.source}: {name} is missing")
+        try:
+            if path.endswith(".safetensors"):
+                from safetensors import safe_open
+
+                # Not mmap: its tensors are views of the file, and change with it when training saves over its start.
+                self._open[name] = safe_open(path, framework="pt", backend="pread")
+            else:
+                self._open[name] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        except Exception as error:  # both libraries raise their own types, and plain RuntimeError
+            raise SplitError(f"{path} cannot be read as a checkpoint: {error}") from error
         return self._open[name]
 
 
-def _open(path: str) -> Any:
-    """Open a safetensors file to read, or a PyTorch file as the dictionary of its (memory-mapped) tensors."""
-    try:
-        if path.endswith(".safetensors"):
-            from safetensors import safe_open
-
-            # Not mmap: its tensors are views of the file, and change with it when training saves over its start.
-            return safe_open(path, framework="pt", backend="pread")
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:  # both libraries raise their own kinds, and plain RuntimeError
-        raise SplitError(f"{path} cannot be read as a checkpoint: {error}") from error
-
-
 def find_file(source: str, name: str, *, cached: bool = False) -> str | None:
-    """Path of a file in a folder, or of a hub repository, from its cache if possible; None if it has no such file.
+    """Return the path of a file in a folder, or of a hub repository, from its cache if possible.
 
-    cached: only from there. OSError for a source that is neither.
+    Args:
+        source: folder or hub name.
+        name: of the file.
+        cached: look in the cache only.
+
+    Returns:
+        None if there is no such file.
+
+    Raises:
+        OSError: the source is neither a folder nor a repository.
     """
     if Path(source).is_dir():
         path = Path(source) / name
@@ -132,13 +141,13 @@ def match_names(
     """Match the tensors of a checkpoint with the model's.
 
     Args:
-        files: see Checkpoint.
+        files: of a Checkpoint.
         known: the model's names.
-        source: where the checkpoint is, for errors.
-        base: the name of the base model (`transformer`), which names lack in the checkpoint of a base model.
+        source: of the checkpoint, for errors.
+        base: name of the base model (`transformer`), which names lack in the checkpoint of a base model.
         optional: modules of the base model that this model may lack.
-        ignored: patterns of tensors that the model's class does not want.
-        renamed: modules that checkpoints name differently, with the model's names for them.
+        ignored: patterns of tensors that the model's class ignores.
+        renamed: the model's names of modules that checkpoints name differently, by the latter.
 
     Returns:
         {model's name: checkpoint's name}, and the checkpoint's names that belong to another head.

@@ -1,4 +1,4 @@
-"""Building one stage without the others: only its own tensors are read, the rest of the model is never allocated."""
+"""Building of one stage without the others: only its own tensors are read, the rest of the model is never allocated."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from pipecomp.stages.partition.architectures import Architecture, architecture_o
 from pipecomp.stages.partition.checkpoints import Checkpoint, find_file, match_names
 from pipecomp.stages.partition.modules import Modules, ModuleStage, plan_modules
 from pipecomp.stages.partition.planning import SplitPlan, aliases, part_of, plan_model
-from pipecomp.stages.partition.splitting import Stage, replace_parameter, shallow, take_stage
+from pipecomp.stages.partition.splitting import Stage, replace_parameter, shallow_copy, take_stage
 
 _log = logging.getLogger(__name__)
-# What tells from_pretrained where to read a model, but is none of its settings.
+# Arguments of from_pretrained that locate a model and are no settings of it.
 _PLACES = {"revision", "code_revision", "subfolder", "cache_dir", "token", "proxies", "force_download"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Where a model's weights come from; `pretrained` makes one.
+    """Origin of a model's weights, made by `pretrained`.
 
     Attributes:
         config: the model's.
         model_class: Hugging Face's class.
         weights: a folder or hub name; None for random weights.
-        model: a model in memory, whose modules the stages take; then the other fields only describe it.
-        adapter: a LoRA adapter to put on the weights, which are frozen then.
+        model: a model in memory, whose modules the stages take over; the other fields only describe it.
+        adapter: a LoRA adapter for the weights, which are frozen then.
     """
 
     config: Any
@@ -49,18 +49,18 @@ class Source:
 
 
 def pretrained(path: str, *, model_class: str | type | None = None, lora: Any = None, **settings: Any) -> Source:
-    """Name a `from_pretrained` folder or hub name, with another head or other settings than its config says.
+    """Describe a `from_pretrained` folder or hub name, with another head or other settings than its config's.
 
     Args:
-        path: the model's, or the folder of a saved adapter that says which model it is for.
+        path: of the model, or the folder of a saved adapter that names its base model.
         model_class: a class or its name, also an Auto class; default: the first of `config.architectures`.
-        lora: a `peft.LoraConfig`, or the folder of a saved adapter to go on with: then only the adapter is trained and
-            saved.
+        lora: a `peft.LoraConfig`, or the folder of a saved adapter to continue with: then only the adapter is trained
+            and saved.
         settings: override the config (num_labels, attn_implementation, dropouts, ...). A head for another number of
             classes is new.
 
     Returns:
-        What `plan`, `build_stage` and `pipecomp.initialize` take in place of a path.
+        A model for `plan`, `build_stage` and `pipecomp.initialize`, in place of a path.
 
     Raises:
         SplitError: there is no model, its config lacks one of the settings, or its class cannot be split.
@@ -73,13 +73,13 @@ def pretrained(path: str, *, model_class: str | type | None = None, lora: Any = 
     from transformers import AutoConfig
 
     for key in _PLACES & settings.keys():
-        if settings.pop(key) not in (None, False, "", "main"):  # it would be the config's alone; and may be a secret
+        if settings.pop(key) not in (None, False, "", "main"):  # it would apply to the config alone, or is a secret
             raise SplitError(f"{key}: {adapters.SNAPSHOT}, or set HF_TOKEN and HF_HOME for all that is read")
     adapter = None if lora is None else adapters.as_adapter(lora)
     if adapter is None and (saved := adapters.from_folder(str(path))) is not None:
         adapter, path = saved
-    if unreachable(str(path)):
-        settings = {"local_files_only": True, **settings}  # what is cached, or an error at once
+    if hub_unreachable(str(path)):
+        settings = {"local_files_only": True, **settings}  # the cache, or an error at once
     try:
         config, unused = AutoConfig.from_pretrained(str(path), return_unused_kwargs=True, **settings)
     except (OSError, ValueError) as error:
@@ -90,7 +90,7 @@ def pretrained(path: str, *, model_class: str | type | None = None, lora: Any = 
 
 
 def resolve(source: Any) -> Source:
-    """Make a Source of what users give: a model (a PeftModel too), a config, a folder or hub name, or a Source."""
+    """Make a Source of a model (a PeftModel too), a config, a folder or hub name, or a Source."""
     if isinstance(source, Source):
         return source
     if isinstance(source, nn.Module):
@@ -115,7 +115,7 @@ def plan(
 
     Args:
         model_or_config_or_path: a Hugging Face model, a config, a `from_pretrained` folder or hub name, a Source, or
-            what `modules` made, which is balanced by its parameters alone.
+            Modules, which are balanced by their parameters alone.
         num_stages: K, partitioned so that the most expensive stage is as cheap as possible, by the multiply-adds of the
             blocks and of a vocabulary-sized head, and a little for the embeddings.
         cuts: instead, the first block of each stage, with or without the number of blocks at the end.
@@ -123,7 +123,7 @@ def plan(
         tie: False gives up tied weights.
 
     Returns:
-        The plan, which every rank computes alike.
+        The plan, the same on every rank.
 
     Raises:
         SplitError: the architecture is unknown or the cuts are impossible.
@@ -149,23 +149,22 @@ def build_stage(
     Args:
         source: as for `plan`, and the same one.
 
-            - A model in memory: the stage takes its modules and parameters (see `split`); copies are made of tied
-              weights only, and of what has another dtype. Drop the model afterwards, and the other stages' weights are
-              freed.
+            - A model in memory: the stage takes over its modules and parameters (see `split`); only tied weights and
+              parameters of another dtype are copied. Drop the model afterwards to free the other stages' weights.
             - A folder or hub name: only the stage's own tensors are read. A head that the checkpoint lacks is
-              initialized as Hugging Face does, and named in `stage.newly_initialized`. The stage is in training mode.
+              initialized as Hugging Face does, and listed in `stage.newly_initialized`. The stage is in training mode.
             - A config: random weights as Hugging Face initializes them. Each depends on `seed` and its module's name
               alone, so they are the same for every number of stages; they are not those of the unsplit model built
               under that seed.
-            - What `modules` made: the stage takes its blocks.
+            - Modules: the stage takes over its blocks.
         plan: of `plan`.
         index: 0 to K - 1.
         dtype: of the parameters; default: the model's, else the config's, else the checkpoint's.
-        tie: False gives up tied weights, as with a plan made so.
-        seed: of what is initialized.
+        tie: False gives up tied weights, as in a plan with `tie=False`.
+        seed: of initialized weights.
 
     Returns:
-        The stage, called with a micro-batch or with what the stage before it returned.
+        The stage, whose input is a micro-batch or the output of the stage before it.
 
     Raises:
         SplitError: names tensor and file if one is missing, does not belong, or has another shape.
@@ -191,7 +190,7 @@ def build_stage(
             raise SplitError("lora: a model with random weights has nothing to adapt: give a folder or a hub name")
         whole = skeleton(found, wanted)
         stage = take_stage(whole, plan, index)
-        initialize(stage, whole, aliases(whole), {names[0] for names in aliases(stage)}, seed)
+        _initialize(stage, whole, {names[0] for names in aliases(stage)}, seed)
         return stage
     with Checkpoint(found.weights) as checkpoint:
         whole = skeleton(found, wanted or found.config.dtype or checkpoint.dtype())
@@ -199,7 +198,7 @@ def build_stage(
 
 
 def skeleton(source: Source, dtype: torch.dtype | str | None = None) -> Any:
-    """Make the unsplit model on the meta device: names, shapes and settings, no memory."""
+    """Make the unsplit model on the meta device: names, shapes and settings, without memory."""
     config = copy.deepcopy(source.config)
     wanted = dtype or config.dtype or torch.float32
     with torch.device("meta"):
@@ -234,55 +233,69 @@ def _class_for(config: Any, model_class: str | type | None) -> type:
 
 
 def _read_stage(whole: Any, stage: Stage, checkpoint: Checkpoint, adapter: Adapter | None, seed: int) -> Stage:
-    """Fill a stage on the meta device from a checkpoint, and its adapter's weights from theirs."""
+    """Fill a stage on the meta device from a checkpoint, and its adapter's weights from their folder."""
     architecture = architecture_of(whole.config)
-    base = whole.base_model_prefix
-    in_the_base = {name: adapters.name_in_the_base(name) for name in whole.state_dict()}
+    base_names = {name: adapters.base_name(name) for name in whole.state_dict()}
     matched, others = match_names(
         checkpoint.files,
-        in_the_base.values(),
+        base_names.values(),
         source=checkpoint.source,
-        base=base,
+        base=whole.base_model_prefix,
         optional=architecture.optional,
         ignored=getattr(whole, "_keys_to_ignore_on_load_unexpected", None) or (),
         renamed=architecture.renamed,
     )
-    found = {name: matched[plain] for name, plain in in_the_base.items() if plain in matched}
-    adapted = {} if adapter is None else adapters.saved_names(stage._model, adapter)
-    tuned = {} if adapter is None else adapters.read_weights(adapter, adapted, stage.state_dict())
-    groups = aliases(whole)
-    same: dict[str, list[str]] = {}  # by names in the base: what peft trains beside a tied weight begins as that
-    for names in groups:
+    found = {name: matched[plain] for name, plain in base_names.items() if plain in matched}
+    # By names in the base: a copy that peft trains beside a tied weight starts with that weight's value.
+    tied_names: dict[str, list[str]] = {}
+    for names in aliases(whole):
         for name in names:
-            same.setdefault(in_the_base[name], []).extend(names)
-    _check_base(adapter, whole, checkpoint, found, same)
+            tied_names.setdefault(base_names[name], []).extend(names)
+    adapted: dict[str, str] = {}
+    tuned: dict[str, torch.Tensor] = {}
+    if adapter is not None:
+        adapted = adapters.saved_names(stage._model, adapter)
+        tuned = adapters.read_weights(adapter, adapted, stage.state_dict())
+        # peft would put embeddings in the adapter's folder in the place of the base's.
+        for name, value in adapters.read_base(adapter, whole).items():
+            origin = next((found[n] for n in (name, *tied_names[adapters.base_name(name)]) if n in found), None)
+            if origin is None or not torch.equal(checkpoint.read(origin).to(value.dtype), value):
+                raise SplitError(
+                    f"{name} in {adapter.weights}: allowed: the values of {checkpoint.source}, since it is neither "
+                    "trained nor saved beside the adapter; save a base model that has these, and give its folder"
+                )
     new: set[str] = set()
     for names in aliases(stage):
-        like = stage.get_parameter(names[0])
-        if names[0] in tuned:
-            put(stage, names, nn.Parameter(tuned[names[0]].to(like.dtype), requires_grad=like.requires_grad))
+        name, like = names[0], stage.get_parameter(names[0])
+        if name in tuned:
+            _set_parameter(stage, names, nn.Parameter(tuned[name].to(like.dtype), requires_grad=like.requires_grad))
             continue
-        # The original before its copies, so that every stage reads the same tensor.
-        tied = same[in_the_base[names[0]]]
-        candidates = tied if stage.plan.tie else [names[0], *tied]
-        origin = next((name for name in candidates if name in found), None)
+        # Note: the original comes before its copies, so that every stage reads the same tensor and tied copies start
+        # equal; they stay equal because their gradients are summed (see PipelineStage.tied_parameters).
+        tied = tied_names[base_names[name]]
+        candidates = tied if stage.plan.tie else [name, *tied]
+        origin = next((candidate for candidate in candidates if candidate in found), None)
         if origin is None:
-            if names[0] not in adapted:
-                _allow_new(whole, architecture, names[0], found, checkpoint)
-            new.add(names[0])
+            if name not in adapted:
+                _check_may_be_new(whole, architecture, name, found, checkpoint)
+            new.add(name)
             continue
-        if _has_other_classes(whole, stage.plan, names[0], checkpoint.shape(found[origin])):
-            new.add(names[0])
+        if _has_other_classes(whole, stage.plan, name, checkpoint.shape(found[origin])):
+            new.add(name)
             continue
-        tensor = _read(checkpoint, found[origin], like)
+        tensor = _read_like(checkpoint, found[origin], like)
         for other in names if stage.plan.tie else ():
-            if other != origin and other in found and not torch.equal(_read(checkpoint, found[other], like), tensor):
+            if (
+                other != origin
+                and other in found
+                and not torch.equal(_read_like(checkpoint, found[other], like), tensor)
+            ):
                 raise SplitError(
                     f"{found[origin]} and {found[other]} in {checkpoint.source} are tied by the config but differ; "
                     "tie=False loads both"
                 )
-        put(stage, names, nn.Parameter(tensor, requires_grad=like.requires_grad))
-    initialize(stage, whole, groups, new, seed)
+        _set_parameter(stage, names, nn.Parameter(tensor, requires_grad=like.requires_grad))
+    _initialize(stage, whole, new, seed)
     stage.newly_initialized = tuple(sorted(new))
     lacking = sorted(new - set(adapted))
     if lacking:
@@ -295,23 +308,7 @@ def _read_stage(whole: Any, stage: Stage, checkpoint: Checkpoint, adapter: Adapt
     return stage
 
 
-def _check_base(
-    adapter: Adapter | None, whole: Any, checkpoint: Checkpoint, found: dict[str, str], same: dict[str, list[str]]
-) -> None:
-    """Refuse other embeddings than the base's in an adapter's folder: peft would put them in their place."""
-    if adapter is None:
-        return
-    for name, value in adapters.read_base(adapter, whole).items():
-        names = [name, *same[adapters.name_in_the_base(name)]]
-        origin = next((found[other] for other in names if other in found), None)
-        if origin is None or not torch.equal(checkpoint.read(origin).to(value.dtype), value):
-            raise SplitError(
-                f"{name} in {adapter.weights}: allowed: the values of {checkpoint.source}, since it is neither trained "
-                "nor saved beside the adapter; save a base model that has these, and give its folder"
-            )
-
-
-def _read(checkpoint: Checkpoint, raw: str, like: nn.Parameter) -> torch.Tensor:
+def _read_like(checkpoint: Checkpoint, raw: str, like: nn.Parameter) -> torch.Tensor:
     shape = checkpoint.shape(raw)
     if shape != tuple(like.shape):
         raise SplitError(
@@ -322,24 +319,29 @@ def _read(checkpoint: Checkpoint, raw: str, like: nn.Parameter) -> torch.Tensor:
 
 
 def _has_other_classes(whole: Any, plan: SplitPlan, name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a parameter is of a head for classes, of which the checkpoint's has another number."""
+    """Return whether a parameter belongs to a classification head with another number of classes than saved."""
     architecture, own = architecture_of(whole.config), tuple(whole.get_parameter(name).shape)
     in_head = part_of(architecture, whole.base_model_prefix, name) == "head"
     return in_head and not architecture.heads[plan.model_class].per_token and shape != own and shape[1:] == own[1:]
 
 
-def _allow_new(whole: Any, architecture: Architecture, name: str, found: dict[str, str], source: Checkpoint) -> None:
-    """Allow a head to be new as a whole; anything else that is missing is an error."""
+def _check_may_be_new(
+    whole: Any, architecture: Architecture, name: str, found: dict[str, str], checkpoint: Checkpoint
+) -> None:
+    """Raise SplitError for a missing tensor that is not part of a head that is missing as a whole."""
     base = whole.base_model_prefix
     module = name.rpartition(".")[0]
     beside = [n for n in found if n.rpartition(".")[0] == module]
     optional = any(name.startswith(f"{base}.{path}.") for path in architecture.optional)
     if beside or not (optional or part_of(architecture, base, name) == "head"):
-        raise SplitError(f"{name} is missing in {source.source}")
+        raise SplitError(f"{name} is missing in {checkpoint.source}")
 
 
-def unreachable(name: str) -> bool:
-    """Tell whether a name must be on the hub, whose address cannot be looked up. A local path or a proxy settles it."""
+def hub_unreachable(name: str) -> bool:
+    """Return whether a name must be on the Hugging Face hub, whose address cannot be resolved.
+
+    The hub's library would try for a minute. A local path or a proxy settles it.
+    """
     import huggingface_hub.constants as hub
 
     proxied = any(os.environ.get(key) for key in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"))
@@ -353,31 +355,31 @@ def unreachable(name: str) -> bool:
     return False
 
 
-def put(stage: Stage, names: Sequence[str], parameter: nn.Parameter) -> None:
-    """Set a parameter under all its names, in a stage made from a skeleton: its modules are nobody else's."""
+def _set_parameter(stage: Stage, names: Sequence[str], parameter: nn.Parameter) -> None:
+    """Set a parameter under all its names, in a stage made from a skeleton, whose modules have no other user."""
     for name in names:
         module, _, leaf = name.rpartition(".")
         stage.get_submodule(module)._parameters[leaf] = parameter
 
 
-def initialize(stage: Stage, whole: Any, groups: list[list[str]], new: set[str], seed: int) -> None:
-    """Give the parameters in `new`, and every buffer still on the meta device, the values Hugging Face gives them.
+def _initialize(stage: Stage, whole: Any, new: set[str], seed: int) -> None:
+    """Initialize the parameters in `new`, and every buffer on the meta device, as Hugging Face or peft does.
 
-    whole, groups: the skeleton and its `aliases`. The generator is seeded by (seed, module name) for each module, and
-    the global one left as it was.
+    The generator is seeded by (seed, module name) for each module, and the global one is left unchanged. whole: the
+    skeleton.
     """
     from transformers.initialization import guard_torch_init_functions
 
-    originals = {name: names[0] for names in groups for name in names if len(names) > 1} if stage.plan.tie else {}
+    originals = {name: names[0] for names in aliases(whole) for name in names if len(names) > 1}
     tied: list[tuple[str, nn.Parameter]] = []
     for names in aliases(stage):
         parameter = stage.get_parameter(names[0])
         if names[0] in new:
-            # NaN, so that a weight which no initializer touches is noticed below.
+            # NaN marks a weight that no initializer writes; see below.
             empty = torch.full(parameter.shape, float("nan"), dtype=parameter.dtype)
             parameter = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-            put(stage, names, parameter)
-            if names[0] in originals:
+            _set_parameter(stage, names, parameter)
+            if stage.plan.tie and names[0] in originals:
                 tied.append((originals[names[0]], parameter))
         else:
             parameter._is_hf_initialized = True  # type: ignore[attr-defined]
@@ -390,31 +392,32 @@ def initialize(stage: Stage, whole: Any, groups: list[list[str]], new: set[str],
     for name in new:
         parts = name.split(".")[:-1]
         todo |= {".".join(parts[:length]) for length in range(len(parts) + 1)}
-    # Innermost first, as Hugging Face does: GPT-2's attention scales its projection's weights once more.
+    # Innermost first, as Hugging Face does: GPT-2's attention scales its projection's weights again.
     modules = [(name, module) for name, module in stage.named_modules() if name in todo and module is not stage]
     modules.sort(key=lambda item: -item[0].count("."))
 
+    def initialize_module(name: str, module: Any) -> None:
+        digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+        torch.manual_seed(int.from_bytes(digest, "little") >> 1)
+        if stage.adapter is not None and hasattr(module, "reset_lora_parameters"):  # a layer with LoRA weights
+            module.reset_lora_parameters(stage.adapter.name, stage.adapter.config.init_lora_weights)
+        else:
+            stage._model._init_weights(module)
+
     with torch.no_grad(), guard_torch_init_functions(), torch.random.fork_rng(devices=[]):
-        for name, parameter in tied:  # each copy as the original's module would, and no other module after it
+        # Note: a copy of a tied weight is initialized as part of the original's module, under that module's seed, so
+        # that all stages draw the same values for it.
+        for name, parameter in tied:
             owner, _, leaf = name.rpartition(".")
-            alone = shallow(whole.get_submodule(owner))
+            alone = shallow_copy(whole.get_submodule(owner))
             alone._parameters[leaf] = parameter
-            _seeded(stage, owner, alone, seed)
+            initialize_module(owner, alone)
             parameter._is_hf_initialized = True  # type: ignore[attr-defined]
         for name, module in modules:
-            _seeded(stage, name, module, seed)
+            initialize_module(name, module)
     for name, parameter in stage.named_parameters():
         if name in new and bool(parameter.isnan().any()):
-            raise SplitError(f"{name}: {type(stage._model).__name__} does not say how to initialize it")
+            raise SplitError(f"{name}: {type(stage._model).__name__} has no initialization for it")
         if hasattr(parameter, "_is_hf_initialized"):
             del parameter._is_hf_initialized
-    stage.check_what_it_receives()
-
-
-def _seeded(stage: Stage, name: str, module: Any, seed: int) -> None:
-    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
-    torch.manual_seed(int.from_bytes(digest, "little") >> 1)
-    if stage.adapter is not None and hasattr(module, "reset_lora_parameters"):  # a layer with LoRA weights
-        module.reset_lora_parameters(stage.adapter.name, stage.adapter.config.init_lora_weights)
-    else:
-        stage._model._init_weights(module)
+    stage.check_input_unchanged()

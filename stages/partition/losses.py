@@ -1,4 +1,4 @@
-"""What a Hugging Face model computes for its labels, as functions of the last stage's logits.
+"""Losses of Hugging Face models as functions of the last stage's logits, and checks of their labels.
 
 B micro-batch, S tokens, V vocabulary, C classes. The arithmetic is that of transformers 5, operation for operation, so
 that a split model reports the loss of the unsplit one bit for bit.
@@ -6,7 +6,7 @@ that a split model reports the loss of the unsplit one bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.nn.functional as F  # noqa: N812
@@ -19,11 +19,11 @@ LossFn = Callable[[Tensor, Tensor], Tensor]
 
 
 def causal_lm(config: Any) -> LossFn:
-    """Next-token cross-entropy, mean over all labels that are not -100. logits [B, S, V], labels int64 [B, S]."""
+    """Make the next-token cross-entropy, mean over labels that are not -100. logits [B, S, V], labels int64 [B, S]."""
     vocabulary = int(config.vocab_size)
 
     def loss(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
-        _same_leading_shape(logits_BSV, labels_BS)
+        _check_leading_shape(logits_BSV, labels_BS)
         next_BS = F.pad(labels_BS, (0, 1), value=-100)[..., 1:].contiguous().to(logits_BSV.device)
         return F.cross_entropy(logits_BSV.float().view(-1, vocabulary), next_BS.view(-1), ignore_index=-100)
 
@@ -31,18 +31,18 @@ def causal_lm(config: Any) -> LossFn:
 
 
 def masked_lm(config: Any) -> LossFn:
-    """Cross-entropy over the labels that are not -100. logits [B, S, V], labels int64 [B, S]."""
+    """Make the cross-entropy over labels that are not -100. logits [B, S, V], labels int64 [B, S]."""
     vocabulary = int(config.vocab_size)
 
     def loss(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
-        _same_leading_shape(logits_BSV, labels_BS)
+        _check_leading_shape(logits_BSV, labels_BS)
         return F.cross_entropy(logits_BSV.view(-1, vocabulary), labels_BS.to(logits_BSV.device).view(-1))
 
     return loss
 
 
 def classification(config: Any) -> LossFn:
-    """Loss of a sequence classification head. logits [B, C].
+    """Make the loss of a sequence classification head. logits [B, C].
 
     `config.problem_type` decides; unset, one class means regression (mean squared error, labels float [B]), integer
     labels [B] mean cross-entropy, and float labels [B, C] binary cross-entropy per class.
@@ -51,20 +51,24 @@ def classification(config: Any) -> LossFn:
 
     def loss(logits_BC: Tensor, labels: Tensor) -> Tensor:
         labels = labels.to(logits_BC.device)
-        problem = config.problem_type or guess_problem(classes, labels)
+        problem = config.problem_type or infer_problem(classes, labels)
         if problem == "regression":
-            _require_float(labels)
+            _check_float(labels)
             if classes == 1:
-                _same_count(logits_BC, labels)
+                _check_count(logits_BC, labels)
                 return F.mse_loss(logits_BC.squeeze(), labels.squeeze())
-            _same_shape(logits_BC, labels)
+            _check_shape(logits_BC, labels)
             return F.mse_loss(logits_BC, labels)
         if problem == "single_label_classification":
-            _one_each(logits_BC, labels)
+            if labels.numel() != len(logits_BC):
+                raise DataError(
+                    f"labels: got {labels.dtype} {tuple(labels.shape)} for {len(logits_BC)} samples, each of one "
+                    "class; for several classes of a sample (multi_label_classification) labels are floating-point"
+                )
             return F.cross_entropy(logits_BC.view(-1, classes), labels.view(-1))
         if problem == "multi_label_classification":
-            _require_float(labels, problem)
-            _same_shape(logits_BC, labels)
+            _check_float(labels, problem)
+            _check_shape(logits_BC, labels)
             return F.binary_cross_entropy_with_logits(logits_BC, labels)
         raise DataError(
             f"config.problem_type: got {problem!r}, allowed: 'regression', 'single_label_classification', "
@@ -75,7 +79,7 @@ def classification(config: Any) -> LossFn:
 
 
 def deberta_classification(config: Any) -> LossFn:
-    """Do the same for DeBERTa, which with `problem_type` unset ignores labels below 0 and takes soft labels [B, C]."""
+    """Make DeBERTa's loss: with `problem_type` unset it ignores labels below 0 and accepts soft labels [B, C]."""
     classes = int(config.num_labels)
     common = classification(config)
 
@@ -84,38 +88,113 @@ def deberta_classification(config: Any) -> LossFn:
             return common(logits_BC, labels)
         labels = labels.to(logits_BC.device)
         if classes == 1:
-            _require_float(labels)
-            _same_count(logits_BC, labels)
+            _check_float(labels)
+            _check_count(logits_BC, labels)
             return F.mse_loss(logits_BC.view(-1).to(labels.dtype), labels.view(-1))
         if labels.dim() == 1 or labels.size(-1) == 1:
             labels = labels.view(-1)
-            kept = labels >= 0
-            if not bool(kept.any()):
+            known = labels >= 0
+            if not bool(known.any()):
                 return logits_BC.sum() * 0.0  # zero, but connected: backward must still reach the earlier stages
-            return F.cross_entropy(logits_BC[kept].float(), labels[kept].long())
+            return F.cross_entropy(logits_BC[known].float(), labels[known].long())
         return -((F.log_softmax(logits_BC, -1) * labels).sum(-1)).mean()
 
     return loss
 
 
-def guess_problem(classes: int, labels: Tensor) -> str:
-    """Name the problem of a classifier whose configuration names none, by its number of classes and its labels."""
+def infer_problem(classes: int, labels: Tensor) -> str:
+    """Return the `problem_type` of a classifier whose config has none, by its number of classes and its labels."""
     if classes == 1:
         return "regression"
     return "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
 
 
-def _same_leading_shape(logits: Tensor, labels: Tensor) -> None:
+def check_labels(
+    make_loss: Callable[[Any], LossFn],
+    config: Any,
+    model: str,
+    ids: Sequence[int],
+    labels: Tensor,
+    mask_BS: Tensor | None,
+) -> None:
+    """Check that labels are classes of the model, and that none would be predicted from padding.
+
+    Labels copied from input_ids make an unsplit model predict padding; the last of several stages has no hidden states
+    of padding to predict from.
+
+    Args:
+        make_loss: the head's, such as `causal_lm`.
+        config: of the model.
+        model: its class, for errors.
+        ids: of the samples, for errors.
+        labels: [B, S] or [B, ...].
+        mask_BS: 0 where links carry no token; None if they carry all.
+
+    Raises:
+        DataError: names the sample, the label and its place.
+    """
+    shift = int(make_loss is causal_lm)  # places from a label to the token that predicts it
+    if shift or make_loss is masked_lm:
+        _check_classes(make_loss, config, model, ids, labels[..., shift:], "vocab_size", first=shift)
+    elif make_loss in (classification, deberta_classification):
+        _check_classes(make_loss, config, model, ids, labels, "num_labels")
+        return
+    else:
+        return
+    if mask_BS is None or labels.shape != mask_BS.shape:
+        return
+    wanted, read = labels[:, shift:], mask_BS[:, : labels.shape[1] - shift]
+    wrong = (wanted != -100) & (read == 0)
+    if bool(wrong.any()):
+        row, place = wrong.nonzero()[0].tolist()
+        raise DataError(
+            f"labels: sample {ids[row]} has {int(wanted[row, place])} at place {place + shift}, to be predicted from "
+            "padding, which links do not carry; allowed: -100 where attention_mask is 0, as "
+            "DataCollatorForLanguageModeling makes them"
+        )
+
+
+def _check_classes(
+    make_loss: Callable[[Any], LossFn],
+    config: Any,
+    model: str,
+    ids: Sequence[int],
+    labels: Tensor,
+    key: str,
+    first: int | None = None,
+) -> None:
+    """Raise DataError for a class that torch would call a target out of bounds.
+
+    key: of the config, with the number of classes. first: place of the first label, if a sample has several.
+    """
+    classes = int(getattr(config, key))
+    if labels.is_floating_point() or labels.device.type != "cpu":
+        return
+    if first is None and (config.problem_type or infer_problem(classes, labels)) != "single_label_classification":
+        return
+    wrong = labels >= classes
+    if make_loss is not deberta_classification or config.problem_type:  # it ignores negative labels
+        wrong |= (labels < 0) & (labels != -100)
+    if bool(wrong.any()):
+        row, *place = wrong.nonzero()[0].tolist()
+        at = "" if first is None else f" at place {place[0] + first}"
+        raise DataError(
+            f"labels: sample {ids[row]} has {int(labels[wrong][0])}{at}; this {model} has {classes} classes "
+            f"({key} of its config): from 0 to {classes - 1}, and -100 for no label"
+        )
+
+
+def _check_leading_shape(logits: Tensor, labels: Tensor) -> None:
     if logits.shape[:-1] != labels.shape:
         raise DataError(f"labels: got shape {tuple(labels.shape)}, the logits need {tuple(logits.shape[:-1])}")
 
 
-def _same_count(logits: Tensor, labels: Tensor) -> None:
+def _check_count(logits: Tensor, labels: Tensor) -> None:
     if logits.numel() != labels.numel():
         raise DataError(f"labels: got {labels.numel()} values for {logits.numel()} outputs")
 
 
-def _same_shape(logits: Tensor, labels: Tensor) -> None:
+def _check_shape(logits: Tensor, labels: Tensor) -> None:
     if logits.shape != labels.shape:
         raise DataError(
             f"labels: got {labels.dtype} {tuple(labels.shape)}, the outputs are {tuple(logits.shape)}: floating-point "
@@ -123,14 +202,6 @@ def _same_shape(logits: Tensor, labels: Tensor) -> None:
         )
 
 
-def _one_each(logits_BC: Tensor, labels: Tensor) -> None:
-    if labels.numel() != len(logits_BC):
-        raise DataError(
-            f"labels: got {labels.dtype} {tuple(labels.shape)} for {len(logits_BC)} samples, each of one class; for "
-            "several classes of a sample (multi_label_classification) labels are floating-point"
-        )
-
-
-def _require_float(labels: Tensor, problem: str = "regression") -> None:
+def _check_float(labels: Tensor, problem: str = "regression") -> None:
     if not labels.is_floating_point():
         raise DataError(f"labels: got {labels.dtype}, {problem} needs floating-point labels")

@@ -1,8 +1,8 @@
-"""Stages of plain torch modules, for models that are not Hugging Face's: an nn.Sequential, cut between its children.
+"""Stages of plain torch modules, for models outside Hugging Face: an nn.Sequential, cut between its children.
 
-Packets carry rows, so what crosses a cut is laid out in rows: an image map [B, C, h, w] as its h lines of w × C
-values, the channels of a place together; tokens [B, S, H] as they are; features [B, F] as one row. All samples have
-one shape.
+Packets carry rows, so a tensor that crosses a cut is laid out in rows: an image map [B, C, h, w] as its h lines of
+w × C values, the channels of a place together; tokens [B, S, H] as they are; features [B, F] as one row. All samples
+have one shape.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from pipecomp.errors import DataError, SplitError
 from pipecomp.stages.link.boundary import Crossing, Layout
 from pipecomp.stages.link.window import CropCanvas
-from pipecomp.stages.partition.planning import SplitPlan, balance, settle_cuts
+from pipecomp.stages.partition.planning import SplitPlan, balance, complete_cuts
 from pipecomp.stages.partition.splitting import PipelineStage
 
 INPUT = "pixel_values"
@@ -30,7 +30,7 @@ SHIFTS = "shifts"
 
 @dataclass(frozen=True, kw_only=True)
 class Modules:
-    """A model of plain modules; `modules` makes one. shapes: of one sample, before each block and after the last."""
+    """A model of plain modules, made by `modules`. shapes: of one sample, before each block and after the last."""
 
     model: nn.Sequential
     shapes: tuple[tuple[int, ...], ...]
@@ -38,19 +38,19 @@ class Modules:
 
 
 def modules(model: nn.Sequential, input_shape: Sequence[int], *, margin: int = 0) -> Modules:
-    """Take an nn.Sequential as a model to partition between its children, the blocks.
+    """Describe an nn.Sequential as a model to partition between its children, the blocks.
 
     Args:
         model: on any device.
-        input_shape: of one sample: what a batch's `pixel_values` have after B.
+        input_shape: of one sample: of a batch's `pixel_values` without B.
         margin: pixels by which random crops move an image at most, with `shifts` in the batches; cached activations
-            then move with the crop (arXiv:2206.01299, H.6). 0: m is what was sent last, wherever it was.
+            then move with the crop (arXiv:2206.01299, H.6). 0: m is the activation sent last, wherever the crop was.
 
     Returns:
-        What `pipecomp.initialize`, `plan` and `build_stage` take.
+        A model for `pipecomp.initialize`, `plan` and `build_stage`.
 
     Raises:
-        SplitError: the model does not run on that shape, or what a block returns cannot be laid out in rows.
+        SplitError: the model does not run on that shape, or a block's output cannot be laid out in rows.
     """
     if not isinstance(model, nn.Sequential):
         raise SplitError(f"model: got {type(model).__name__}, allowed: an nn.Sequential, whose children are the blocks")
@@ -65,23 +65,28 @@ def modules(model: nn.Sequential, input_shape: Sequence[int], *, margin: int = 0
         for name, block in _blocks(skeleton):
             try:
                 x = block(x)
-            except Exception as error:  # whatever the user's module raises
-                raise SplitError(f"block {name} does not take samples of shape {shapes[-1]}: {error}") from error
+            except Exception as error:  # raised by the user's module
+                raise SplitError(f"block {name} does not accept samples of shape {shapes[-1]}: {error}") from error
             if not isinstance(x, Tensor) or x.shape[:1] != (2,):
-                raise SplitError(f"block {name} must return one tensor with as many samples as it got")
+                raise SplitError(f"block {name} must return one tensor with as many samples as its input")
             shapes.append(tuple(x.shape[1:]))
     return Modules(model=model, shapes=tuple(shapes), margin=margin)
 
 
 def plan_modules(source: Modules, num_stages: int | None, cuts: Sequence[int] | None) -> SplitPlan:
-    """Where to cut: as told, or so that the stage with the most parameters has as few as possible."""
+    """Plan the given cuts, or those that minimize the parameters of the largest stage."""
     blocks = list(source.model)
     sizes = [sum(p.numel() for p in block.parameters()) for block in blocks]
-    bounds = settle_cuts(len(blocks), num_stages, cuts, lambda stages: balance(sizes, stages))
+    bounds = complete_cuts(len(blocks), num_stages, cuts, lambda stages: balance(sizes, stages))
     for cut in bounds[1:-1]:
         if len(source.shapes[cut]) not in (1, 2, 3):
             raise SplitError(f"cut {cut}: samples of shape {source.shapes[cut]}, allowed: 1 to 3 dimensions")
-        _check_not_shared(source.model, cut)
+        before = {id(tensor) for tensor in (*source.model[:cut].parameters(), *source.model[:cut].buffers())}
+        for name, tensor in (*source.model[cut:].named_parameters(), *source.model[cut:].named_buffers()):
+            if id(tensor) in before:
+                raise SplitError(
+                    f"cut {cut}: {name} is also used before it; stages of plain modules cannot share weights"
+                )
     per_stage = tuple(sum(sizes[lo:hi]) for lo, hi in pairwise(bounds))
     trained = [sum(p.numel() for p in block.parameters() if p.requires_grad) for block in blocks]
     return SplitPlan(
@@ -94,13 +99,6 @@ def plan_modules(source: Modules, num_stages: int | None, cuts: Sequence[int] | 
         costs=tuple(float(n) for n in per_stage),
         tied=(),
     )
-
-
-def _check_not_shared(model: nn.Sequential, cut: int) -> None:
-    before = {id(tensor) for tensor in (*model[:cut].parameters(), *model[:cut].buffers())}
-    for name, tensor in (*model[cut:].named_parameters(), *model[cut:].named_buffers()):
-        if id(tensor) in before:
-            raise SplitError(f"cut {cut}: {name} is also used before it; stages of plain modules cannot share weights")
 
 
 class ModuleStage(PipelineStage):
@@ -116,25 +114,31 @@ class ModuleStage(PipelineStage):
         self._shapes, self._margin = source.shapes, source.margin
         self._recompute: dict[str, Any] = {}
         self.config = self.adapter = None
-        self.hidden_size = _rows(source.shapes[self.hi if index == 0 else self.lo])[1]
+        self.hidden_size = _row_shape(source.shapes[self.hi if index == 0 else self.lo])[1]
 
     def forward(self, inputs: Mapping[str, Tensor | None]) -> dict[str, Tensor | None] | Tensor:
         """Run this stage's blocks.
 
-        inputs: on the first stage `pixel_values` [B, …], on later stages what the stage before returned. Returns
-        `{"hidden_states": rows [B, n, H]}`, on the last stage what the last block returns. Raises DataError.
+        Args:
+            inputs: on the first stage `pixel_values` [B, …], on later stages the output of the stage before.
+
+        Returns:
+            `{"hidden_states": rows [B, n, H]}`, on the last stage the last block's output.
+
+        Raises:
+            DataError: other inputs.
         """
         main = INPUT if self.is_first else "hidden_states"
         x = inputs.get(main)
         shape = self._shapes[self.lo]
-        expected = shape if self.is_first else _rows(shape)
+        expected = shape if self.is_first else _row_shape(shape)
         if x is None or tuple(x.shape[1:]) != expected:
             got = "nothing" if x is None else f"shape {tuple(x.shape)}"
             raise DataError(f"stage {self.index}: {main} has the shape [B, {', '.join(map(str, expected))}], got {got}")
         given = x
         x = x.to(next(self.parameters(), x).dtype) if self.is_first else from_rows(x, shape)
         if x.requires_grad and x.untyped_storage().data_ptr() == given.untyped_storage().data_ptr():
-            x = x.clone()  # the first block may work in place, which autograd refuses on what was received
+            x = x.clone()  # the first block may work in place, which autograd refuses on a received leaf
         for _, block in _blocks(self):
             x = checkpoint(block, x, **self._recompute) if self._recompute and self.training else block(x)
         return x if self.is_last else {"hidden_states": to_rows(x)}
@@ -144,18 +148,18 @@ class ModuleStage(PipelineStage):
         self._recompute = gradient_checkpointing_kwargs or {"use_reentrant": False}
 
     def kept_to_recompute(self, samples: int, tokens: int) -> int:
-        """Values that checkpointed blocks keep for the backward: their inputs, of so many samples."""
+        """Return the number of values that checkpointed blocks keep for the backward: their inputs."""
         shapes = self._shapes[self.lo : self.hi] if self._recompute else ()
         return samples * sum(math.prod(shape) for shape in shapes)
 
     def layout(self, ids: tuple[int, ...], inputs: Mapping[str, Tensor]) -> Layout:
-        """On the first stage: where what it sends lies in the link's canvas, by the crops' `shifts` [B, 2]."""
+        """Return the position of the output in the link's canvas, by the crops' `shifts` [B, 2]; on the first stage."""
         if SHIFTS in inputs and not self._margin:
             raise DataError(f"a batch has {SHIFTS!r}: give the model a margin, pipecomp.stages.modules(…, margin=…)")
         return self._layout(ids, inputs.get(SHIFTS))
 
     def next_layout(self, layout: Layout) -> Layout:
-        """Where what this stage sends lies, from where it lay in what it received."""
+        """Return the layout of the stage's output, from that of its input."""
         if self.is_last:
             return layout
         shifts_B2 = None
@@ -169,27 +173,27 @@ class ModuleStage(PipelineStage):
         canvas = self.crossing(self.index).canvas
         if canvas is not None:
             return Layout.of_shifts(ids, shifts_B2, canvas)
-        return Layout.of_mask(ids, None, _rows(self._shapes[self.hi])[0])
+        return Layout.of_mask(ids, None, _row_shape(self._shapes[self.hi])[0])
 
     def crossing(self, link: int) -> Crossing:
-        """Describe what crosses a link, counted from the first stage."""
+        """Describe the tensor that crosses a link; links are counted from the first stage."""
         cut = self.plan.cuts[link + 1]
         shape, canvas = self._shapes[cut], None
         if self._margin and len(shape) == 3:
             (_, lines, columns), (_, input_lines, input_columns) = shape, self._shapes[0]
             canvas = CropCanvas(lines, columns, input_lines, input_columns, self._margin)
         settings = {"cut": cut, "shape": list(shape), "margin": self._margin}
-        rows, width = _rows(shape)
+        rows, width = _row_shape(shape)
         return Crossing(width=width, settings=settings, rows=rows, canvas=canvas)
 
 
 def _blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """List the children with their names, also one that comes again, which `named_children` leaves out: one ReLU."""
+    """List the children with their names, repeated ones (one ReLU) too, which `named_children` leaves out."""
     return [(name, block) for name, block in model._modules.items() if block is not None]
 
 
 def to_rows(x: Tensor) -> Tensor:
-    """Rows [B, n, H] of a map [B, C, h, w], of tokens [B, S, H] or of features [B, F]."""
+    """Lay out a map [B, C, h, w], tokens [B, S, H] or features [B, F] as rows [B, n, H]."""
     if x.dim() == 4:
         return x.permute(0, 2, 3, 1).flatten(2)
     return x if x.dim() == 3 else x[:, None]
@@ -203,8 +207,8 @@ def from_rows(x_BnH: Tensor, shape: Sequence[int]) -> Tensor:
     return x_BnH if len(shape) == 2 else x_BnH[:, 0]
 
 
-def _rows(shape: Sequence[int]) -> tuple[int, int]:
-    """n and H of a sample's rows."""
+def _row_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """Return n and H of a sample's rows."""
     if len(shape) == 3:
         return shape[1], shape[2] * shape[0]
     return (shape[0], shape[1]) if len(shape) == 2 else (1, shape[0])

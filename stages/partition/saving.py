@@ -1,6 +1,6 @@
-"""Saving the stages as one Hugging Face folder: each rank writes its own shard, one of them the index and the config.
+"""Export of the stages as one Hugging Face folder: each rank writes its own shard, one of them index and config.
 
-With a LoRA adapter it is peft's folder: the adapter alone, which is small, in one file.
+With a LoRA adapter it is peft's folder: the adapter alone, in one file.
 
     every rank:  write_shard(stage, folder)
     barrier
@@ -33,7 +33,7 @@ from pipecomp.utils.files import UNFINISHED, atomic_write_text
 INDEX = "model.safetensors.index.json"
 _WEIGHTS = re.compile(
     r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.part)?|(model\.safetensors|pytorch_model\.bin)\.index\.json"
-    r"|adapter_(config\.json|model\.(safetensors|bin))"  # which from_pretrained would put on what is saved now
+    r"|adapter_(config\.json|model\.(safetensors|bin))"  # from_pretrained would apply it to the new weights
 )
 
 
@@ -44,21 +44,21 @@ def write_shard(stage: Stage, folder: str | Path, *, state: Mapping[str, Tensor]
 
     Args:
         stage: this rank's.
-        folder: where the model goes; made if it is missing.
-        state: values by Hugging Face's names, in place of the stage's own (say, float32 masters of bfloat16 weights);
-            all of them and no others.
+        folder: of the model; made if it is missing.
+        state: values by Hugging Face's names, in place of the stage's own (such as float32 masters of bfloat16
+            weights); all of them and no others.
 
     Returns:
-        The file, still without its last name.
+        The file, under its provisional name.
 
     Raises:
-        SplitError: names a tensor that `state` lacks or has too much of.
+        SplitError: names a tensor that `state` lacks, or that the stage does not have.
     """
     from safetensors.torch import save_file
 
     names = _names_to_write(stage)
     if stage.adapter is not None:
-        # peft wants to see all that an adapter has, also copies that another stage writes.
+        # peft needs all tensors of an adapter to name them, copies that another stage writes included.
         saved_as = adapters.saved_names(stage._model, stage.adapter)
         names = {name: saved_as[name] for name in names if name in saved_as}
     values = stage.state_dict() if state is None else state
@@ -75,7 +75,7 @@ def write_shard(stage: Stage, folder: str | Path, *, state: Mapping[str, Tensor]
 
 
 def write_index(stage: Stage, folder: str | Path, *, generation_config: Any = None) -> Path:
-    """Make one model of the shards that all stages have written; call it on one rank, after a barrier.
+    """Join the shards that all stages have written into one model; call it on one rank, after a barrier.
 
     Weights of an earlier save, whatever their number of files, are removed, and an adapter.
 
@@ -88,14 +88,14 @@ def write_index(stage: Stage, folder: str | Path, *, generation_config: Any = No
         The index, or an adapter's file.
 
     Raises:
-        SplitError: before anything changes, if a shard or tensor is missing or comes twice.
+        SplitError: before anything changes, if a shard or tensor is missing or duplicated.
     """
     folder = Path(folder)
     shards = [shard_name(index, stage.num_stages) for index in range(stage.num_stages)]
     weight_map, total_size, dtype = _read_headers(folder, shards)
     whole = skeleton(Source(config=stage.config, model_class=type(stage._model), adapter=stage.adapter))
     wanted = set(whole.state_dict()) - {name for names in aliases(whole) for name in names[1:]}
-    # A script may have put a head of its own in the class's place; the last stage, which has it, wrote it as it is.
+    # A script may have replaced the class's head; the last stage, which has it, wrote it as it is.
     wanted = {name for name in wanted if name.startswith(f"{whole.base_model_prefix}.")}
     if stage.adapter is not None:
         saved_as = adapters.saved_names(whole, stage.adapter)
@@ -106,7 +106,7 @@ def write_index(stage: Stage, folder: str | Path, *, generation_config: Any = No
     if stage.adapter is not None:
         return _join_adapter(whole, stage.adapter, folder, shards)
 
-    (folder / INDEX).unlink(missing_ok=True)  # so that a crash from here on leaves no mixture that could be loaded
+    (folder / INDEX).unlink(missing_ok=True)  # a crash from here on leaves no loadable mixture
     for shard in shards:
         os.replace(folder / (shard + UNFINISHED), folder / shard)
     for path in folder.iterdir():
@@ -120,7 +120,7 @@ def write_index(stage: Stage, folder: str | Path, *, generation_config: Any = No
     if generation_config is not None:
         try:
             generation_config.save_pretrained(str(folder))
-        except ValueError:  # transformers takes a setting for a mistake; that costs nobody what was trained
+        except ValueError:  # transformers refuses a setting: no reason to lose a trained model
             generation_config.to_json_file(folder / "generation_config.json")
     index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
     atomic_write_text(folder / INDEX, json.dumps(index, indent=2) + "\n")
@@ -156,7 +156,7 @@ def shard_name(index: int, num_stages: int) -> str:
 
 
 def _names_to_write(stage: Stage) -> dict[str, str]:
-    """List the stage's names, each weight once, without tied ones that an earlier stage writes -> themselves."""
+    """Map the names of a stage's tensors to themselves: each weight once, without copies of an earlier stage's."""
     own = stage.tied_parameters()
     elsewhere = {id(own[group.name]) for group in stage.tied_groups if group.stages[0] != stage.index}
     names: dict[int | str, str] = {}
@@ -166,7 +166,7 @@ def _names_to_write(stage: Stage) -> dict[str, str]:
 
 
 def _read_headers(folder: Path, shards: list[str]) -> tuple[dict[str, str], int, torch.dtype]:
-    """Name to file, the bytes of all tensors, and the dtype of the first floating-point one."""
+    """Return the file of each tensor, the bytes of all, and the dtype of the first floating-point one."""
     from safetensors import safe_open
 
     weight_map: dict[str, str] = {}

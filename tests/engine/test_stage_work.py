@@ -63,7 +63,7 @@ def test_a_forward_is_told_whether_there_is_padding(
     engine: Any = SimpleNamespace(
         tput_timer=SimpleNamespace(start=lambda: None), is_last_stage=lambda: False, pipe_buffers={"outputs": {}}
     )
-    monkeypatch.setattr(stage_work, "known_masks", lambda **known: told.append(known) or nullcontext())
+    monkeypatch.setattr(stage_work, "assume_masks", lambda **known: told.append(known) or nullcontext())
     monkeypatch.setattr(stage_work.DeepSpeedEngine, "forward", lambda engine, inputs: {"hidden_states": inputs})
     work = StageWork(CONTEXT, engine, CONTROL)
     work._batches[0] = stage_work._InFlightBatch(layout, layout, {})

@@ -135,7 +135,7 @@ def test_what_cannot_be_cut_is_refused():
         plan(modules(nn.Sequential(norm, norm), (4,)), num_stages=2)
     with pytest.raises(SplitError, match=r"2\.weight is also used before it"):
         plan(modules(nn.Sequential(shared, nn.ReLU(), shared), (4,)), cuts=[0, 2])
-    with pytest.raises(SplitError, match=r"block 1 does not take samples of shape \(5,\)"):
+    with pytest.raises(SplitError, match=r"block 1 does not accept samples of shape \(5,\)"):
         modules(nn.Sequential(nn.Linear(4, 5), nn.Linear(4, 5)), (4,))
     with pytest.raises(SplitError, match="block 0 must return one tensor"):
         modules(nn.Sequential(nn.LSTM(4, 5)), (4,))

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils
 
 from pipecomp.stages import split
-from pipecomp.stages.partition.splitting import known_masks
+from pipecomp.stages.partition.splitting import assume_masks
 from tests.stages.test_splitting import batch, make_model
 
 GPU = torch.device("cuda")  # as which a CPU counts here
@@ -42,7 +42,7 @@ def test_answers_are_those_that_the_values_give(name: str, padding: str) -> None
     inputs = batch(name, {"full": "right"}.get(padding, padding), sizes=(9, 9) if padding == "full" else (9, 5, 7))
     stages = split(make_model(name).eval(), num_stages=2)
     expected = stages[1](stages[0](inputs))
-    with Looks() as looks, known_masks(full=padding in ("none", "full"), device=GPU):
+    with Looks() as looks, assume_masks(full=padding in ("none", "full"), device=GPU):
         found = stages[1](stages[0](inputs))
     assert looks.count == 0
     assert torch.equal(found, expected)
@@ -51,16 +51,16 @@ def test_answers_are_those_that_the_values_give(name: str, padding: str) -> None
 @pytest.mark.parametrize(("name", "padding"), [("llama", "none"), ("gpt2", "right"), ("bert-masked", "left")])
 def test_without_answers_there_are_looks(name: str, padding: str) -> None:
     stage = split(make_model(name).eval(), num_stages=2)[0]
-    with Looks() as looks, known_masks(full=padding == "none", device=torch.device("cpu")):
+    with Looks() as looks, assume_masks(full=padding == "none", device=torch.device("cpu")):
         stage(batch(name, padding))
     assert looks.count > 0
 
 
 def test_transformers_is_as_before_also_after_an_error() -> None:
     before = dict(vars(masking_utils))
-    with known_masks(full=True, device=GPU):
+    with assume_masks(full=True, device=GPU):
         assert dict(vars(masking_utils)) != before
     assert dict(vars(masking_utils)) == before
-    with pytest.raises(ZeroDivisionError), known_masks(full=True, device=GPU):
+    with pytest.raises(ZeroDivisionError), assume_masks(full=True, device=GPU):
         raise ZeroDivisionError
     assert dict(vars(masking_utils)) == before
