@@ -27,8 +27,8 @@ from benchmarks import page
 from benchmarks.page import Row, prose
 from benchmarks.paired import BY_NAME, MODEL, STAGES
 from benchmarks.runner import Runs, arguments, chosen, digest
-from pipecomp.bench.configurations import EIGHT
-from pipecomp.bench.pipeline import start_engine
+from benchmarks.steps import EIGHT
+from pipecomp.bench.training import start_engine
 from pipecomp.tls.key_folder import new
 
 AIM = 1.05

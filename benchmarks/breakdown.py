@@ -17,13 +17,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.averages import HEADINGS, Row, Variant, bench_allreduce, cells, digits, values_in, variants_of
 from benchmarks.breakdown_plot import plot_parts, plot_throughput
 from benchmarks.clusters import BITS, GBIT, NAMES, NETWORKS, papers_model, this_projects
 from benchmarks.page import table, this_machine
 from benchmarks.runner import arguments
 from pipecomp.allreduce import Prediction, predict
-from pipecomp.bench.allreduce import HEADINGS, Row, Variant, bench_allreduce, cells, digits, variants_of
-from pipecomp.bench.gradients import values_in
 from pipecomp.utils.files import atomic_write_text
 
 RATES = {"1 Gbit/s": 1e9, "100 Mbit/s": 1e8}
@@ -114,7 +113,7 @@ def breakdown(found: dict[str, Any]) -> dict[str, dict[str, dict[str, Parts]]]:
 
 
 def bucket_lines(rows: list[Row]) -> list[str]:
-    """The tables of `pipecomp bench allreduce`."""
+    """The tables of `benchmarks/averages.py`."""
     lines = []
     for d in dict.fromkeys(row["d"] for row in rows):
         chosen = [row for row in rows if row["d"] == d]

@@ -21,8 +21,8 @@ from benchmarks import page
 from benchmarks.page import Row, prose
 from benchmarks.paired import BY_NAME, MODEL, STAGES, compute_seconds
 from benchmarks.runner import Runs, arguments, chosen, digest
-from pipecomp.bench.configurations import EIGHT, rate_for
-from pipecomp.bench.pipeline import start_engine
+from benchmarks.steps import EIGHT
+from pipecomp.bench.training import rate_for, start_engine
 from pipecomp.tls.key_folder import new
 
 GLOO, TLS, WIREGUARD = "gloo", "tls", "gloo through WireGuard"

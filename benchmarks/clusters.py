@@ -14,8 +14,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from benchmarks.averages import Shapes, values_in
 from pipecomp.allreduce import predict
-from pipecomp.bench.gradients import Shapes, values_in
 
 GBIT = 2.0**30  # bits
 LATENCY_S = 9e-3

@@ -16,8 +16,8 @@ from benchmarks import page
 from benchmarks.page import Row, prose
 from benchmarks.paired import MODEL, STAGES, compute_seconds
 from benchmarks.runner import Runs, arguments, chosen, digest
-from pipecomp.bench.configurations import LINES, STOCK, TWICE, UNTHROTTLED, local_lines, rate_for
-from pipecomp.bench.pipeline import measure
+from benchmarks.steps import LINES, TWICE, UNTHROTTLED, local_lines, measure
+from pipecomp.bench.training import STOCK, rate_for
 
 LOCAL_STEPS, STEPS = 16, 2
 SLOWER = 10  # times, of what joins sites

@@ -22,20 +22,8 @@ from benchmarks import page
 from benchmarks.page import Row, prose
 from benchmarks.runner import Runs, arguments, chosen, digest
 from benchmarks.shootout import constant_error
-from pipecomp.bench.configurations import (
-    COARSE,
-    EIGHT,
-    LINES,
-    MEMORY,
-    SIXTEEN,
-    STOCK,
-    UNTHROTTLED,
-    Line,
-    Model,
-    aqsgd,
-    rate_for,
-)
-from pipecomp.bench.pipeline import reference_compute, start_engine
+from benchmarks.steps import COARSE, EIGHT, LINES, MEMORY, SIXTEEN, UNTHROTTLED, reference_compute
+from pipecomp.bench.training import STOCK, Line, Model, aqsgd, rate_for, start_engine
 
 MODEL = Model()
 DIRECT, FEW = "DirectQ fw3 bw6, 16 micro-batches", "AQ-SGD fw2 bw2, 16 micro-batches"

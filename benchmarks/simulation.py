@@ -2,7 +2,7 @@
 
     python -m benchmarks simulation [--measured FILE] [--out FOLDER]
 
-FILE: what `throughput.py` keeps (its default), or `pipecomp bench pipeline --json FILE` writes.
+FILE: what `throughput.py` keeps (its default).
 
 1. Every line that they measured with pipecomp's engine, predicted from its own counters (seconds of forward, backward,
    encoding and decoding, bytes, micro-batches in flight) and from those of the same line without a slow link. Nothing
@@ -28,8 +28,8 @@ from benchmarks.constant_error import BASE, CONSTANT, bits_of_epochs
 from benchmarks.convergence import BACK, CHANGES_BACK, quantized
 from benchmarks.page import Row, prose
 from benchmarks.runner import RESULTS, arguments, read_rows
+from benchmarks.steps import mean_bits
 from benchmarks.throughput import summaries
-from pipecomp.bench.pipeline import mean_bits
 from pipecomp.config import Config
 from pipecomp.plan.packet_sizes import activation_bytes, gradient_bytes
 from pipecomp.plan.prediction import StepPrediction, TrainingJob, best_in_flight, predict

@@ -23,7 +23,7 @@ from typing import Any
 from benchmarks import page
 from benchmarks.page import Row, prose
 from benchmarks.runner import ROOT, Runs, arguments, digest
-from pipecomp.bench.configurations import Model
+from pipecomp.bench.training import Model
 from pipecomp.distributed.local_launcher import run_ranks
 from pipecomp.errors import ConfigError
 

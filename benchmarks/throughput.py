@@ -1,4 +1,4 @@
-"""A training step over links of several rates, beside stock DeepSpeed: the lines of `pipecomp bench pipeline`.
+"""A training step over links of several rates, beside stock DeepSpeed: the lines of `steps.py`.
 
     python -m benchmarks throughput [--rounds 2] [--steps 3] [--settings NAME ...] [--only NAME ...] [--out FOLDER]
                                     [--redraw]
@@ -17,8 +17,7 @@ from pathlib import Path
 from benchmarks import page
 from benchmarks.page import Row, prose
 from benchmarks.runner import Runs, arguments, chosen, digest
-from pipecomp.bench.bf16 import cpu_multiplies_bf16
-from pipecomp.bench.configurations import (
+from benchmarks.steps import (
     COARSE,
     EIGHT,
     LINES,
@@ -26,14 +25,12 @@ from pipecomp.bench.configurations import (
     RATES,
     REPLICAS,
     SIXTEEN,
-    STOCK,
     TWICE,
     UNTHROTTLED,
-    Model,
-    message_bytes,
-    rate_for,
+    measure,
+    summary,
 )
-from pipecomp.bench.pipeline import measure, summary
+from pipecomp.bench.training import STOCK, Model, cpu_multiplies_bf16, message_bytes, rate_for
 
 MODEL = Model()
 BY_NAME = {line.name: line for line in LINES}
@@ -126,7 +123,7 @@ def results(found: Sequence[Row], picture: Path) -> list[str]:
     """The page, and its picture beside it."""
     rows = summaries(found)
     emulated = """This processor has no BF16 products: lines in BF16, stock DeepSpeed's too, compute them in float32
-        and round (`pipecomp/bench/bf16.py`)."""
+        and round (`pipecomp/bench/training.py`)."""
     had = {row.get("bf16_products", False) for row in found}  # the oldest kept runs do not say it, and had none
     text = f"""
         # Training steps over slow links

@@ -21,7 +21,7 @@ import torch
 
 from pipecomp.bench import gpu_steps
 from pipecomp.bench.gpu_page import PAGE, PICTURE, gpu_page, of_stock
-from pipecomp.bench.gpu_timeline import Interval, draw
+from pipecomp.bench.gpu_profile import Interval, draw
 from pipecomp.bench.kernels import bench_kernels
 from pipecomp.distributed.placement import usable_cores
 from pipecomp.errors import KernelError, PipecompError

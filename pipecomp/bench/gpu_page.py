@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from pipecomp.bench.gpu_profile import MAIN, Interval, copied_beside_compute
 from pipecomp.bench.gpu_steps import EVERYTHING, RAISING
-from pipecomp.bench.gpu_timeline import Interval, copied_beside_compute
-from pipecomp.bench.synchronizing import MAIN
 
 Row = dict[str, Any]
 PAGE, PICTURE = "gpu.md", "gpu.png"

@@ -16,10 +16,18 @@ from typing import Any
 
 import torch
 
-from pipecomp.bench.configurations import STOCK_BF16, Line, Model, aqsgd, rate_for
-from pipecomp.bench.gpu_timeline import device_activity
-from pipecomp.bench.pipeline import Row, start_engine, through_float32, untied_gpt2
-from pipecomp.bench.synchronizing import MAIN, sync_debug_mode, synchronizing_calls
+from pipecomp.bench.gpu_profile import MAIN, device_activity, sync_debug_mode, synchronizing_calls
+from pipecomp.bench.training import (
+    STOCK_BF16,
+    Line,
+    Model,
+    Row,
+    aqsgd,
+    rate_for,
+    start_engine,
+    through_float32,
+    untied_gpt2,
+)
 from pipecomp.netlab import namespaces
 from pipecomp.netlab.lab import Lab
 from pipecomp.plan.search import aqsgd_sections, constant_error_bits

@@ -85,7 +85,7 @@ def demo(
 
     Takes three minutes on two cores, half a minute with --quick. Needs no downloads.
     """
-    from pipecomp.demo.plot import notes, result_table
+    from pipecomp.demo.results import result_table, table_notes
     from pipecomp.demo.run import run_demo
     from pipecomp.demo.settings import Settings
     from pipecomp.report.page import try_write_report
@@ -121,7 +121,7 @@ def demo(
 
         found = run_demo(settings, show)
     console.print(result_table(found))
-    for note in notes(found):
+    for note in table_notes(found):
         console.print(note, highlight=False)
     print_line(f"\nWrote {out}/demo.json and {out}/losses.png")
     runs = [Path(out) / method for method in settings.methods]

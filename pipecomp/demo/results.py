@@ -1,20 +1,44 @@
-"""What the demo's runs reached, and when: from what each rank measured to the sentence at the end."""
+"""The demo's results: what each method reached and when, the derived run over the slow link, a table and a picture."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-from pipecomp.demo.lengthen import lengthened, seconds_per_step
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
 from pipecomp.demo.settings import NAMES, WARM_UP, Settings
+from pipecomp.errors import DataError
+from pipecomp.report.recorder import METRICS, RUN
 from pipecomp.stats import total_bytes
+from pipecomp.utils.files import atomic_write_text
+from pipecomp.utils.tables import table
 from pipecomp.utils.units import format_duration, format_nominal_rate, format_ratio, parse_rate
 
+_HEADINGS = (
+    "method",
+    "training\nloss",
+    "held-out\nloss",
+    "MB there,\nback",
+    "s a\nstep",
+    "time to AQ-\nSGD's loss",
+)
+_STYLE: dict[str, Any] = {
+    "left": ("method",),
+    "title_justify": "left",
+    "title_style": "bold",
+    "box": SIMPLE_HEAD,
+    "collapse_padding": True,
+}
 
-def summary(settings: Settings, ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """One method's results, from what its ranks measured."""
+
+def summarize(settings: Settings, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return one method's results from its ranks' measurements."""
     first, steps = ranks[0], settings.steps
     plain = {"none": 32, "fp16": 16, "bf16": 16}
     # Both ends count a link alike; take link k from rank k, which sends its activations.
@@ -22,7 +46,7 @@ def summary(settings: Settings, ranks: list[dict[str, Any]]) -> dict[str, Any]:
     forward_raw, forward_sent = total_bytes(links, "forward")
     backward_raw, backward_sent = total_bytes(links, "backward")
     measured = first["seconds"]
-    seconds = lengthened(measured, steps, WARM_UP)
+    seconds = extrapolate(measured, steps, WARM_UP)
     derived = len(measured) < steps
     return {
         "method": first["method"],
@@ -43,25 +67,24 @@ def summary(settings: Settings, ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def epoch_means(losses: Sequence[float], per_epoch: int) -> list[float]:
-    """Return for every step, from the end of the first epoch on, the mean loss of as many steps as an epoch has."""
+    """Return the mean loss of the last epoch's length of steps, for every step from the end of the first epoch."""
     return [sum(losses[end - per_epoch : end]) / per_epoch for end in range(per_epoch, len(losses) + 1)]
 
 
 def steps_to(losses: Sequence[float], per_epoch: int, loss: float) -> int | None:
-    """Return after how many steps `epoch_means` is first at most `loss`; None if it never is."""
+    """Return the number of steps after which `epoch_means` is first at most `loss`, or None."""
     means = epoch_means(losses, per_epoch)
     return next((i for i, mean in enumerate(means, per_epoch) if mean <= loss), None)
 
 
 def compare(settings: Settings, results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Put the methods side by side.
+    """Compare the methods.
 
     Returns:
-        "settings": what was run. "link": its rate, for people. "bandwidth": the same in bits per second. "per_epoch":
-        steps. "results": a `summary` of each method, with "reached": the steps after which it had the loss that AQ-SGD
-        ended with, None if it never had. "loss": that loss. "gap_closed": how much of the loss that DirectQ loses
-        against FP32 AQ-SGD does not lose. "faster": how many times as long FP32 needs for that loss. "sentence": all of
-        it in words. None where a method that it needs was not run, or where a loss that it needs is no number.
+        "settings": of the demo. "link": formatted rate. "bandwidth": bits per second. "per_epoch": steps. "results":
+        each method's `summarize`, with "reached": steps until AQ-SGD's final loss, or None. "loss": that loss.
+        "gap_closed": share of DirectQ's additional loss that AQ-SGD avoids. "faster": how much longer FP32 takes.
+        "sentence": the comparison in one sentence. None where a method is missing or its loss is not finite.
     """
     by_name = {r["method"]: r for r in results}
     fp32, direct, aqsgd = (by_name.get(name) for name in ("none", "direct", "aqsgd"))
@@ -89,19 +112,19 @@ def compare(settings: Settings, results: list[dict[str, Any]]) -> dict[str, Any]
 
 
 def seconds_until(result: dict[str, Any]) -> float:
-    """Return after how many seconds a result had the loss that it has "reached"."""
+    """Return the seconds until a result "reached" the loss."""
     return result["seconds"][result["reached"] - 1]
 
 
 def _sentence(found: dict[str, Any]) -> str | None:
-    """All of it in words; None where there is nothing to compare AQ-SGD with."""
+    """The comparison in one sentence; None if AQ-SGD has no rival."""
     by_name = {r["method"]: r for r in found["results"]}
     aqsgd, others = by_name.pop("aqsgd", None), list(by_name.values())
     if aqsgd is None or not others:
         return None
     link = f"Over this link of {found['link']}"
     if found["loss"] is None:
-        return f"{link}, AQ-SGD ended with a training loss that is no number."
+        return f"{link}, AQ-SGD ended with a training loss that is not finite."
     mine = seconds_until(aqsgd)
     arrived = [r for r in others if r["reached"] is not None]
     if arrived:
@@ -117,3 +140,149 @@ def _sentence(found: dict[str, Any]) -> str | None:
     parts += [f"{NAMES[r['method']]} reached it in {format_duration(seconds_until(r))}" for r in arrived]
     parts += [f"{NAMES[r['method']]} did not reach it" for r in others if r["reached"] is None]
     return "; ".join(parts) + "."
+
+
+# -- FP32 over the slow link: its first steps are measured, later ones derived
+
+
+def seconds_per_step(measured: Sequence[float], warm_up: int) -> float:
+    """Return the mean seconds of the steps after `warm_up`. measured: seconds since the start, for each step."""
+    first = min(warm_up, len(measured) - 1)
+    before = measured[first - 1] if first else 0.0
+    return (measured[-1] - before) / (len(measured) - first)
+
+
+def extrapolate(measured: Sequence[float], steps: int, warm_up: int) -> list[float]:
+    """Return seconds since the start for each of `steps` steps: measured ones, then equally long ones."""
+    each = seconds_per_step(measured, warm_up)
+    return [*measured, *(measured[-1] + each * (i + 1) for i in range(steps - len(measured)))]
+
+
+def check_same_start(few: Sequence[float], whole: Sequence[float]) -> None:
+    """Raise DataError unless a run's first losses equal the whole run's, bit for bit; NaN equals NaN."""
+    for step, (one, other) in enumerate(zip(few, whole, strict=False), 1):
+        if one != other and not (math.isnan(one) and math.isnan(other)):
+            raise DataError(
+                f"FP32's losses depend on the link: in step {step} {one!r} over the slow one, else {other!r}"
+            )
+
+
+def extend_run(folder: Path, unlimited: Path, measured: Sequence[float], *, warm_up: int) -> None:
+    """Extend a stopped run's folder by the later steps of the same run without a link limit.
+
+    Args:
+        folder: Folder of the run over the slow link; its report mentions the extension.
+        unlimited: Folder of the whole run, for losses, bytes and evaluations of later steps.
+        measured: Seconds since the start, for each step over the slow link.
+        warm_up: Steps that do not count for the time of a step.
+    """
+    count, each = len(measured), seconds_per_step(measured, warm_up)
+    lines = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
+    whole = [json.loads(line) for line in (unlimited / METRICS).read_text().splitlines()]
+    waits = lines[-1]["waits"]
+    for line in whole:
+        step = line["step"]
+        if "eval" not in line and step <= count:
+            continue
+        line["seconds"] = round(lines[-1]["seconds"] if step <= count else measured[-1] + each * (step - count), 4)
+        if "eval" not in line:
+            line |= {"step_s": each, "waits": {link: wait / count * step for link, wait in waits.items()}}
+        lines.append(line)
+    atomic_write_text(folder / METRICS, "".join(json.dumps(line) + "\n" for line in lines))
+    facts = json.loads((folder / RUN).read_text())
+    facts |= {"steps": whole[-1]["step"], "seconds": lines[-1]["seconds"]}
+    facts["remark"] = (
+        f"Derived: only the first {count} steps were run over this link. Later ones are taken to last {each:.3g} s, "
+        f"the mean of the last {count - min(warm_up, count - 1)} of these; their losses and bytes are those of a run "
+        f"without a limit on its link. The first {count} losses of both are equal, bit for bit."
+    )
+    atomic_write_text(folder / RUN, json.dumps(facts) + "\n")
+
+
+# -- table and picture
+
+
+def method_label(result: dict[str, Any]) -> str:
+    """Return a method's label, such as "AQ-SGD fw2 bw4"."""
+    name = NAMES.get(result["method"], result["method"])
+    if result["method"] in ("direct", "aqsgd"):
+        return f"{name} fw{result['forward_bits']} bw{result['backward_bits']}"
+    return name
+
+
+def megabytes(size: float) -> str:
+    """Format bytes in MB with three digits, or all digits of large numbers."""
+    return f"{size / 1e6:.3g}" if size < 1e8 else f"{size / 1e6:.0f}"
+
+
+def result_table(found: dict[str, Any]) -> Table:
+    """Tabulate a comparison: loss, bytes and time of each method; * marks derived times."""
+    rows = []
+    for r in found["results"]:
+        mark = "*" if r["measured_steps"] < len(r["losses"]) else ""
+        until = f"{format_duration(r['seconds'][r['reached'] - 1])}{mark}" if r["reached"] else "not reached"
+        row = (
+            method_label(r),
+            f"{r['train_loss']:.3f}",
+            f"{r['eval_loss']:.3f}",
+            f"{megabytes(r['forward_bytes_sent'])} + {megabytes(r['backward_bytes_sent'])}",
+            f"{r['step_s']:.2f}",
+            "–" if found["loss"] is None else until,
+        )
+        rows.append(row)
+    title = f"Over a link of {found['link']}, {len(found['results'][0]['losses'])} steps"
+    return table(_HEADINGS, rows, title=title, **_STYLE)
+
+
+def table_notes(found: dict[str, Any]) -> list[str]:
+    """List the table's notes, a sentence each."""
+    lines = [
+        "Training loss: mean over the last epoch. Held-out loss: evaluated without quantization.",
+        "pipecomp itself slows the link down, each way, and counts headers. Input and output embeddings are untied, so "
+        "that only activations and their gradients are sent.",
+    ]
+    for r in found["results"]:
+        count = r["measured_steps"]
+        if count < len(r["losses"]):
+            lines.append(
+                f"* Derived: {count} steps were run over this link, and {r['step_s']:.3g} s is what the last "
+                f"{count - min(WARM_UP, count - 1)} of them took on average. {method_label(r)}'s losses and bytes are "
+                f"those of a run without a limit on its link; checked: the first {count} losses of both are equal, "
+                "bit for bit."
+            )
+    if found["gap_closed"] is not None:
+        lines.append(
+            f"AQ-SGD closes {100 * found['gap_closed']:.0f} % of the gap between DirectQ's training loss and FP32's."
+        )
+    return lines
+
+
+def plot(found: dict[str, Any], file: Path) -> None:
+    """Draw the loss over steps and over time on the slow link, averaged over an epoch's steps, as PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), constrained_layout=True)
+    first = found["per_epoch"]
+    for r in found["results"]:
+        means = epoch_means(r["losses"], first)
+        steps = range(first, len(r["losses"]) + 1)
+        derived = r["measured_steps"] < len(r["losses"])
+        how = {"linestyle": "--"} if derived else {}
+        left.plot(steps, means, label=method_label(r))
+        right.plot(
+            [s / 60 for s in r["seconds"][first - 1 :]],
+            means,
+            label=f"{method_label(r)}{' (time of a step measured, losses equal)' if derived else ''}",
+            **how,
+        )
+    left.set_xlabel("optimizer step")
+    left.set_ylabel("training loss (mean over an epoch's steps)")
+    right.set_xlabel(f"minutes over a link of {found['link']}")
+    for axis in (left, right):
+        axis.grid(alpha=0.3)
+        axis.legend()
+    figure.savefig(file, dpi=120)
+    plt.close(figure)

@@ -18,9 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pipecomp.demo.lengthen import check_same_start, lengthen
-from pipecomp.demo.plot import plot
-from pipecomp.demo.results import compare, summary
+from pipecomp.demo.results import check_same_start, compare, extend_run, plot, summarize
 from pipecomp.demo.settings import MICRO_BATCH, NAMES, TIMED, WARM_UP, Settings, ds_config
 from pipecomp.demo.task import Sequences, Task, documentation_task, gpt2
 from pipecomp.distributed.local_launcher import preload_large_packages, run_ranks, start_server
@@ -71,7 +69,7 @@ def run_demo(settings: Settings, progress: Progress | None = None) -> dict[str, 
             timeout_s=settings.timeout_s,
             on_note=lambda rank, value: report(*value),
         )
-    results = [summary(settings, [ranks[r][i] for r in sorted(ranks)]) for i in range(len(settings.methods))]
+    results = [summarize(settings, [ranks[r][i] for r in sorted(ranks)]) for i in range(len(settings.methods))]
     found = compare(settings, results)
     with writable("out", settings.out, _OUT):
         (out / "demo.json").write_text(json.dumps(replace_nonfinite(found), indent=2) + "\n")
@@ -142,7 +140,7 @@ class _Rank:
         slow = self.fine_tune("none", steps=timed)
         check_same_start(slow["losses"], whole["losses"])
         if self._rank == 0:
-            lengthen(self._out / "none", self._out / UNLIMITED, slow["seconds"], warm_up=WARM_UP)
+            extend_run(self._out / "none", self._out / UNLIMITED, slow["seconds"], warm_up=WARM_UP)
         return {**whole, "seconds": slow["seconds"]}
 
     def fine_tune(self, method: str, *, limited: bool = True, steps: int | None = None) -> dict[str, Any]:

@@ -19,8 +19,7 @@ from typer.testing import CliRunner
 
 from pipecomp.bench import gpu, gpu_steps
 from pipecomp.bench.gpu_page import gpu_page, verdicts
-from pipecomp.bench.gpu_timeline import Interval, copied_beside_compute, draw, intervals, merged
-from pipecomp.bench.synchronizing import synchronizing_calls
+from pipecomp.bench.gpu_profile import Interval, copied_beside_compute, draw, intervals, merged, synchronizing_calls
 from pipecomp.cli.bench import bench
 from pipecomp.netlab.network import NetlabError
 from pipecomp.schedule import InFlight

@@ -44,7 +44,7 @@ import json, sys
 import torch
 import pipecomp.codecs.codecs
 from pipecomp.config import Config
-from pipecomp.demo.plot import label
+from pipecomp.demo.results import label
 from pipecomp.errors import ConfigError, LinkError, NonFiniteError
 from pipecomp.codecs.wire import Method, peek
 from pipecomp.plan.packet_sizes import activation_bytes, gradient_bytes

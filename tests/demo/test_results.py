@@ -10,9 +10,20 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from pipecomp.demo.lengthen import check_same_start, lengthen, lengthened, seconds_per_step
-from pipecomp.demo.plot import megabytes, notes, plot, result_table
-from pipecomp.demo.results import compare, epoch_means, steps_to, summary
+from pipecomp.demo.results import (
+    check_same_start,
+    compare,
+    epoch_means,
+    extend_run,
+    extrapolate,
+    megabytes,
+    plot,
+    result_table,
+    seconds_per_step,
+    steps_to,
+    summarize,
+    table_notes,
+)
 from pipecomp.demo.settings import Settings
 from pipecomp.errors import ConfigError, DataError
 
@@ -36,8 +47,8 @@ def result(method: str, step_s: float, losses: list[float] | None = None, measur
 def test_later_steps_last_as_long_as_those_that_were_timed():
     measured = [2.0, 4.0, 5.0, 6.0, 7.0]
     assert seconds_per_step(measured, warm_up=2) == 1.0
-    assert lengthened(measured, 8, 2) == [2.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0]
-    assert lengthened(measured, 5, 2) == measured
+    assert extrapolate(measured, 8, 2) == [2.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0]
+    assert extrapolate(measured, 5, 2) == measured
     assert seconds_per_step([3.0], warm_up=2) == 3.0
 
 
@@ -52,7 +63,7 @@ def test_a_methods_numbers_from_those_of_its_ranks(method, bits, measured, step_
     ranks = [
         {**rank, "stats": {"links": dict.fromkeys(names, link)}} for names in (["0->1"], ["0->1", "1->2"], ["1->2"])
     ]
-    found = summary(SETTINGS, ranks)
+    found = summarize(SETTINGS, ranks)
     assert (found["forward_bits"], found["backward_bits"]) == bits
     assert (found["train_loss"], found["eval_loss"], found["store_bytes"]) == (2.0, 6.0, 21)
     sizes = [found[f"{direction}_bytes_{kind}"] for direction in ("forward", "backward") for kind in ("raw", "sent")]
@@ -88,7 +99,7 @@ def test_what_is_compared():
         "Over this link of 5 Mbit/s, FP32 needs 7 min 00 s to reach the training loss that AQ-SGD reached in 40 s: "
         "10.5× as long; DirectQ did not reach it."
     )
-    said = " ".join(notes(found))
+    said = " ".join(table_notes(found))
     assert "Derived: 3 steps were run over this link" in said
     assert "closes 67 % of the gap" in said
 
@@ -118,8 +129,8 @@ def test_a_run_that_lost_its_loss_leaves_the_others_results(tmp_path, method, lo
     assert (found["loss"] is None) == (method == "aqsgd")
     assert found["gap_closed"] is None
     assert all(math.isfinite(found[key]) for key in ("loss", "faster") if found[key] is not None)
-    assert ("AQ-SGD ended with a training loss that is no number" in found["sentence"]) == (method == "aqsgd")
-    assert notes(found)
+    assert ("AQ-SGD ended with a training loss that is not finite" in found["sentence"]) == (method == "aqsgd")
+    assert table_notes(found)
     Console(file=io.StringIO()).print(result_table(found))
     plot(found, tmp_path / "losses.png")
     assert (tmp_path / "losses.png").is_file()
@@ -163,7 +174,7 @@ def test_a_lengthened_run_says_what_it_is(tmp_path):
         (folder / "run.json").write_text(json.dumps({"format": 1, "status": "finished", "steps": len(lines)}))
     with (whole / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 3, "seconds": 3.5, "eval": {"loss": 9.0}}) + "\n")
-    lengthen(few, whole, [10.0, 30.0], warm_up=1)
+    extend_run(few, whole, [10.0, 30.0], warm_up=1)
     lines = [json.loads(text) for text in (few / "metrics.jsonl").read_text().splitlines()]
     assert [each["step"] for each in lines] == [1, 2, 3, 3]
     assert [each["seconds"] for each in lines] == [1, 2, 50.0, 50.0]

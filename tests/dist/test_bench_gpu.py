@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipecomp.bench import gpu_steps
-from pipecomp.bench.configurations import Model
+from pipecomp.bench.training import Model
 from pipecomp.netlab import namespaces
 from tests.dist.lab_ranks import run_in_lab
 from tests.limits import HANG_S

@@ -99,7 +99,7 @@ def test_a_run_records_the_true_loss_and_samples_of_a_step(loss: float) -> None:
 def test_a_steps_line_says_when_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is written with the next one, unless there are counters before."""
     clock = [0.0]
-    for module in ("report.record", "trainer.recording"):
+    for module in ("report.recorder", "trainer.recording"):
         monkeypatch.setattr(f"pipecomp.{module}.time", SimpleNamespace(perf_counter=lambda: clock[0]))
     monkeypatch.setattr("pipecomp.trainer.recording.broadcast", lambda value, group: value)
     args = SimpleNamespace(output_dir=str(tmp_path), gradient_accumulation_steps=1)

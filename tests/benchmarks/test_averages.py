@@ -1,32 +1,28 @@
-"""`pipecomp bench allreduce` over real processes: bytes as predicted, errors as worked out here, tables that fit."""
+"""Averages over real processes: bytes as predicted, errors as worked out here."""
 
 from __future__ import annotations
 
-import io
-import json
 import math
 import statistics
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
-from typer.testing import CliRunner
 
-from pipecomp.allreduce import predict
-from pipecomp.bench.allreduce import (
+from benchmarks.averages import (
     FP32,
-    HEADINGS,
     LEAST_ROUNDS,
     VARIANTS,
     WARM_UP,
+    Bucket,
     Variant,
-    allreduce_tables,
     bench_allreduce,
+    gradient,
+    shapes_of,
+    values_in,
     variants_of,
 )
-from pipecomp.bench.gradients import Bucket, gradient, shapes_of, values_in
-from pipecomp.cli import app
+from pipecomp.allreduce import predict
 from pipecomp.errors import ConfigError
 
 pytestmark = pytest.mark.ranks
@@ -122,19 +118,6 @@ def test_errors_are_those_of_the_mean(rows: list[dict[str, Any]]) -> None:
         assert (row["state_error"] is not None) == states
 
 
-def test_tables_fit_a_hundred_columns(rows: list[dict[str, Any]]) -> None:
-    wide = {"total_ms": 12345.6, "quantize_ms": 9876.5, "bytes_sent": 26_214_400, "d": 6_553_600}
-    rows = [row for row in rows if row["n"] == 2]
-    for table in allreduce_tables(rows) + allreduce_tables([row | wide for row in rows]):
-        out = io.StringIO()
-        Console(file=out, width=100).print(table)
-        lines = out.getvalue().splitlines()
-        assert max(map(len, lines)) <= 100
-        assert all(heading in lines[1] for heading in HEADINGS)
-        assert "…" not in out.getvalue()
-        assert any("global_qsgd exponential 8" in line for line in lines)
-
-
 def test_gradients_differ_between_ranks_and_rounds_and_come_again() -> None:
     first = gradient(SHAPES, 0, 0)
     assert torch.equal(first, gradient(SHAPES, 0, 0))
@@ -169,34 +152,3 @@ def test_wrong_settings_are_named(settings: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         bench_allreduce(**settings)
     assert caught.value.key == key
-
-
-def command(*arguments: str) -> Any:
-    return CliRunner().invoke(app, ["bench", "allreduce", *arguments])
-
-
-def test_the_command_writes_what_it_shows(tmp_path) -> None:
-    file = tmp_path / "allreduce.json"
-    done = command("--methods", "fp16,qsgd_mn", "--sizes", "1000,2000", "--seconds", "0.001", "--json", str(file))
-    assert done.exit_code == 0, done.output
-    written = json.loads(file.read_text())
-    assert [(row["d"], row["label"]) for row in written] == [
-        (d, label) for d in (1000, 2000) for label in ("fp32", "fp16", "fp16 (torch)", "qsgd_mn 8")
-    ]
-    assert "2,000 values over 2 ranks" in done.output
-    assert "qsgd_mn 8" in done.output
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--methods", "gzip"), "methods: got 'gzip', allowed: none, fp16, powersgd"),
-        (("--sizes", "1e6"), "sizes: got '1e6', allowed: whole numbers"),
-        (("--ranks", "0"), "ranks: got 0, allowed: whole numbers of at least 1"),
-    ],
-)
-def test_errors_are_one_line(arguments: tuple[str, ...], message: str) -> None:
-    done = command(*arguments)
-    assert done.exit_code == 1
-    assert message in " ".join(done.output.split())
-    assert "Traceback" not in done.output

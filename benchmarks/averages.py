@@ -1,4 +1,4 @@
-"""What `pipecomp bench allreduce` measures: every method that averages gradients, over ranks on this machine.
+"""Averages of gradients by every method, timed over ranks on this machine.
 
 Ranks are processes that talk over 127.0.0.1, which is faster than any network: what compression saves there is little,
 what it costs shows. In each round all methods average the same new gradients, one after the other, so that whatever
@@ -10,6 +10,7 @@ d: values in a bucket, n: ranks.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +20,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.table import Table
 from torch import Tensor
 
 from pipecomp.allreduce import State, ddp_hook
@@ -28,12 +28,83 @@ from pipecomp.allreduce.method import Method
 from pipecomp.allreduce.options import Gradients
 from pipecomp.allreduce.predict import plan_of
 from pipecomp.allreduce.registry import METHODS
-from pipecomp.bench.gradients import Bucket, Shapes, gradient, shapes_of, values_in
 from pipecomp.distributed.collectives import broadcast
 from pipecomp.distributed.local_launcher import run_ranks
 from pipecomp.errors import require
 from pipecomp.stats import ring_bytes
-from pipecomp.utils.tables import COMPACT, table
+
+Shapes = tuple[tuple[int, ...], ...]
+SAMPLES = 64  # T
+
+
+def shapes_of(size: int | Sequence[Sequence[int]]) -> Shapes:
+    """Give a bucket's parameters: of a number of values one matrix, as square as can be; shapes as they are."""
+    if not isinstance(size, int):
+        return tuple(map(tuple, size))
+    rows = next((r for r in range(math.isqrt(max(size, 0)), 0, -1) if size % r == 0), 1)
+    return ((rows, size // rows),)
+
+
+def values_in(shapes: Shapes) -> int:
+    """Count d."""
+    return sum(map(math.prod, shapes))
+
+
+class Bucket:
+    """Gradients of parameters in one flat buffer, as DDP gives them to hooks."""
+
+    def __init__(self, shapes: Shapes) -> None:
+        self._flat = torch.zeros(values_in(shapes))
+        parts = self._flat.split([math.prod(shape) for shape in shapes])
+        self._gradients = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    def index(self) -> int:
+        """Give its number in the backward pass."""
+        return 0
+
+    def buffer(self) -> Tensor:
+        """Give all values, flat."""
+        return self._flat
+
+    def set_buffer(self, buffer: Tensor) -> None:
+        """Replace all values."""
+        self._flat.copy_(buffer)
+
+    def gradients(self) -> list[Tensor]:
+        """Give views of the buffer, in the parameters' shapes."""
+        return self._gradients
+
+    def parameters(self) -> list[Tensor]:
+        """Give the same as `gradients`: there are no others."""
+        return self._gradients
+
+    def is_last(self) -> bool:
+        """Say that a step has this bucket only."""
+        return True
+
+
+def gradient(shapes: Shapes, rank: int, turn: int) -> Tensor:
+    """Make a rank's gradients in one round, float32 [d], of linear layers over T samples.
+
+    A layer's is the sum over samples of the outer products of output gradients and inputs. Both have features of
+    unequal size, and a mean that ranks and rounds share. A vector's values are normal.
+    """
+    fixed = torch.Generator().manual_seed(0)
+    own = torch.Generator().manual_seed(1 + rank + 1000 * turn)
+    parts = []
+    for shape in shapes:
+        if len(shape) == 1:
+            parts.append(torch.randn(shape, generator=own) / SAMPLES)
+            continue
+        sides = []
+        for width in (shape[0], math.prod(shape[1:])):
+            scale, mean = torch.randn(width, generator=fixed).exp(), torch.randn(width, generator=fixed)
+            sides.append(scale * (0.5 * mean + torch.randn(SAMPLES, width, generator=own)))
+        parts.append((sides[0].T @ sides[1]).reshape(-1) / SAMPLES)
+    return torch.cat(parts)
+
+
+# -- measuring
 
 Row = dict[str, Any]
 SIZES = (1 << 16, 1 << 20, 6_553_600)  # the last fills one of DDP's buckets, 25 MiB
@@ -273,21 +344,3 @@ def cells(row: Row) -> tuple[str, ...]:
 def digits(value: float) -> str:
     """Write about three digits, no more than two after the point."""
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
-
-
-def allreduce_tables(rows: Sequence[Row]) -> list[Table]:
-    """Make a table for each number of ranks and size of bucket."""
-    cases: dict[tuple[int, int], list[Row]] = {}
-    for row in rows:
-        cases.setdefault((row["n"], row["d"]), []).append(row)
-    style = {**COMPACT, "padding": (0, 1, 0, 0), "title_justify": "left"}
-    return [
-        table(
-            HEADINGS,
-            map(cells, of),
-            left=("method",),
-            title=f"{d:,} values over {n} ranks: milliseconds, median of {of[0]['rounds']} rounds",
-            **style,
-        )
-        for (n, d), of in cases.items()
-    ]
