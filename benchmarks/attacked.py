@@ -29,7 +29,7 @@ from benchmarks.paired import BY_NAME, MODEL, STAGES
 from benchmarks.runner import Runs, arguments, chosen, digest
 from benchmarks.steps import EIGHT
 from pipecomp.bench.training import start_engine
-from pipecomp.tls.key_folder import new
+from pipecomp.tls.key_folder import create_keys
 
 AIM = 1.05
 WARM_UP = 3
@@ -61,7 +61,7 @@ def run(name: str, pairs: int) -> Row:
 
     case = BY_CASE[name]
     with Lab(nodes=STAGES + 1) as lab, tempfile.TemporaryDirectory() as folder:
-        new(f"{folder}/keys", ranks=f"0-{STAGES - 1}")
+        create_keys(f"{folder}/keys", ranks=f"0-{STAGES - 1}")
         ranks = lab.run(one_node, case.idle, case.garbage, pairs, folder, timeout_s=3600)
     alone, attacked = (list(map(max, *(ranks[rank][i] for rank in range(STAGES)))) for i in (0, 1))
     return {"name": name, "alone": alone, "attacked": attacked, "strangers": ranks[STRANGER]}

@@ -23,7 +23,7 @@ from benchmarks.paired import BY_NAME, MODEL, STAGES, compute_seconds
 from benchmarks.runner import Runs, arguments, chosen, digest
 from benchmarks.steps import EIGHT
 from pipecomp.bench.training import rate_for, start_engine
-from pipecomp.tls.key_folder import new
+from pipecomp.tls.key_folder import create_keys
 
 GLOO, TLS, WIREGUARD = "gloo", "tls", "gloo through WireGuard"
 VALUES = 8_000_000
@@ -69,7 +69,7 @@ def run(name: str, compute_s: float, pairs: int) -> Row:
     sides = [GLOO, TLS] if case.what != "both ways" else [TLS]
     through = case.what != "both ways" and kernel.missing_wireguard() is None
     with Lab(nodes=STAGES, bandwidth=rate, wireguard=through) as lab, tempfile.TemporaryDirectory() as folder:
-        new(f"{folder}/keys", ranks=f"0-{STAGES - 1}")
+        create_keys(f"{folder}/keys", ranks=f"0-{STAGES - 1}")
         every = [*sides, *([WIREGUARD] if through else [])]
         plain = "198.18.0.1"  # node 0 outside of WireGuard
         ranks = lab.run(one_rank, case.what, every, pairs, folder, plain, procs_per_node=len(every), timeout_s=3600)

@@ -312,17 +312,17 @@ def up(
     have joined need no new invitation.
     """
     from pipecomp.distributed import up_launcher
-    from pipecomp.tls.listener import EVERYWHERE, Address
+    from pipecomp.tls.listener import ALL_INTERFACES, Address
 
     check_minutes(minutes)
     given = (at, fingerprint, code)
     require(None not in given or given == (None, None, None), "at", at, "together with --fingerprint and --code")
     if at is None:
-        bind = up_launcher.parse_address("listen", listen or str(Address(EVERYWHERE, _UP_PORT)))
-        shown = up_launcher.own_address(bind.port) if bind.everywhere else bind
-        reached = shown if address is None else up_launcher.parse_address("address", address)
+        bind = Address.parse(listen or str(Address(ALL_INTERFACES, _UP_PORT)), "listen")
+        shown = up_launcher.own_address(bind.port) if bind.is_wildcard else bind
+        reached = shown if address is None else Address.parse(address, "address")
     else:
-        reached = up_launcher.parse_address("at" if address is None else "address", address or at)
+        reached = Address.parse(address or at, "at" if address is None else "address")
     run = up_launcher.Run(address=reached, machines=machines, procs=procs, command=tuple(command))
     checks = up_launcher.Checks(doctor=doctor, plan=plan, anyway=anyway)
     if at is not None and fingerprint is not None and code is not None:
@@ -354,10 +354,10 @@ def keys_new(
     days: _Days = 90,
 ) -> None:
     """Create a run's keys in FOLDER, on the machine that invites the others."""
-    from pipecomp.tls.key_folder import new
+    from pipecomp.tls.key_folder import create_keys
 
-    made = new(folder, run=run, machine=machine, ranks=ranks, days=days).identity()
-    console.print(f"Run {made.run}: keys in {folder}. Invite others with", highlight=False)
+    identity = create_keys(folder, run=run, machine=machine, ranks=ranks, days=days).identity()
+    console.print(f"Run {identity.run}: keys in {folder}. Invite others with", highlight=False)
     console.print(f"  pipecomp keys invite {folder} NAME --listen ADDRESS-OF-THIS-MACHINE:29401", highlight=False)
 
 
@@ -377,7 +377,7 @@ def keys_invite(
     check_minutes(minutes)
     with Invitation(folder, machine, ranks=ranks, listen=listen, days=days) as invitation:
         at = invitation.address
-        host = "ADDRESS-OF-THIS-MACHINE" if at.everywhere else str(at).rpartition(":")[0]
+        host = "ADDRESS-OF-THIS-MACHINE" if at.is_wildcard else str(at).rpartition(":")[0]
         print_status(f"Run this on {machine} within {minutes:g} minutes:")
         line = f"pipecomp keys join FOLDER --at {host}:{at.port} --fingerprint {invitation.fingerprint}"
         typer.echo(f"{line} --code {invitation.code}")
@@ -396,21 +396,21 @@ def keys_join(
     code: Annotated[str, typer.Option(help="Value printed by `pipecomp keys invite`.")],
 ) -> None:
     """Get this machine's certificate from the one that invites it; the private key is created here and stays here."""
-    from pipecomp.tls.certificates import ranks_text
-    from pipecomp.tls.enrollment import join
+    from pipecomp.tls.certificates import format_ranks
+    from pipecomp.tls.enrollment import accept_invitation
 
-    got = join(folder, at, fingerprint, code)
-    text = f"machine {got.machine} of run {got.run}, rank {ranks_text(got.ranks)}, until {got.expires:%Y-%m-%d}"
-    console.print(f"{folder}: {text}", highlight=False)
+    identity = accept_invitation(folder, at, fingerprint, code)
+    text = f"machine {identity.machine} of run {identity.run}, rank {format_ranks(identity.ranks)}"
+    console.print(f"{folder}: {text}, until {identity.expires:%Y-%m-%d}", highlight=False)
 
 
 @keys_app.command("revoke")
 @plain_errors()
 def keys_revoke(folder: str, machine: str) -> None:
     """Revoke a machine's certificate; the others learn of it when they next connect to this machine."""
-    from pipecomp.tls.key_folder import revoke
+    from pipecomp.tls.key_folder import revoke_machine
 
-    revoke(folder, machine)
+    revoke_machine(folder, machine)
     console.print(f"{machine} is revoked", highlight=False)
 
 
@@ -418,9 +418,9 @@ def keys_revoke(folder: str, machine: str) -> None:
 @plain_errors()
 def keys_list(folder: str, json_file: JsonOption = None) -> None:
     """List the machines of a run; machines other than the inviting one list only themselves."""
-    from pipecomp.tls.key_folder import listed
+    from pipecomp.tls.key_folder import list_machines
 
-    lines = listed(folder)
+    lines = list_machines(folder)
     write_json(json_file, lines)
     headings = ("machine", "ranks", "expires", "revoked", "serial")
     rows = (

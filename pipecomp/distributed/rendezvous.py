@@ -42,10 +42,10 @@ from pipecomp.distributed.placement import (
 )
 from pipecomp.distributed.preemption import say_here
 from pipecomp.errors import ConfigError, LinkError, LinkTimeoutError, require
-from pipecomp.tls.handshake import Trust
+from pipecomp.tls.handshake import Credentials
 from pipecomp.tls.key_folder import KeyFolder
-from pipecomp.tls.listener import Address
-from pipecomp.tls.mesh import Meeting, Mesh, meet
+from pipecomp.tls.listener import ADDRESS_FORMAT, Address
+from pipecomp.tls.mesh import JoinConfig, Mesh, connect_mesh
 from pipecomp.tls.process_group import BACKEND, current_mesh, use_mesh
 
 _NAME = "pipecomp/name"
@@ -357,7 +357,6 @@ def check_meeting_point(host: str, port: int, rank: int) -> None:
 KEYS, ADDRESS, LISTEN = "PIPECOMP_KEYS", "PIPECOMP_ADDRESS", "PIPECOMP_LISTEN"
 _NOWHERE = "none"
 _SWITCH_S = 5e-4
-_HOST_PORT = "HOST:PORT, as in 192.0.2.1:29400 or [2001:db8::1]:29400"
 
 
 def wanted_keys(config: Any = None) -> str | None:
@@ -385,22 +384,22 @@ def wanted_keys(config: Any = None) -> str | None:
     return found
 
 
-def meeting(rank: int, world: int) -> Meeting:
+def meeting(rank: int, world: int) -> JoinConfig:
     """Where the ranks meet: PIPECOMP_ADDRESS, or MASTER_ADDR and MASTER_PORT. Raises ConfigError."""
     text = os.environ.get(ADDRESS)
     if not text:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            raise ConfigError(ADDRESS, text, f"{_HOST_PORT}, of rank 0's machine: MASTER_PORT is torchrun's own")
+            raise ConfigError(ADDRESS, text, f"{ADDRESS_FORMAT}, of rank 0's machine: MASTER_PORT is torchrun's own")
         host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
         if not host or not port.isdecimal():
-            raise ConfigError(ADDRESS, text, f"{_HOST_PORT}, of rank 0's machine, or MASTER_ADDR and MASTER_PORT")
+            raise ConfigError(ADDRESS, text, f"{ADDRESS_FORMAT}, of rank 0's machine, or MASTER_ADDR and MASTER_PORT")
         text = str(Address(host, int(port)))
     listen = os.environ.get(LISTEN) or None
-    return Meeting(
+    return JoinConfig(
         rank,
         world,
-        _address(ADDRESS, text),
-        listen=None if listen in (None, _NOWHERE) else _address(LISTEN, str(listen)),
+        Address.parse(text, ADDRESS),
+        listen=None if listen in (None, _NOWHERE) else Address.parse(str(listen), LISTEN),
         quiet=listen == _NOWHERE,
     )
 
@@ -412,7 +411,7 @@ def join_mesh(keys: str, rank: int, world: int, *, wait_s: float) -> Mesh:
     busy main thread the usual 5 ms let 256 KiB take 11 ms where these take 4.5.
     """
     sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
-    made = meet(meeting(rank, world), Trust(KeyFolder(keys)), wait_s=wait_s)
+    made = connect_mesh(meeting(rank, world), Credentials(KeyFolder(keys)), wait_s=wait_s)
     use_mesh(made)
     return made
 
@@ -435,13 +434,6 @@ def check_network(trusted: bool) -> None:
             f"'tls' at {public[0]}, an address that the whole internet may reach: over gloo anybody there can read "
             'along and join. With "transport": {"trusted_network": true} gloo is used anyway',
         )
-
-
-def _address(key: str, text: str) -> Address:
-    try:
-        return Address.parse(text)
-    except ValueError:
-        raise ConfigError(key, text, _HOST_PORT) from None
 
 
 def start_processes(seed: int | None = None, config: Any = None) -> None:

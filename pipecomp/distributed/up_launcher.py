@@ -17,9 +17,14 @@ from pipecomp.distributed.launch_env import LAUNCHER
 from pipecomp.distributed.placement import address_towards
 from pipecomp.distributed.rendezvous import ADDRESS, KEYS, LISTEN
 from pipecomp.errors import KeysError, LinkTimeoutError, require
-from pipecomp.tls.certificates import identify, ranks_text
-from pipecomp.tls.enrollment import Invitation, authority_print, join, parse_address, plain_fingerprint
-from pipecomp.tls.key_folder import AUTHORITY_KEY, MACHINE, KeyFolder, listed, new
+from pipecomp.tls.certificates import format_ranks, read_identity
+from pipecomp.tls.enrollment import (
+    Invitation,
+    accept_invitation,
+    authority_fingerprint,
+    normalize_fingerprint,
+)
+from pipecomp.tls.key_folder import AUTHORITY_KEY, MACHINE, KeyFolder, create_keys, list_machines
 from pipecomp.tls.listener import Address
 from pipecomp.utils.processes import exit_status, handle_signals, python_module_command
 
@@ -63,7 +68,7 @@ class Run:
 
     def ranks(self, machine: int) -> str:
         """Name those of a machine, as certificates do. machine: from 0."""
-        return ranks_text(range(machine * self.procs, (machine + 1) * self.procs))
+        return format_ranks(range(machine * self.procs, (machine + 1) * self.procs))
 
 
 def own_address(port: int) -> Address:
@@ -88,11 +93,11 @@ def invite_all(run: Run, keys: str, listen: Address, options: Sequence[str], *, 
     """
     folder = KeyFolder(keys)
     if not folder.has(MACHINE):
-        new(keys, run="run", machine="first", ranks=run.ranks(0))
+        create_keys(keys, run="run", machine="first", ranks=run.ranks(0))
         say(f"keys: made in {keys}, for rank {run.ranks(0)} on this machine")
     elif not folder.has(AUTHORITY_KEY):
         raise KeysError(f"{keys} was made by joining another machine: give --at, or another folder as --keys")
-    there = {line["ranks"]: line["machine"] for line in listed(keys) if not line["revoked"]}
+    there = {line["ranks"]: line["machine"] for line in list_machines(keys) if not line["revoked"]}
     port = listen.port if run.machines == 2 else listen.port + 1
     shown = Address(run.address.host, port)
     for machine in range(1, run.machines):
@@ -115,18 +120,18 @@ def invite_all(run: Run, keys: str, listen: Address, options: Sequence[str], *, 
 
 def join_run(run: Run, keys: str, at: str, fingerprint: str, code: str, *, say: Say) -> None:
     """Get this machine's keys, unless the folder has them from an earlier start. KeysError if it has other ones."""
-    parse_address("at", at)
+    Address.parse(at, "at")
     folder = KeyFolder(keys)
     if folder.has(MACHINE):
-        mine = identify(folder.certificate(MACHINE))
-        if authority_print(folder) != plain_fingerprint(fingerprint):
+        mine = read_identity(folder.certificate(MACHINE))
+        if authority_fingerprint(folder) != normalize_fingerprint(fingerprint):
             raise KeysError(
                 f"{keys} has keys already, of {mine.machine} of run {mine.run}; the first machine is of another run: "
                 "remove that folder, or name another one with --keys"
             )
     else:
-        mine = join(keys, at, fingerprint, code)
-    say(f"keys: this is {mine.machine} of run {mine.run}, for rank {ranks_text(mine.ranks)}")
+        mine = accept_invitation(keys, at, fingerprint, code)
+    say(f"keys: this is {mine.machine} of run {mine.run}, for rank {format_ranks(mine.ranks)}")
 
 
 def start_ranks(run: Run, keys: str, listen: str | None, checks: Checks, *, say: Say) -> int:
@@ -145,7 +150,7 @@ def start_ranks(run: Run, keys: str, listen: str | None, checks: Checks, *, say:
     mine = KeyFolder(keys).identity().ranks
     if len(mine) != run.procs or mine[-1] >= run.world:
         raise KeysError(
-            f"the keys in {keys} are for rank {ranks_text(mine)}, which does not fit to {run.machines} machines of "
+            f"the keys in {keys} are for rank {format_ranks(mine)}, which does not fit to {run.machines} machines of "
             f"{run.procs} rank(s): give the same --machines and --procs everywhere, or make new keys"
         )
     words = python_module_command("pipecomp.up", json.dumps(asdict(checks)), *run.command)

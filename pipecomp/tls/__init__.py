@@ -1,1 +1,1 @@
-"""Connections among all ranks of a run, and what runs over them: a key-value store, links, torch's collectives."""
+"""Mutual TLS among the ranks of a run: keys, connections, a key-value store, links and torch's collectives."""

@@ -1,9 +1,9 @@
-"""What travels between two ranks inside TLS: frames with a fixed beginning.
+"""Wire format between two ranks, inside TLS: frames with a fixed header.
 
-    frame: kind u8, 3 bytes zero, content bytes u32, stream u64, tag u64, bytes of the whole message u64, content
+    frame: kind u8, 3 zero bytes, content length u32, stream u64, tag u64, message length u64, content (little-endian)
 
-TLS keeps frames from being read, changed, left out or repeated; what a rank of the run itself sends is checked here and
-by who receives it. A message of a stream travels as DATA frames, between those of other streams.
+TLS protects frames against strangers: none can be read, changed, dropped or repeated. What a rank of the run itself
+sends is checked here and by the receiver. A stream's messages travel as DATA frames, between those of other streams.
 """
 
 from __future__ import annotations
@@ -15,72 +15,65 @@ from typing import NamedTuple
 from pipecomp.errors import WireError
 
 VERSION = 3
-CONTENT_BYTES = 1 << 17  # of a DATA frame: 10 ms at 100 Mbit/s, which is how long others wait behind it
-CALL_BYTES = 1 << 22  # of a question to the key-value store, and of its answer
-NOTE_BYTES = 1 << 14  # 1000 characters of up to 12 bytes in JSON, and what is around them
-EAGER_BYTES = 1 << 16  # a message this short is sent before the receiver has asked for it
-LINKS = 1 << 60  # streams from here on are links': nothing is sent on them before they are open, all with one tag
-ROOM_BYTES = 1 << 28  # of an open stream's messages that may wait here to be taken
-_EACH_BYTES = 256  # what keeping a message takes beside its content
+CONTENT_BYTES = 1 << 17  # of a DATA frame: 10 ms at 100 Mbit/s, which other streams' frames wait behind it
+STORE_BYTES = 1 << 22  # of a request to the key-value store, and of its reply
+NOTICE_BYTES = 1 << 14  # 1000 characters of up to 12 bytes in JSON, and a margin
+EAGER_BYTES = 1 << 16  # messages up to this length are sent before the receiver has posted its receive
+FIRST_LINK_STREAM = 1 << 60  # streams from here on belong to links; they need credit before anything is sent
+ROOM_BYTES = 1 << 28  # receive window of an open stream
 _HEADER = struct.Struct("<BxxxIQQQ")
 HEADER_BYTES = _HEADER.size
 
 
-class Kind(enum.IntEnum):
-    """Of a frame. All but DATA is sent before any DATA that waits."""
+class FrameKind(enum.IntEnum):
+    """Kind of a frame. All kinds but DATA are sent before any DATA that waits."""
 
     DATA = 1  # a piece of a message
-    ASK = 2  # a receive of `total` bytes is ready for a message of this stream and tag
-    OPEN = 3  # there is room for `total` more bytes of messages of this stream, each as `room_for` says
-    NOTE = 4  # JSON for who uses the stream: why it ends
-    CALL = 5  # JSON: a question to the key-value store; `tag` numbers it
-    ANSWER = 6  # JSON: its answer
-    HAVE = 7  # `total` numbered frames have come so far; also sent when there is nothing to say
-    BYE = 8  # nothing comes after this; JSON says why, unless the run is over
+    READY = 2  # a receive of `total` bytes is posted for this stream and tag
+    CREDIT = 3  # the receive window of this stream grows by `total` bytes, counted as `queues.window_cost` does
+    NOTICE = 4  # JSON for the stream's user: why it ends
+    STORE_REQUEST = 5  # JSON: a request to the key-value store, numbered by `tag`
+    STORE_REPLY = 6  # JSON: its reply
+    ACK = 7  # `total` numbered frames have arrived; also the keep-alive
+    CLOSE = 8  # the last frame; JSON with the reason, empty at the orderly end of a run
 
     @property
     def numbered(self) -> bool:
-        """Whether frames of this kind are kept until they are acknowledged, and sent again on a new connection."""
-        return self not in (Kind.HAVE, Kind.BYE)
+        """Whether frames of this kind are kept until acknowledged, and sent again on a new connection."""
+        return self not in (FrameKind.ACK, FrameKind.CLOSE)
 
 
-_MOST = {
-    Kind.DATA: CONTENT_BYTES,
-    Kind.NOTE: NOTE_BYTES,
-    Kind.CALL: CALL_BYTES,
-    Kind.ANSWER: CALL_BYTES,
-    Kind.BYE: NOTE_BYTES,
+_MAX_CONTENT = {
+    FrameKind.DATA: CONTENT_BYTES,
+    FrameKind.NOTICE: NOTICE_BYTES,
+    FrameKind.STORE_REQUEST: STORE_BYTES,
+    FrameKind.STORE_REPLY: STORE_BYTES,
+    FrameKind.CLOSE: NOTICE_BYTES,
 }
 
 
-class Header(NamedTuple):
-    """The beginning of a frame. size: bytes of content; total: of the message that it belongs to."""
+class FrameHeader(NamedTuple):
+    """Header of a frame. size: bytes of content; total: bytes of the whole message."""
 
-    kind: Kind
+    kind: FrameKind
     size: int
     stream: int = 0
     tag: int = 0
     total: int = 0
 
+    def pack(self) -> bytes:
+        """Encode the header."""
+        return _HEADER.pack(*self)
 
-def room_for(total: int) -> int:
-    """What both ends count for a message of `total` bytes that waits."""
-    return total + _EACH_BYTES
-
-
-def pack(header: Header) -> bytes:
-    """As bytes."""
-    return _HEADER.pack(*header)
-
-
-def unpack(data: memoryview) -> Header:
-    """WireError for a kind that does not exist, or content longer than its kind has."""
-    kind, size, stream, tag, total = _HEADER.unpack(data)
-    try:
-        known = Kind(kind)
-    except ValueError:
-        raise WireError(f"a frame of unknown kind {kind}") from None
-    most = _MOST.get(known, 0)
-    if size > most:
-        raise WireError(f"a frame {known.name} with {size} bytes, allowed: {most}")
-    return Header(known, size, stream, tag, total)
+    @classmethod
+    def unpack(cls, data: memoryview) -> FrameHeader:
+        """Decode a header; WireError if its kind is unknown or its content too long for its kind."""
+        kind, size, stream, tag, total = _HEADER.unpack(data)
+        try:
+            known = FrameKind(kind)
+        except ValueError:
+            raise WireError(f"a frame of unknown kind {kind}") from None
+        limit = _MAX_CONTENT.get(known, 0)
+        if size > limit:
+            raise WireError(f"a frame {known.name} with {size} bytes, allowed: {limit}")
+        return cls(known, size, stream, tag, total)

@@ -1,10 +1,13 @@
-"""Connections between the machines of one run: who is at the other end, and may it be there?"""
+"""Authentication and the handshake of two ranks: mutual TLS, then one JSON request and its reply.
+
+The connecting end sends a `ConnectRequest`; the listening end accepts or rejects it. Each end learns the other's
+revocation list, so a revocation spreads wherever ranks connect.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import math
-import secrets
 import socket
 import ssl
 import threading
@@ -14,102 +17,116 @@ from typing import Any, NamedTuple
 from cryptography import x509
 
 from pipecomp.errors import KeysError, LinkError, PipecompError, WireError
-from pipecomp.tls.certificates import Identity, identify, ranks_text, read_revoked, run_of
+from pipecomp.tls import certificates as certs
 from pipecomp.tls.frames import VERSION
 from pipecomp.tls.key_folder import AUTHORITY, MACHINE, MACHINE_KEY, REVOKED, KeyFolder
-from pipecomp.tls.stream import SecureStream, context, not_made
+from pipecomp.tls.stream import SecureStream, handshake_error, tls_context
+
+HANDSHAKE_S = 30.0  # for everything that the other end sends until it is admitted
+_REPLY_S = 10.0  # for the other end to take the reply
+JOIN, PEER, RELAY, RESUME = "join", "peer", "relay", "again"  # purposes of a connection
 
 
-class Trust:
-    """This machine's side of all connections of a run. KeysError if its keys cannot be used."""
+class Credentials:
+    """This machine's keys, and the checks of its peers; KeysError if the keys cannot be used.
+
+    Args:
+        folder: This machine's keys.
+    """
 
     def __init__(self, folder: KeyFolder) -> None:
         self.folder = folder
         self.identity = folder.identity()
-        self.run = run_of(folder.certificate())
-        folder.key(MACHINE_KEY)  # whether it is private
+        self.run = certs.authority_run(folder.certificate())
+        folder.private_key(MACHINE_KEY)  # raises if other users may read it
         self._contexts: dict[bool, ssl.SSLContext] = {}
         for server in (False, True):
-            made = context(server=server)
-            made.load_verify_locations(folder.file(AUTHORITY))
+            context = tls_context(server=server)
+            context.load_verify_locations(folder.path / AUTHORITY)
             try:
-                made.load_cert_chain(folder.file(MACHINE), folder.file(MACHINE_KEY))
+                context.load_cert_chain(folder.path / MACHINE, folder.path / MACHINE_KEY)
             except ssl.SSLError as error:
-                raise KeysError(f"the machine's certificate and key in {folder.path} do not belong together") from error
-            self._contexts[server] = made
+                raise KeysError(f"certificate and private key in {folder.path} do not belong together") from error
+            self._contexts[server] = context
         self._lock = threading.Lock()
-        self._newest = folder.read(REVOKED)  # list of revoked certificates
-        self._number, self._revoked = folder.revoked()
+        self._newest_list = folder.read(REVOKED)
+        self._number, self._revoked = folder.revocations()
 
     def secure(
-        self, sock: socket.socket, *, server: bool, early: bytes = b"", within_s: float = math.inf
-    ) -> tuple[SecureStream, Identity]:
-        """Make a handshake, and say who is at the other end.
+        self, sock: socket.socket, *, server: bool, buffered: bytes = b"", within_s: float = math.inf
+    ) -> tuple[SecureStream, certs.MachineIdentity]:
+        """Perform the TLS handshake; call `check_peer` with the identity before anything else.
 
-        early: what was read from the socket already. within_s: for this and what is said next, in all. Call `check`
-        with the identity before anything else. KeysError if the other end does not belong to this run; NoAnswerError,
-        one of those, if it hung up or says nothing.
+        Args:
+            sock: A connected socket.
+            server: Whether this end accepted the connection.
+            buffered: Bytes that were read from the socket already.
+            within_s: Limit for the TLS handshake and the messages after it, together.
+
+        Returns:
+            The stream, and who is at its other end.
+
+        Raises:
+            KeysError: The other end is not of this run; NoAnswerError, a subclass, if it hung up or stays silent.
         """
-        stream = SecureStream(sock, self._contexts[server], server=server, early=early)
+        stream = SecureStream(sock, self._contexts[server], server=server, buffered=buffered)
         stream.deadline = time.monotonic() + within_s
         try:
             stream.handshake()
         except (OSError, EOFError) as error:
-            raise not_made(error) from error
-        return stream, identify(x509.load_der_x509_certificate(stream.certificate()))
+            raise handshake_error(error) from error
+        return stream, certs.read_identity(x509.load_der_x509_certificate(stream.peer_certificate()))
 
-    def check(self, peer: Identity) -> None:
-        """KeysError if it is of another run, or revoked."""
+    def check_peer(self, peer: certs.MachineIdentity) -> None:
+        """Raise KeysError if a machine is of another run, or revoked."""
         if peer.run != self.run:
             raise KeysError(f"machine {peer.machine!r} is of run {peer.run}, not of {self.run}")
         if peer.serial in self._revoked:
             raise KeysError(f"the certificate of machine {peer.machine!r} was revoked")
 
-    def check_rank(self, peer: Identity, rank: object) -> int:
-        """`rank`, if that machine may be it. KeysError if not."""
+    def check_rank(self, peer: certs.MachineIdentity, rank: object) -> int:
+        """Return `rank` if the machine's certificate allows it; KeysError otherwise."""
         if type(rank) is not int or rank not in peer.ranks:
-            raise KeysError(
-                f"machine {peer.machine!r} says that it is rank {rank!r}; it may be {ranks_text(peer.ranks)}"
-            )
+            allowed = certs.format_ranks(peer.ranks)
+            raise KeysError(f"machine {peer.machine!r} claims rank {rank!r}; it may be {allowed}")
         return rank
 
     @property
-    def revoked(self) -> str:
-        """The newest list of revoked certificates that is known here, for other machines."""
-        self._take(self.folder.read(REVOKED))
-        return self._newest.decode()
+    def revocation_list(self) -> str:
+        """The newest revocation list known here, as PEM."""
+        self._update(self.folder.read(REVOKED))
+        return self._newest_list.decode()
 
-    def learn(self, revoked: Any) -> None:
-        """Take over another machine's list of revoked certificates if it is newer than this one's."""
+    def merge_revocations(self, revoked: Any) -> None:
+        """Adopt another machine's revocation list if it is newer; KeysError if the authority did not sign it."""
         if not isinstance(revoked, str):
             raise KeysError("the other machine sent no list of revoked certificates")
-        self._take(revoked.encode())
-        with contextlib.suppress(OSError):  # a folder that cannot be written: it is known until this process ends
-            self.folder.learn_revoked(revoked.encode())
-        self._take(self.folder.read(REVOKED))  # another process may know more
+        self._update(revoked.encode())
+        with contextlib.suppress(OSError):  # a read-only folder: the list lasts as long as this process
+            self.folder.update_revocations(revoked.encode())
+        self._update(self.folder.read(REVOKED))  # another process may know a newer one
 
-    def _take(self, data: bytes) -> None:
-        number, serials = read_revoked(data, self.folder.certificate())
+    def _update(self, data: bytes) -> None:
+        number, serials = certs.read_revocation_list(data, self.folder.certificate())
         with self._lock:
             if number > self._number:
-                self._newest, self._number, self._revoked = data, number, serials
+                self._newest_list, self._number, self._revoked = data, number, serials
 
 
-DIAL_S = 30.0  # for all that the other end says until it is let in
-_ANSWER_S = 10.0  # for it to take the answer
-JOIN, PEER, RELAY, AGAIN = "join", "peer", "relay", "again"  # what a connection can be for
+class RankInfo(NamedTuple):
+    """This rank, as it identifies itself to others. session: of one start of all ranks; empty until rank 0 tells it."""
 
-
-class Place(NamedTuple):
-    """Where a rank stands. session: of one start of all ranks, chosen by rank 0."""
-
+    credentials: Credentials
     rank: int
     world: int
     session: str
 
 
-class Guest(NamedTuple):
-    """Who connected, and what for. to: of RELAY, the rank that it wants to talk to. received: frames that it has."""
+class IncomingConnection(NamedTuple):
+    """An authenticated connection that waits for `accept` or `reject`.
+
+    rank: who connected. purpose: why. to: for RELAY, the rank to be connected to. received: frames that it has.
+    """
 
     rank: int
     purpose: str
@@ -118,15 +135,8 @@ class Guest(NamedTuple):
     stream: SecureStream
 
 
-class Answer(NamedTuple):
-    """What the listening end says. received: frames that it has."""
-
-    session: str
-    received: int
-
-
-class Wish(NamedTuple):
-    """What the connecting end wants, and of which rank. to, received: as of a Guest."""
+class ConnectRequest(NamedTuple):
+    """A request to connect to `rank`; purpose, to and received as in IncomingConnection."""
 
     purpose: str
     rank: int
@@ -134,92 +144,102 @@ class Wish(NamedTuple):
     received: int = 0
 
 
-class RefusedError(LinkError):
-    """The other end belongs to the run, and says why it does not want this connection."""
+class ConnectReply(NamedTuple):
+    """The listening end's reply. received: frames that it has."""
+
+    session: str
+    received: int
 
 
-def new_session() -> str:
-    """A name for one start of all ranks."""
-    return secrets.token_hex(16)
+class ConnectionRejectedError(LinkError):
+    """The other end belongs to the run and rejects this connection; the message holds its reason."""
 
 
-def greet(stream: SecureStream, who: Identity, trust: Trust, mine: Place, wish: Wish) -> Answer:
-    """The connecting end's part.
+def request_connection(
+    stream: SecureStream, peer: certs.MachineIdentity, own: RankInfo, request: ConnectRequest
+) -> ConnectReply:
+    """Send a request over a TLS stream and return the reply.
 
-    Raises KeysError if the other end is not the rank that was wanted (NoAnswerError if it has hung up or says nothing),
-    RefusedError if it does not want this one.
+    Raises:
+        KeysError: The other end is not the requested rank; NoAnswerError if it hung up or stays silent.
+        ConnectionRejectedError: The other end rejects the request.
     """
-    rank = wish.rank
-    trust.check(who)
-    trust.check_rank(who, rank)
-    asked = {
-        "version": VERSION,
-        "rank": mine.rank,
-        "world": mine.world,
-        "session": mine.session,
-        "purpose": wish.purpose,
-        "to": wish.to,
-        "received": wish.received,
-        "revoked": trust.revoked,
-    }
+    credentials = own.credentials
+    credentials.check_peer(peer)
+    credentials.check_rank(peer, request.rank)
+    message: dict[str, Any] = {"version": VERSION, "rank": own.rank, "world": own.world, "session": own.session}
+    message |= {"purpose": request.purpose, "to": request.to, "received": request.received}
+    message["revoked"] = credentials.revocation_list
     try:
-        stream.send_json(asked)
-        answer = stream.receive_json()
+        stream.send_json(message)
+        reply = stream.receive_json()
     except (OSError, EOFError) as error:
-        raise not_made(error) from error
-    if "error" in answer:
-        raise RefusedError(str(answer["error"])[:500])
-    if answer.get("rank") != rank:
-        raise KeysError(f"it says that it is rank {answer.get('rank')!r}, not {rank}")
-    trust.learn(answer.get("revoked"))
-    trust.check(who)
-    return Answer(str(answer.get("session")), _count(answer))
+        raise handshake_error(error) from error
+    if "error" in reply:
+        raise ConnectionRejectedError(str(reply["error"])[:500])
+    if reply.get("rank") != request.rank:
+        raise KeysError(f"it answers as rank {reply.get('rank')!r}, not as rank {request.rank}")
+    credentials.merge_revocations(reply.get("revoked"))
+    credentials.check_peer(peer)
+    return ConnectReply(str(reply.get("session")), _frame_count(reply))
 
 
-def receive(sock: socket.socket, trust: Trust, mine: Place, purposes: tuple[str, ...], early: bytes = b"") -> Guest:
-    """The listening end's part up to the answer, which is `welcome` or `refuse`."""
-    stream, who = trust.secure(sock, server=True, early=early, within_s=DIAL_S)
+def receive_request(
+    sock: socket.socket, own: RankInfo, purposes: tuple[str, ...], buffered: bytes = b""
+) -> IncomingConnection:
+    """Authenticate a connection and read its request; the caller then calls `accept` or `reject`.
+
+    Args:
+        sock: The accepted socket.
+        own: This rank.
+        purposes: The purposes that are served here.
+        buffered: Bytes that were read from the socket already.
+
+    Raises:
+        PipecompError: The peer or its request is not allowed; the peer was sent the reason.
+    """
+    credentials = own.credentials
+    stream, peer = credentials.secure(sock, server=True, buffered=buffered, within_s=HANDSHAKE_S)
     try:
-        asked = stream.receive_json()
-        trust.check(who)
-        trust.learn(asked.get("revoked"))
-        trust.check(who)
-        rank = trust.check_rank(who, asked.get("rank"))
-        purpose, to, received = asked.get("purpose"), asked.get("to"), _count(asked)
-        if asked.get("version") != VERSION:
+        message = stream.receive_json()
+        credentials.check_peer(peer)
+        credentials.merge_revocations(message.get("revoked"))
+        credentials.check_peer(peer)  # once more: the peer's own list may revoke it
+        rank = credentials.check_rank(peer, message.get("rank"))
+        purpose, to, received = message.get("purpose"), message.get("to"), _frame_count(message)
+        version, world = message.get("version"), message.get("world")
+        if version != VERSION:
             raise LinkError(
-                f"rank {mine.rank} speaks version {VERSION} of frames, rank {rank} {asked.get('version')!r}"
+                f"rank {own.rank} uses frame format {VERSION}, rank {rank} uses {version!r}. Use one version"
             )
-        if asked.get("world") != mine.world or not 0 <= rank < mine.world or rank == mine.rank:
-            raise LinkError(
-                f"rank {rank} of {asked.get('world')!r} does not fit to rank {mine.rank} of {mine.world}: start all "
-                "with the same WORLD_SIZE, and each with its own RANK"
-            )
+        if world != own.world or not 0 <= rank < own.world or rank == own.rank:
+            remedy = "Start all with the same WORLD_SIZE, and each with its own RANK"
+            raise LinkError(f"rank {rank} of {world!r} does not fit rank {own.rank} of {own.world}. {remedy}")
         if purpose not in purposes or not isinstance(to, int):
-            raise LinkError(f"rank {mine.rank} does not do {purpose!r}")
-        if purpose != JOIN and asked.get("session") != mine.session:
+            raise LinkError(f"rank {own.rank} does not serve {purpose!r}")
+        if purpose != JOIN and message.get("session") != own.session:
             raise LinkError(f"rank {rank} is of another start of this run")
-        return Guest(rank, str(purpose), to, received, stream)
+        return IncomingConnection(rank, str(purpose), to, received, stream)
     except PipecompError as error:
-        refuse(stream, str(error))
+        reject(stream, str(error))
         raise
 
 
-def welcome(guest: Guest, trust: Trust, mine: Place, received: int = 0) -> None:
-    """Let it in; received: frames of it that have come."""
-    answer = {"rank": mine.rank, "session": mine.session, "received": received, "revoked": trust.revoked}
-    guest.stream.deadline = time.monotonic() + _ANSWER_S
-    guest.stream.send_json(answer)
+def accept(incoming: IncomingConnection, own: RankInfo, received: int = 0) -> None:
+    """Accept a connection. received: frames of its that have arrived here."""
+    incoming.stream.deadline = time.monotonic() + _REPLY_S
+    revoked = own.credentials.revocation_list
+    reply = {"rank": own.rank, "session": own.session, "received": received, "revoked": revoked}
+    incoming.stream.send_json(reply)
 
 
-def refuse(stream: SecureStream, reason: str) -> None:
-    """Say why not."""
-    answer: dict[str, Any] = {"error": reason}
-    stream.send_json(answer)
+def reject(stream: SecureStream, reason: str) -> None:
+    """Reject a connection with a reason."""
+    stream.send_json({"error": reason})
 
 
-def _count(said: dict[str, Any]) -> int:
-    found = said.get("received", 0)
-    if type(found) is not int or found < 0:
-        raise WireError(f"a number of frames that is none: {found!r}")
-    return found
+def _frame_count(message: dict[str, Any]) -> int:
+    count = message.get("received", 0)
+    if type(count) is not int or count < 0:
+        raise WireError(f"an invalid number of received frames: {count!r}")
+    return count

@@ -1,8 +1,10 @@
-"""A listening port that strangers may reach: what they can take of it is bounded.
+"""A listening port that is safe to expose to strangers.
 
-A connection gets a thread when the first byte of a TLS handshake has come, until it has shown who it is. There is a
-limit to connections that have not, silent ones among them, beyond which the oldest is closed, and to the time that one
-may take. So neither idle connections nor garbage keep those out that belong, or cost more than a moment each.
+# Note: what a stranger can make the listener do
+A connection costs one socket until its first byte arrives, and a thread only if that byte begins a TLS handshake. At
+most `max_pending` connections may be unauthenticated at a time, silent ones included, and each for at most
+PENDING_TIMEOUT_S; beyond the limit the oldest is closed. Idle connections and garbage therefore neither keep members of
+the run out nor cost more than a moment each.
 """
 
 from __future__ import annotations
@@ -16,199 +18,195 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
-from pipecomp.errors import LinkError
-from pipecomp.tls.stream import close
+from pipecomp.errors import ConfigError, LinkError
+from pipecomp.tls.stream import close_socket
 
-EVERYWHERE = "*"
-MOST_WAITING = 64
-PATIENCE_S = 10.0
+ALL_INTERFACES = "*"
+ADDRESS_FORMAT = "HOST:PORT, such as 192.0.2.1:29400 or [2001:db8::1]:29400"
+MAX_PENDING = 64
+PENDING_TIMEOUT_S = 10.0
 _POLL_S = 0.25
-_REST_S = 0.01
+_ERROR_PAUSE_S = 0.01
 _BACKLOG = 512
-_HANDSHAKE = b"\x16"  # what TLS begins with
+_TLS_HANDSHAKE = b"\x16"  # first byte of a TLS handshake
 
 
-class Address:
-    """Where to listen or connect, from text: "192.0.2.1:29400", "[2001:db8::1]:29400", "host:29400".
+class Address(NamedTuple):
+    """An address to listen at or to connect to: "192.0.2.1:29400", "[2001:db8::1]:29400", "host:29400".
 
-    Where to listen may also be EVERYWHERE: at all interfaces, over IPv4 and IPv6.
+    A listening address may have the host ALL_INTERFACES: all interfaces, over IPv4 and IPv6.
     """
 
-    def __init__(self, host: str, port: int) -> None:
-        self.host, self.port = host, port
+    host: str
+    port: int
 
     @classmethod
-    def parse(cls, text: str) -> Address:
-        """ValueError if it is no host and port."""
+    def parse(cls, text: str, key: str = "address") -> Address:
+        """Parse HOST:PORT; raise ConfigError for `key` if it is malformed."""
         host, colon, port = text.rpartition(":")
         host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
         if not colon or not host or not port.isdecimal() or int(port) > 65535:
-            raise ValueError(f"{text!r} is not HOST:PORT, as in 192.0.2.1:29400 or [2001:db8::1]:29400")
+            raise ConfigError(key, text, ADDRESS_FORMAT)
         return cls(host, int(port))
 
     @property
-    def number(self) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-        """What it is if it is no name."""
+    def ip(self) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+        """The IP address; None for a host name."""
         try:
             return ipaddress.ip_address(self.host)
         except ValueError:
             return None
 
     @property
-    def everywhere(self) -> bool:
-        """Whether it says all interfaces, which is nowhere to connect to."""
-        return self.host == EVERYWHERE or (self.number is not None and self.number.is_unspecified)
+    def is_wildcard(self) -> bool:
+        """Whether the address means all interfaces; nobody can connect to such an address."""
+        return self.host == ALL_INTERFACES or (self.ip is not None and self.ip.is_unspecified)
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 class Listener:
-    """Accept connections at one address, or at all that a name stands for and this machine has, until `close`.
+    """Accepts connections at one address, or at all addresses of a host name that this machine has, until `close`.
 
-    admit: called with every new socket, on a thread of its own; it finds out who that is, then returns what to do next,
-    which is called on the same thread when the connection no longer counts as waiting. An exception or None closes it.
-    refused: told why somebody was not let in. most_waiting: connections at a time that have not shown who they are.
+    Args:
+        address: Address to listen at.
+        authenticate: Called with each new socket, on its own thread. It authenticates the peer and returns a
+            continuation, which runs on the same thread once the connection no longer counts as pending. An exception
+            or None closes the connection.
+        on_rejected: Called with the peer's address and the reason whenever a connection is not admitted.
+        max_pending: Unauthenticated connections at a time.
     """
 
     def __init__(
         self,
         address: Address,
-        admit: Callable[[socket.socket], Callable[[], None] | None],
+        authenticate: Callable[[socket.socket], Callable[[], None] | None],
         *,
-        refused: Callable[[str, Exception], None] = lambda who, error: None,
-        most_waiting: int = MOST_WAITING,
+        on_rejected: Callable[[str, Exception], None] = lambda host, error: None,
+        max_pending: int = MAX_PENDING,
     ) -> None:
-        self._admit, self._refused, self._most_waiting = admit, refused, most_waiting
-        self._waiting: dict[socket.socket, float] = {}  # oldest first; since when
+        self._authenticate, self._on_rejected, self._max_pending = authenticate, on_rejected, max_pending
+        self._pending: dict[socket.socket, float] = {}  # -> time of arrival, oldest first
         self._lock = threading.Lock()
-        self._ended = threading.Event()
+        self._closed = threading.Event()
         try:
-            self._sockets = _bound(address)
+            self._sockets = _bind(address)
         except OSError as error:
-            raise LinkError(
-                f"cannot listen at {address}: {error.strerror or error}. It must be an address of this machine, and "
-                "nothing else may use the port"
-            ) from error
+            cause = error.strerror or error
+            raise LinkError(f"cannot listen at {address}: {cause}. Use a free port of this machine") from error
         self._selector = selectors.DefaultSelector()
         for sock in self._sockets:
             sock.setblocking(False)
             self._selector.register(sock, selectors.EVENT_READ)
         self.address = Address(address.host, self._sockets[0].getsockname()[1])
-        self._thread = threading.Thread(target=self._accept, name="pipecomp-listen", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="pipecomp-listen", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Listen no more; connections that were let in stay."""
-        self._ended.set()
+        """Stop listening; authenticated connections stay."""
+        self._closed.set()
         self._thread.join()
         for sock in self._sockets:
             sock.close()
-        self._drop(list(self._waiting))
+        self._drop(list(self._pending))
         self._selector.close()
 
-    def _accept(self) -> None:
-        while not self._ended.is_set():
+    def _run(self) -> None:
+        while not self._closed.is_set():
             for key, _ in self._selector.select(_POLL_S):
                 try:
                     if key.data is None:
-                        self._take(*key.fileobj.accept())  # type: ignore[union-attr]
+                        self._accept(*key.fileobj.accept())  # type: ignore[union-attr]
                     else:
-                        self._hear(*key.data)
-                except OSError:  # a connection that is gone again, or no more file descriptors
-                    self._ended.wait(_REST_S)
-            late = time.monotonic() - PATIENCE_S
+                        self._start_thread(*key.data)
+                except OSError:  # the connection is gone again, or there are no more file descriptors
+                    self._closed.wait(_ERROR_PAUSE_S)
+            expired = time.monotonic() - PENDING_TIMEOUT_S
             with self._lock:
-                excess = itertools.islice(self._waiting, max(0, len(self._waiting) - self._most_waiting))
-                old = [*excess, *(sock for sock, since in self._waiting.items() if since < late)]
+                excess = itertools.islice(self._pending, max(0, len(self._pending) - self._max_pending))
+                old = [*excess, *(sock for sock, since in self._pending.items() if since < expired)]
             self._drop(old)
 
-    def _take(self, sock: socket.socket, address: tuple) -> None:
-        sock.settimeout(PATIENCE_S)
+    def _accept(self, sock: socket.socket, address: tuple) -> None:
+        sock.settimeout(PENDING_TIMEOUT_S)
         with self._lock:
-            self._waiting[sock] = time.monotonic()
+            self._pending[sock] = time.monotonic()
         self._selector.register(sock, selectors.EVENT_READ, (sock, str(address[0])))
 
-    def _hear(self, sock: socket.socket, who: str) -> None:
-        """Let one that has spoken show who it is, if it speaks TLS."""
+    def _start_thread(self, sock: socket.socket, host: str) -> None:
+        """Authenticate a connection that has sent its first byte, if that byte begins a TLS handshake."""
         self._selector.unregister(sock)
         first = sock.recv(1, socket.MSG_PEEK)
         problem: Exception = LinkError("it does not speak TLS") if first else EOFError()
-        if first == _HANDSHAKE:
+        if first == _TLS_HANDSHAKE:
             try:
-                threading.Thread(target=self._meet, args=(sock, who), name="pipecomp-meet", daemon=True).start()
+                thread = threading.Thread(target=self._admit, args=(sock, host), name="pipecomp-admit", daemon=True)
+                thread.start()
                 return
-            except RuntimeError as error:  # the system has no more threads, or the interpreter ends
+            except RuntimeError as error:  # no more threads, or the interpreter is shutting down
                 problem = error
         self._drop([sock])
-        self._refused(who, problem)
+        self._on_rejected(host, problem)
 
     def _drop(self, sockets: list[socket.socket]) -> None:
         for sock in sockets:
             with self._lock:
-                if self._waiting.pop(sock, None) is None:
+                if self._pending.pop(sock, None) is None:
                     continue
-            with contextlib.suppress(KeyError, ValueError):  # one that has spoken
+            with contextlib.suppress(KeyError, ValueError):  # already handed to its thread
                 self._selector.unregister(sock)
-            close(sock)
+            close_socket(sock)
 
-    def _meet(self, sock: socket.socket, who: str) -> None:
-        go_on = None
+    def _admit(self, sock: socket.socket, host: str) -> None:
+        continuation = None
         try:
-            go_on = self._admit(sock)
+            continuation = self._authenticate(sock)
         except Exception as error:
             with self._lock:
-                waits = sock in self._waiting
-            late = f"it did not say who it is within {PATIENCE_S:g} s, or more than {self._most_waiting} others came"
-            self._refused(who, error if waits else LinkError(f"{late} after it"))
+                pending = sock in self._pending
+            late = f"it did not authenticate within {PENDING_TIMEOUT_S:g} s, or before {self._max_pending} others came"
+            self._on_rejected(host, error if pending else LinkError(late))
         with self._lock:
-            in_time = self._waiting.pop(sock, None) is not None
-        if go_on is None or not in_time:
-            close(sock)
+            in_time = self._pending.pop(sock, None) is not None
+        if continuation is None or not in_time:
+            close_socket(sock)
             return
         try:
-            go_on()
+            continuation()
         except Exception as error:
-            self._refused(who, error)
-            close(sock)
+            self._on_rejected(host, error)
+            close_socket(sock)
 
 
-def places(address: Address) -> list[tuple[int, str]]:
-    """The address families and numbers that a host's name stands for, each once. OSError if it stands for none."""
-    if address.host == EVERYWHERE:
+def resolve(address: Address) -> list[tuple[int, str]]:
+    """Return the address families and IP addresses of a host, each once; OSError if there are none."""
+    if address.host == ALL_INTERFACES:
         return [(socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")]
-    found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys((int(where[0]), str(where[4][0])) for where in found))
+    entries = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys((int(entry[0]), str(entry[4][0])) for entry in entries))
 
 
-def _bound(address: Address) -> list[socket.socket]:
-    """Sockets that listen at all of the address's places that this machine has, with one port. OSError for none."""
-    found: list[socket.socket] = []
+def _bind(address: Address) -> list[socket.socket]:
+    """Listen at all of the address's IPs that this machine has, with one port; OSError if there are none."""
+    sockets: list[socket.socket] = []
     port, problem = address.port, OSError()
-    every = places(address)
-    for family, host in every:
+    ips = resolve(address)
+    for family, ip in ips:
+        both = family == socket.AF_INET6 and len(ips) == 1  # [::] alone also takes IPv4 connections
         try:
-            sock = socket.socket(family, socket.SOCK_STREAM)
-        except OSError as error:  # a machine without IPv6
-            problem = error
-            continue
-        try:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6 and len(every) > 1:
-                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            sock.bind((host, port))
-            sock.listen(_BACKLOG)
+            sock = socket.create_server((ip, port), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
         except OSError as error:
-            sock.close()
             problem = error
-            if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+            if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):  # another machine's, or no IPv6 here
                 continue
-            for other in found:
+            for other in sockets:
                 other.close()
             raise
-        found.append(sock)
+        sockets.append(sock)
         port = sock.getsockname()[1]
-    if not found:
+    if not sockets:
         raise problem
-    return found
+    return sockets

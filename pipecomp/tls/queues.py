@@ -1,4 +1,16 @@
-"""A message on its way, for who waits for it."""
+"""Send and receive queues of a connection to one rank; they outlive the TCP connections that carry it.
+
+# Note: back-pressure
+Neither end can make the other allocate memory that was not agreed:
+- A message of up to EAGER_BYTES may be sent before its receive is posted. Such unexpected messages are bounded together
+  (MAX_UNEXPECTED_BYTES).
+- A longer message waits at its sender until the receiver has posted a receive of its length (READY), and then goes
+  straight into the receiver's buffer.
+- An open stream has a sink instead of posted receives. Its sender may send as much as the sink has granted (CREDIT), so
+  a slow sink holds the sender back; a single message is limited by the sink's `most_bytes`.
+- What was sent and is not acknowledged stays with the sender, up to MAX_UNACKNOWLEDGED_BYTES, to be sent again after a
+  cut.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +19,33 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from pipecomp.errors import LinkTimeoutError, WireError
-from pipecomp.tls.frames import CONTENT_BYTES, EAGER_BYTES, LINKS, ROOM_BYTES, Header, Kind, pack, room_for
+from pipecomp.tls.frames import CONTENT_BYTES, EAGER_BYTES, FIRST_LINK_STREAM, ROOM_BYTES, FrameHeader, FrameKind
+
+MAX_UNEXPECTED_BYTES = 1 << 26  # of all messages that arrived before their receives
+MAX_UNACKNOWLEDGED_BYTES = 1 << 26  # long messages stay where they are, uncopied
+MAX_POSTED = 1 << 16  # receives that a peer may have posted and unmet, and streams that it may have opened
+
+_OVERHEAD_BYTES = 256  # memory for a queued message beside its content
+
+Key = tuple[int, int]  # stream and tag
+
+
+def window_cost(total: int) -> int:
+    """Return the bytes of the receive window that a message of `total` bytes takes; both ends count alike."""
+    return total + _OVERHEAD_BYTES
 
 
 class Transfer:
-    """Ends once: in order, or with an error. began, ended: of perf_counter, 0.0 before."""
+    """A message that is being sent or received. It ends once, with or without an error.
+
+    began, ended: of time.perf_counter, 0.0 before.
+    """
 
     def __init__(self, view: memoryview) -> None:
         self.view = view
@@ -28,11 +57,11 @@ class Transfer:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended."""
+        """Whether the transfer has ended."""
         return self._done.is_set()
 
     def finish(self, error: Exception | None = None) -> None:
-        """End it; a second time changes nothing."""
+        """End the transfer; later calls have no effect."""
         with self._lock:
             if self._done.is_set():
                 return
@@ -42,8 +71,8 @@ class Transfer:
         if callback is not None:
             callback(self)
 
-    def then(self, callback: Callable[[Transfer], None]) -> None:
-        """Call it when this ends, or now if it has; on the thread that ends it."""
+    def add_done_callback(self, callback: Callable[[Transfer], None]) -> None:
+        """Call `callback` at the end, on the thread that ends the transfer, or at once if it has ended."""
         with self._lock:
             if not self._done.is_set():
                 self._callback = callback
@@ -51,36 +80,30 @@ class Transfer:
         callback(self)
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Until it ends. Raises its error, or LinkTimeoutError after `timeout_s`."""
+        """Wait for the end; raise the transfer's error, or LinkTimeoutError after `timeout_s`."""
         if not self._done.wait(timeout_s):
             raise LinkTimeoutError(f"a message of {len(self.view)} bytes was not through after {timeout_s:g} s")
         if self.error is not None:
             raise self.error
 
 
-EARLY_BYTES = 1 << 26  # of all messages that came before their receives
-
-
 class Sink(Protocol):
-    """Who takes all messages of an open stream; called on the receiving thread."""
+    """Takes all messages of an open stream; called on the receiving thread."""
 
     most_bytes: int  # of a message
 
     def deliver(self, packet: np.ndarray, began: float) -> None:
-        """A message, uint8 [n], whose first byte came at `began` of perf_counter."""
-        ...
+        """Take a message, uint8 [n], whose first byte arrived at `began` of time.perf_counter."""
 
     def noted(self, note: dict) -> None:
-        """What the other side says about the stream."""
-        ...
+        """Take a notice that the peer sent on this stream."""
 
     def failed(self, error: Exception) -> None:
-        """Nothing more will come."""
-        ...
+        """Take the error that ended the connection."""
 
 
-class _Arriving:
-    """A message of which a part is there. transfer: None if it comes before its receive, or for a sink."""
+class _PartialMessage:
+    """A message that is arriving. transfer: None if unexpected, or for a sink; `data` holds it then."""
 
     __slots__ = ("began", "data", "filled", "transfer", "view")
 
@@ -92,388 +115,376 @@ class _Arriving:
         self.began = time.perf_counter()
 
 
-class Inbox:
-    """place and placed: on the receiving thread. The others: on any."""
+class ReceiveQueue:
+    """Matches arriving messages with posted receives and sinks; memory is allocated only for messages that are allowed.
+
+    `buffer_for` and `commit` are called on the receiving thread, the others on any.
+    """
 
     def __init__(self) -> None:
         self.sinks: dict[int, Sink] = {}
-        self._ready: dict[tuple[int, int], deque[Transfer]] = {}
-        self._early: dict[tuple[int, int], deque[np.ndarray]] = {}
-        self._arriving: dict[tuple[int, int], _Arriving] = {}
-        self._early_bytes = 0
-        self._room: dict[int, int] = {}  # by open stream, bytes that the other side may send
-        self._taken: dict[int, int] = {}  # by open stream, bytes that were taken and that it does not know of
-        self._ended: Exception | None = None
+        self._posted: dict[Key, deque[Transfer]] = {}
+        self._unexpected: dict[Key, deque[np.ndarray]] = {}
+        self._unexpected_bytes = 0
+        self._partial: dict[Key, _PartialMessage] = {}
+        self._window: dict[int, int] = {}  # open stream -> bytes that the peer may still send
+        self._released: dict[int, int] = {}  # open stream -> bytes taken by the sink and not granted again yet
+        self._error: Exception | None = None
         self._lock = threading.Lock()
 
     def receive(self, stream: int, tag: int, view: memoryview) -> Transfer:
-        """Be ready for one message, which has as many bytes as `view`; the transfer ends when it is there."""
+        """Post a receive of one message of len(view) bytes."""
         transfer, key = Transfer(view), (stream, tag)
         with self._lock:
-            self._ready.setdefault(key, deque()).append(transfer)
-        self._match(key)  # what came before the end is there after it, too
-        if self._ended is not None and not transfer.done:
-            transfer.finish(self._ended)
+            self._posted.setdefault(key, deque()).append(transfer)
+        self._match_unexpected(key)  # messages that arrived before the connection's end are still delivered
+        if self._error is not None and not transfer.done:
+            transfer.finish(self._error)
         return transfer
 
-    def open(self, stream: int, sink: Sink) -> int:
-        """Take all messages of a stream; returns what the other side may send."""
+    def open_stream(self, stream: int, sink: Sink) -> int:
+        """Deliver all messages of a stream to `sink`; return the credit to grant."""
         with self._lock:
-            self.sinks[stream], self._room[stream], self._taken[stream] = sink, ROOM_BYTES, 0
+            self.sinks[stream], self._window[stream], self._released[stream] = sink, ROOM_BYTES, 0
         return ROOM_BYTES
 
-    def taken(self, stream: int, total: int) -> int:
-        """A message of an open stream waits no more; returns what the other side may send again, which may be 0."""
+    def release(self, stream: int, total: int) -> int:
+        """Note that a sink has taken a message; return the credit to grant, 0 until it is worth a frame."""
         with self._lock:
-            self._taken[stream] += room_for(total)
-            if self._taken[stream] < ROOM_BYTES // 4:
+            self._released[stream] += window_cost(total)
+            if self._released[stream] < ROOM_BYTES // 4:
                 return 0
-            more, self._taken[stream] = self._taken[stream], 0
-            self._room[stream] += more
-            return more
+            credit, self._released[stream] = self._released[stream], 0
+            self._window[stream] += credit
+            return credit
 
-    def place(self, header: Header) -> memoryview:
-        """Where the content of a DATA frame goes. WireError for a message that nobody is ready for."""
+    def buffer_for(self, header: FrameHeader) -> memoryview:
+        """Return the memory for the content of a DATA frame; WireError for a message that is not allowed."""
         key = header.stream, header.tag
         with self._lock:
-            arriving = self._arriving.get(key)
-            if arriving is None:
-                arriving = self._arriving[key] = self._begin(key, header.total)
-        if len(arriving.view) != header.total or arriving.filled + header.size > header.total:
-            raise WireError(
-                f"{arriving.filled + header.size} bytes of a message of {header.total}, which began as one of "
-                f"{len(arriving.view)}"
-            )
-        return arriving.view[arriving.filled : arriving.filled + header.size]
+            partial = self._partial.get(key)
+            if partial is None:
+                partial = self._partial[key] = self._begin(key, header.total)
+        end = partial.filled + header.size
+        if len(partial.view) != header.total or end > header.total:
+            began = len(partial.view)
+            raise WireError(f"{end} bytes of a message of {header.total}, which began as one of {began} bytes")
+        return partial.view[partial.filled : end]
 
-    def placed(self, header: Header) -> bool:
-        """The content is there. Whether the message is, too."""
+    def commit(self, header: FrameHeader) -> bool:
+        """Note that the content of a DATA frame has arrived; return whether its message is complete."""
         key = header.stream, header.tag
-        arriving = self._arriving[key]
-        arriving.filled += header.size
-        if arriving.filled < header.total:
+        partial = self._partial[key]
+        partial.filled += header.size
+        if partial.filled < header.total:
             return False
         with self._lock:
-            del self._arriving[key]
+            del self._partial[key]
             sink = self.sinks.get(header.stream)
-            if arriving.data is not None and sink is None:
-                self._early.setdefault(key, deque()).append(arriving.data)
-        if arriving.transfer is not None:
-            arriving.transfer.began = arriving.began
-            arriving.transfer.finish()
-        elif sink is not None and arriving.data is not None:
-            sink.deliver(arriving.data, arriving.began)
+            if partial.data is not None and sink is None:
+                self._unexpected.setdefault(key, deque()).append(partial.data)
+        if partial.transfer is not None:
+            partial.transfer.began = partial.began
+            partial.transfer.finish()
+        elif sink is not None and partial.data is not None:
+            sink.deliver(partial.data, partial.began)
         else:
-            self._match(key)
+            self._match_unexpected(key)
         return True
 
-    def end(self, error: Exception) -> None:
-        """Nothing comes any more; all that waits ends with `error`."""
+    def fail(self, error: Exception) -> None:
+        """End everything that waits with `error`."""
         with self._lock:
-            self._ended = self._ended or error
-            waiting = [transfer for ready in self._ready.values() for transfer in ready]
-            waiting += [a.transfer for a in self._arriving.values() if a.transfer is not None]
-            self._ready.clear()
+            self._error = self._error or error
+            waiting = [transfer for posted in self._posted.values() for transfer in posted]
+            waiting += [p.transfer for p in self._partial.values() if p.transfer is not None]
+            self._posted.clear()
             sinks = list(self.sinks.values())
         for transfer in waiting:
             transfer.finish(error)
         for sink in sinks:
-            with contextlib.suppress(Exception):  # the others must hear of it, too
+            with contextlib.suppress(Exception):  # the other sinks must learn of it, too
                 sink.failed(error)
 
-    def _begin(self, key: tuple[int, int], total: int) -> _Arriving:
+    def _begin(self, key: Key, total: int) -> _PartialMessage:
         sink = self.sinks.get(key[0])
         if sink is not None:
             if total > sink.most_bytes:
                 raise WireError(f"a packet of {total} bytes, allowed: {sink.most_bytes}")
-            if self._room[key[0]] <= 0:  # one that is longer than all of it may come, too
-                raise WireError(f"a packet of {total} bytes beside those that wait; allowed: {ROOM_BYTES} together")
-            self._room[key[0]] -= room_for(total)
-            return _Arriving(total, None)
-        if key not in self._early and key in self._ready:
-            size = len(self._ready[key][0].view)
+            if self._window[key[0]] <= 0:  # the last message may exceed what is left of the window
+                raise WireError(f"a packet of {total} bytes beyond the receive window of {ROOM_BYTES} bytes")
+            self._window[key[0]] -= window_cost(total)
+            return _PartialMessage(total, None)
+        if key not in self._unexpected and key in self._posted:
+            size = len(self._posted[key][0].view)
             if size != total:
                 raise WireError(f"a message of {total} bytes where one of {size} is expected")
-            ready = self._ready[key]
-            transfer = ready.popleft()
-            if not ready:
-                del self._ready[key]
-            return _Arriving(total, transfer)
-        if total > EAGER_BYTES or self._early_bytes + room_for(total) > EARLY_BYTES:
-            raise WireError(
-                f"a message of {total} bytes that nobody asked for; allowed: {EAGER_BYTES}, and {EARLY_BYTES} together"
-            )
-        self._early_bytes += room_for(total)
-        return _Arriving(total, None)
+            return _PartialMessage(total, _pop(self._posted, key))
+        if total > EAGER_BYTES or self._unexpected_bytes + window_cost(total) > MAX_UNEXPECTED_BYTES:
+            limits = f"{EAGER_BYTES}, and {MAX_UNEXPECTED_BYTES} together"
+            raise WireError(f"an unexpected message of {total} bytes, allowed: {limits}")
+        self._unexpected_bytes += window_cost(total)
+        return _PartialMessage(total, None)
 
-    def _match(self, key: tuple[int, int]) -> None:
-        """Give messages that came early to receives that are ready now."""
-        done: list[tuple[Transfer, np.ndarray]] = []
+    def _match_unexpected(self, key: Key) -> None:
+        """Copy unexpected messages into receives that were posted after them."""
+        matches: list[tuple[Transfer, np.ndarray]] = []
         with self._lock:
-            early, ready = self._early.get(key), self._ready.get(key)
-            while early and ready:
-                data = early.popleft()
-                self._early_bytes -= room_for(data.size)
-                done.append((ready.popleft(), data))
-            if early is not None and not early:
-                del self._early[key]
-            if ready is not None and not ready:
-                del self._ready[key]
-        for transfer, data in done:
-            if len(transfer.view) != data.size:
-                transfer.finish(
-                    WireError(f"a message of {data.size} bytes where one of {len(transfer.view)} is expected")
-                )
-                continue
-            transfer.view[:] = memoryview(data)
-            transfer.finish()
+            while key in self._unexpected and key in self._posted:
+                data = _pop(self._unexpected, key)
+                self._unexpected_bytes -= window_cost(data.size)
+                matches.append((_pop(self._posted, key), data))
+        for transfer, data in matches:
+            if len(transfer.view) == data.size:
+                transfer.view[:] = memoryview(data)
+                transfer.finish()
+            else:
+                expected = len(transfer.view)
+                transfer.finish(WireError(f"a message of {data.size} bytes where one of {expected} is expected"))
 
 
-KEPT_BYTES = 1 << 26  # of messages that were sent and not acknowledged; long ones stay where they are, uncopied
-MOST_ASKED = 1 << 16  # receives that a rank may have ready and unmet: a few bytes each
+def _pop(queues: dict[Key, deque[Any]], key: Key) -> Any:
+    """Take the first item, and remove the queue if it is empty: tags are not used again."""
+    item = queues[key].popleft()
+    if not queues[key]:
+        del queues[key]
+    return item
 
 
-class _Lane:
-    __slots__ = ("asked", "messages", "ready", "sent")
+@dataclass(slots=True)
+class _MessageQueue:
+    """Messages of one stream and tag, in order."""
 
-    def __init__(self) -> None:
-        self.messages: deque[Transfer] = deque()
-        self.asked: deque[int] = deque()  # lengths
-        self.sent = 0  # bytes of the first message
-        self.ready = False  # among those that take turns
+    messages: deque[Transfer] = field(default_factory=deque)
+    posted: deque[int] = field(default_factory=deque)  # lengths of the peer's receives
+    sent: int = 0  # bytes of the first message
+    scheduled: bool = False  # whether it takes part in the round-robin
 
 
-class _Kept(NamedTuple):
-    """A numbered frame that the other side has not acknowledged. ends: the message that ends when it is."""
+class _SentFrame(NamedTuple):
+    """A numbered frame that the peer has not acknowledged. message: ends with the acknowledgement."""
 
     parts: tuple[bytes, bytes | memoryview]
-    ends: Transfer | None
+    message: Transfer | None
 
 
-class Outbox:
-    """`send` and `notice` may be called on any thread, `take` on one.
+class SendQueue:
+    """Orders the frames to one rank: control frames first, then message queues in turn, one frame each.
 
-    A long message's transfer ends when the other side has all of it, for until then its memory may be needed again. A
-    short one's, which is copied, and a link's packet, which nobody changes, end when the system has them.
+    `next_frames` is called on the sending thread, the others on any. The transfer of a long message ends when the peer
+    has acknowledged all of it, since its memory may be sent again until then. Short messages, which are copied, and
+    packets of links, which nobody changes, end when the kernel has accepted them.
     """
 
     def __init__(self) -> None:
-        self._lanes: dict[tuple[int, int], _Lane] = {}
-        self._room: dict[int, int] = {}  # by stream that is open, bytes that may be sent
-        self._ready: deque[tuple[int, int]] = deque()
-        self._notices: deque[tuple[Kind, tuple[bytes, bytes]]] = deque()
-        self._notice_bytes = 0  # of their contents
-        self._asked = 0
-        self._kept: deque[_Kept] = deque()
-        self._kept_bytes = 0
-        self._acknowledged = 0  # frames, which the first one that is kept comes after
-        self._again: deque[_Kept] = deque()  # to be sent anew
-        self._epoch = 0  # how many connections there were before this one
-        self._leaving: Transfer | None = None  # of which `take` gave the end
+        self.acknowledged = 0  # frames that the peer has
+        self._queues: dict[Key, _MessageQueue] = {}
+        self._credit: dict[int, int] = {}  # open stream -> bytes that may be sent
+        self._schedule: deque[Key] = deque()
+        self._control: deque[tuple[FrameKind, tuple[bytes, bytes]]] = deque()
+        self._control_bytes = 0
+        self._posted = 0
+        self._unacknowledged: deque[_SentFrame] = deque()
+        self._unacknowledged_bytes = 0
+        self._resend: deque[_SentFrame] = deque()
+        self._epoch = 0  # number of the current TCP connection
+        self._last_sent: Transfer | None = None  # ends when the frames taken last are written
         self._woken = False
-        self._out = False  # whether what `take` gave may not have been handed to the system
-        self._ended: Exception | None = None
+        self._writing = False  # whether frames were taken that the kernel may not have accepted yet
+        self._error: Exception | None = None
         self._changed = threading.Condition()
 
     def send(self, stream: int, tag: int, view: memoryview) -> Transfer:
         """Queue a message, which must not change until its transfer has ended."""
         transfer = Transfer(view)
         with self._changed:
-            ended = self._ended
-            if ended is None:
-                lane = self._lanes.setdefault((stream, tag), _Lane())
-                lane.messages.append(transfer)
-                self._check((stream, tag), lane)
-        if ended is not None:
-            transfer.finish(ended)
+            error = self._error
+            if error is None:
+                queue = self._queues.setdefault((stream, tag), _MessageQueue())
+                queue.messages.append(transfer)
+                self._schedule_if_allowed((stream, tag), queue)
+        if error is not None:
+            transfer.finish(error)
         return transfer
 
-    def notice(self, header: Header, content: bytes = b"") -> None:
-        """Queue a frame that goes before all messages."""
+    def send_control(self, header: FrameHeader, content: bytes = b"") -> None:
+        """Queue a frame ahead of all messages."""
         with self._changed:
-            self._notices.append((header.kind, (pack(header), content)))
-            self._notice_bytes += len(content)
+            self._control.append((header.kind, (header.pack(), content)))
+            self._control_bytes += len(content)
             self._changed.notify()
 
-    def asked(self, stream: int, tag: int, total: int) -> None:
-        """The other side is ready for a message of so many bytes. WireError if it says so endlessly."""
+    def receive_posted(self, stream: int, tag: int, total: int) -> None:
+        """Note that the peer has posted a receive; WireError beyond MAX_POSTED."""
         with self._changed:
-            self._asked += 1
-            if self._asked > MOST_ASKED:
-                raise WireError(f"more than {MOST_ASKED} receives are announced that nothing was sent for")
-            lane = self._lanes.setdefault((stream, tag), _Lane())
-            lane.asked.append(total)
-            self._check((stream, tag), lane)
+            self._posted += 1
+            if self._posted > MAX_POSTED:
+                raise WireError(f"more than {MAX_POSTED} receives are posted that nothing was sent for")
+            queue = self._queues.setdefault((stream, tag), _MessageQueue())
+            queue.posted.append(total)
+            self._schedule_if_allowed((stream, tag), queue)
 
-    def opened(self, stream: int, more: int) -> None:
-        """The other side has room for `more` bytes of a stream's messages. WireError if it opens streams endlessly."""
+    def add_credit(self, stream: int, credit: int) -> None:
+        """Note that the peer's receive window of a stream has grown; WireError beyond MAX_POSTED streams."""
         with self._changed:
-            self._room[stream] = self._room.get(stream, 0) + more
-            if len(self._room) > MOST_ASKED:
-                raise WireError(f"more than {MOST_ASKED} streams are opened")
-            for key, lane in list(self._lanes.items()):
+            self._credit[stream] = self._credit.get(stream, 0) + credit
+            if len(self._credit) > MAX_POSTED:
+                raise WireError(f"more than {MAX_POSTED} streams are opened")
+            for key, queue in list(self._queues.items()):
                 if key[0] == stream:
-                    self._check(key, lane)
+                    self._schedule_if_allowed(key, queue)
 
     def wake(self) -> None:
-        """Let `take` return, whether there is something to send or not."""
+        """Make `next_frames` return, even with nothing to send."""
         with self._changed:
             self._woken = True
             self._changed.notify_all()
 
-    def take(self, epoch: int, wait_s: float) -> list[bytes | memoryview]:
-        """What to send next, as buffers: a frame that is sent anew, or all notices and one frame of a message.
+    def next_frames(self, epoch: int, wait_s: float) -> list[bytes | memoryview]:
+        """Return buffers to send: one frame to be sent again, or all control frames and one frame of a message.
 
-        [] if there was nothing to send, somebody called `wake`, or `epoch` is over.
+        Empty if nothing is to be sent within `wait_s`, after `wake`, or if the TCP connection `epoch` is over. The call
+        also means that the frames of the call before were written.
         """
-        if self._leaving is not None:
-            self._leaving.finish()
-            self._leaving = None
+        if self._last_sent is not None:
+            self._last_sent.finish()
+            self._last_sent = None
         with self._changed:
-            self._out = False
+            self._writing = False
             self._changed.notify_all()
-            if not self._may_take() and self._ended is None and not self._woken:
+            may_send = bool(self._resend or self._control) or self._may_send_data()
+            if not may_send and self._error is None and not self._woken:
                 self._changed.wait(wait_s)
             self._woken = False
             parts: list[bytes | memoryview] = []
             if epoch != self._epoch:
                 return parts
-            self._out = True
-            if self._again:
-                return list(self._again.popleft().parts)
-            while self._notices:
-                kind, frame = self._notices.popleft()
-                self._notice_bytes -= len(frame[1])
+            self._writing = True
+            if self._resend:
+                return list(self._resend.popleft().parts)
+            while self._control:
+                kind, frame = self._control.popleft()
+                self._control_bytes -= len(frame[1])
                 parts += frame
                 if kind.numbered:
-                    self._keep(_Kept(frame, None))
-            if self._ready and self._kept_bytes < KEPT_BYTES:
-                parts += self._next_piece()
+                    self._keep(_SentFrame(frame, None))
+            if self._may_send_data():
+                parts += self._next_data()
             return parts
 
-    def _may_take(self) -> bool:
-        return bool(self._again or self._notices or (self._ready and self._kept_bytes < KEPT_BYTES))
+    def _may_send_data(self) -> bool:
+        return bool(self._schedule) and self._unacknowledged_bytes < MAX_UNACKNOWLEDGED_BYTES
 
-    def _next_piece(self) -> tuple[bytes, bytes | memoryview]:
-        """A frame of the lane whose turn it is."""
-        key = self._ready.popleft()
-        lane = self._lanes[key]
-        lane.ready = False
-        message = lane.messages[0]
+    def _next_data(self) -> tuple[bytes, bytes | memoryview]:
+        """The next DATA frame of the queue whose turn it is."""
+        key = self._schedule.popleft()
+        queue = self._queues[key]
+        queue.scheduled = False
+        message = queue.messages[0]
         size = len(message.view)
-        if lane.sent == 0:
+        if queue.sent == 0:
             message.began = time.perf_counter()
-            if key[0] in self._room:
-                self._room[key[0]] -= room_for(size)
-        piece: bytes | memoryview = message.view[lane.sent : lane.sent + CONTENT_BYTES]
-        if size <= EAGER_BYTES and key[0] < LINKS:
+            if key[0] in self._credit:
+                self._credit[key[0]] -= window_cost(size)
+        piece: bytes | memoryview = message.view[queue.sent : queue.sent + CONTENT_BYTES]
+        if size <= EAGER_BYTES and key[0] < FIRST_LINK_STREAM:
             piece = bytes(piece)
-        lane.sent += len(piece)
-        frame = pack(Header(Kind.DATA, len(piece), *key, size)), piece
-        ends = None
-        if lane.sent == size:
-            if size <= EAGER_BYTES or key[0] >= LINKS:
-                self._leaving = message
+        queue.sent += len(piece)
+        frame = FrameHeader(FrameKind.DATA, len(piece), *key, size).pack(), piece
+        acknowledged_message = None
+        if queue.sent == size:
+            if size <= EAGER_BYTES or key[0] >= FIRST_LINK_STREAM:
+                self._last_sent = message
             else:
-                ends = message
-            lane.messages.popleft()
-            lane.sent = 0
-            if size > EAGER_BYTES and lane.asked and key[0] not in self._room:
-                lane.asked.popleft()
-                self._asked -= 1
-        self._keep(_Kept(frame, ends))
-        self._check(key, lane)
-        if not lane.messages and not lane.asked:
-            del self._lanes[key]
+                acknowledged_message = message
+            queue.messages.popleft()
+            queue.sent = 0
+            if size > EAGER_BYTES and queue.posted and key[0] not in self._credit:
+                queue.posted.popleft()
+                self._posted -= 1
+        self._keep(_SentFrame(frame, acknowledged_message))
+        self._schedule_if_allowed(key, queue)
+        if not queue.messages and not queue.posted:
+            del self._queues[key]
         return frame
 
-    def _keep(self, kept: _Kept) -> None:
-        self._kept.append(kept)
-        self._kept_bytes += sum(map(len, kept.parts))
+    def _keep(self, frame: _SentFrame) -> None:
+        self._unacknowledged.append(frame)
+        self._unacknowledged_bytes += sum(map(len, frame.parts))
 
-    # -- what the other side has
+    def _schedule_if_allowed(self, key: Key, queue: _MessageQueue) -> None:
+        """Let a queue take part in the round-robin if the peer is ready for its first message."""
+        if queue.scheduled or not queue.messages:
+            return
+        size = len(queue.messages[0].view)
+        if key[0] >= FIRST_LINK_STREAM or key[0] in self._credit:
+            if queue.sent == 0 and self._credit.get(key[0], 0) <= 0:
+                return
+        elif size > EAGER_BYTES:
+            if not queue.posted:
+                return
+            if queue.posted[0] != size:
+                raise WireError(f"a receive of {queue.posted[0]} bytes is posted for a message of {size}")
+        queue.scheduled = True
+        self._schedule.append(key)
+        self._changed.notify_all()
+
+    # -- acknowledgements, resumption and the end
 
     @property
     def waiting_bytes(self) -> int:
-        """Of notices and of what was sent, as far as the other side has not said that it has them."""
-        return self._notice_bytes + self._kept_bytes
+        """Bytes of control frames, and of frames that were sent and are not acknowledged."""
+        return self._control_bytes + self._unacknowledged_bytes
 
     def acknowledge(self, count: int) -> None:
-        """It has `count` frames. WireError if there were not so many."""
+        """Note that the peer has `count` frames in all; WireError if so many were not sent."""
         finished = []
         with self._changed:
-            sent = self._acknowledged + len(self._kept) - len(self._again)
-            if not self._acknowledged <= count <= sent:
+            sent = self.acknowledged + len(self._unacknowledged) - len(self._resend)
+            if not self.acknowledged <= count <= sent:
                 raise WireError(f"an acknowledgement of {count} frames, of {sent}")
-            while self._acknowledged < count:
-                kept = self._kept.popleft()
-                self._kept_bytes -= sum(map(len, kept.parts))
-                self._acknowledged += 1
-                if kept.ends is not None:
-                    finished.append(kept.ends)
+            while self.acknowledged < count:
+                frame = self._unacknowledged.popleft()
+                self._unacknowledged_bytes -= sum(map(len, frame.parts))
+                self.acknowledged += 1
+                if frame.message is not None:
+                    finished.append(frame.message)
             self._changed.notify_all()
         for transfer in finished:
             transfer.finish()
 
-    @property
-    def acknowledged(self) -> int:
-        """How many frames the other side has."""
-        return self._acknowledged
-
-    def renew(self, count: int) -> int:
-        """A new connection, over which `count` frames need not be sent again; returns its epoch."""
+    def resume(self, count: int) -> int:
+        """Go on over a new TCP connection whose peer has `count` frames; return the connection's epoch."""
         with self._changed:
-            self._again.clear()  # of the connection before
+            self._resend.clear()  # of the connection before
         self.acknowledge(count)
         with self._changed:
-            self._again = deque(self._kept)
+            self._resend = deque(self._unacknowledged)
             self._epoch += 1
             self._changed.notify_all()
             return self._epoch
 
-    def empty(self, wait_s: float) -> bool:
-        """Whether the other side has everything, at once or before `wait_s` seconds are over."""
-        with self._changed:
-            return self._changed.wait_for(
-                lambda: self._ended is not None or not (self._ready or self._notices or self._kept), wait_s
-            )
+    def wait_acknowledged(self, wait_s: float) -> bool:
+        """Wait until the peer has everything that may be sent; return whether it has within `wait_s`."""
+        return self._wait(lambda: bool(self._schedule or self._control or self._unacknowledged), wait_s)
 
-    def handed_over(self, wait_s: float) -> bool:
-        """Whether the system has all notices, at once or before `wait_s` seconds are over."""
-        with self._changed:
-            return self._changed.wait_for(
-                lambda: self._ended is not None or not (self._notices or self._out or self._again), wait_s
-            )
+    def wait_written(self, wait_s: float) -> bool:
+        """Wait until the kernel has accepted all control frames; return whether it has within `wait_s`."""
+        return self._wait(lambda: bool(self._control or self._writing or self._resend), wait_s)
 
-    def end(self, error: Exception) -> None:
-        """Nothing can be sent any more; all that waits ends with `error`."""
+    def _wait(self, pending: Callable[[], bool], wait_s: float) -> bool:
         with self._changed:
-            self._ended = self._ended or error
-            waiting = [message for lane in self._lanes.values() for message in lane.messages]
-            waiting += [kept.ends for kept in self._kept if kept.ends is not None]
-            waiting += [] if self._leaving is None else [self._leaving]
-            self._kept.clear()
-            self._again.clear()
-            self._lanes.clear()
-            self._ready.clear()
-            self._notices.clear()
+            return self._changed.wait_for(lambda: self._error is not None or not pending(), wait_s)
+
+    def fail(self, error: Exception) -> None:
+        """End everything that waits with `error`."""
+        with self._changed:
+            self._error = self._error or error
+            waiting = [message for queue in self._queues.values() for message in queue.messages]
+            waiting += [frame.message for frame in self._unacknowledged if frame.message is not None]
+            waiting += [] if self._last_sent is None else [self._last_sent]
+            for frames in (self._unacknowledged, self._resend, self._queues, self._schedule, self._control):
+                frames.clear()
             self._changed.notify_all()
         for message in waiting:
             message.finish(error)
-
-    def _check(self, key: tuple[int, int], lane: _Lane) -> None:
-        """Let a lane take turns if its first message may leave."""
-        if lane.ready or not lane.messages:
-            return
-        size = len(lane.messages[0].view)
-        if key[0] >= LINKS or key[0] in self._room:
-            if lane.sent == 0 and self._room.get(key[0], 0) <= 0:
-                return
-        elif size > EAGER_BYTES:
-            if not lane.asked:
-                return
-            if lane.asked[0] != size:
-                raise WireError(f"a receive of {lane.asked[0]} bytes is ready for a message of {size}")
-        lane.ready = True
-        self._ready.append(key)
-        self._changed.notify_all()

@@ -1,6 +1,6 @@
-"""How two ranks other than rank 0 find to each other: directly, one way or the other, or relayed by rank 0.
+"""Routes between two ranks other than rank 0: direct in either direction, or relayed by rank 0.
 
-Both go through the same list of attempts, and say in the key-value store how each went.
+Both ranks go through the same list of attempts and publish each outcome in the key-value store.
 """
 
 from __future__ import annotations
@@ -18,80 +18,100 @@ import torch.distributed as dist
 
 from pipecomp.errors import KeysError, LinkTimeoutError, PeerLostError, PipecompError
 from pipecomp.tls import handshake
-from pipecomp.tls.handshake import Answer, Guest, Place, Trust, Wish, welcome
-from pipecomp.tls.listener import MOST_WAITING, Address, Listener
-from pipecomp.tls.resumable import Way
-from pipecomp.tls.stream import SecureStream, close
+from pipecomp.tls.connection import Dialer
+from pipecomp.tls.handshake import ConnectReply, ConnectRequest, Credentials, IncomingConnection, RankInfo
+from pipecomp.tls.listener import MAX_PENDING, Address, Listener
+from pipecomp.tls.store import KEY_PREFIX, address_key
+from pipecomp.tls.stream import SecureStream, close_socket
 
 DIRECT, RELAYED = "direct", "relayed by rank 0"
-_DIRECT_S = 3.0  # for a direct connection: behind NAT there is none, and nothing says so
-_HELLO_S = 10.0
-_ROUTE_S = 60.0  # for an attempt of both
-_KEY = "pipecomp/tls/{}"
+_DIRECT_S = 3.0  # for a direct TCP connection: NAT drops packets without an answer
+_REPLY_S = 10.0
+_ROUTE_S = 60.0  # for one attempt at both ends
+_RELAY_CHUNK = 1 << 17
+_RELAY_CLOSE_S = 10.0  # for two relayed ranks to end their connection after rank 0 has ended its own
 
 
 def connect(
-    address: Address, trust: Trust, mine: Place, wish: Wish, *, wait_s: float, answer_s: float | None = None
-) -> tuple[SecureStream, Answer]:
-    """A connection to a rank that listens, and what it answers.
+    address: Address, own: RankInfo, request: ConnectRequest, *, wait_s: float, reply_s: float | None = None
+) -> tuple[SecureStream, ConnectReply]:
+    """Connect to a rank that listens.
 
-    wait_s: for it to be there. answer_s: for each of its words; None: as long as a rank takes. All together may take
-    `hello.DIAL_S` more.
+    Args:
+        address: The rank's address.
+        own: This rank.
+        request: Sent to the rank.
+        wait_s: Limit for the TCP connection.
+        reply_s: Limit for each message of the rank; None: the usual one. The whole handshake may take
+            `handshake.HANDSHAKE_S` longer.
 
-    OSError if nothing listens; KeysError (NoAnswerError, too) or RefusedError from `greet`.
+    Returns:
+        The stream and the rank's reply.
+
+    Raises:
+        OSError: Nothing listens there.
+        KeysError: The other end is not the requested rank; NoAnswerError if it hung up or stays silent.
+        ConnectionRejectedError: The rank rejects the request.
     """
     sock = socket.create_connection((address.host, address.port), wait_s)
-    sock.settimeout(_HELLO_S if answer_s is None else answer_s)
+    sock.settimeout(_REPLY_S if reply_s is None else reply_s)
     try:
-        stream, who = trust.secure(sock, server=False, within_s=handshake.DIAL_S + (answer_s or 0.0))
-        return stream, handshake.greet(stream, who, trust, mine, wish)
+        within_s = handshake.HANDSHAKE_S + (reply_s or 0.0)
+        stream, peer = own.credentials.secure(sock, server=False, within_s=within_s)
+        return stream, handshake.request_connection(stream, peer, own, request)
     except BaseException:
-        close(sock)
+        close_socket(sock)
         raise
 
 
-def refuses(address: Address | None) -> bool:
-    """Whether nothing listens there, and that is certain."""
-    if address is None:
-        return False
+def connect_direct(address: Address, own: RankInfo, rank: int, purpose: str, received: int) -> tuple[SecureStream, int]:
+    """Connect to rank `rank` directly; return the stream and the number of frames that the rank has."""
+    request = ConnectRequest(purpose, rank, received=received)
+    stream, reply = connect(address, own, request, wait_s=_DIRECT_S)
+    return stream, reply.received
+
+
+def nothing_listens(address: Address) -> bool:
+    """Return whether certainly nothing listens at an address."""
     try:
-        close(socket.create_connection((address.host, address.port), _DIRECT_S))
+        close_socket(socket.create_connection((address.host, address.port), _DIRECT_S))
     except ConnectionRefusedError:
         return True
     except OSError:
-        return False
+        pass
     return False
 
 
-class Door:
-    """Where a rank says that it listens, as seen from here.
+class PeerListener:
+    """The address at which a rank listens, as seen from here.
 
-    Behind tunnels, bridges and NAT its address is nothing, or somebody else's, and that nothing listens there says
-    nothing about the rank: it counts only once the rank itself has answered there.
+    # Note: why an address must be probed
+    Behind tunnels, bridges and NAT a rank's address means nothing here, or belongs to another machine. A refused
+    connection then does not mean that the rank is gone. It counts only once the rank itself has answered there.
     """
 
-    def __init__(self, trust: Trust, rank: int, address: Address | None) -> None:
+    def __init__(self, credentials: Credentials, rank: int, address: Address | None) -> None:
         self.rank, self.reached = rank, False
-        self._trust, self._address = trust, address
+        self._credentials, self._address = credentials, address
 
-    def knock(self) -> None:
-        """See whether that rank answers there, while it is connected."""
+    def probe(self) -> None:
+        """Check whether the rank answers at its address; called while it is connected."""
         if self._address is None:
             return
         with contextlib.suppress(OSError, PipecompError):
             sock = socket.create_connection((self._address.host, self._address.port), _DIRECT_S)
             try:
-                sock.settimeout(_HELLO_S)
-                _, who = self._trust.secure(sock, server=False, within_s=handshake.DIAL_S)
-                self._trust.check(who)
-                self._trust.check_rank(who, self.rank)
+                sock.settimeout(_REPLY_S)
+                _, peer = self._credentials.secure(sock, server=False, within_s=handshake.HANDSHAKE_S)
+                self._credentials.check_peer(peer)
+                self._credentials.check_rank(peer, self.rank)
                 self.reached = True
             finally:
-                close(sock)
+                close_socket(sock)
 
-    def gone(self) -> bool:
-        """Whether nothing listens any more where that rank did."""
-        return self.reached and refuses(self._address)
+    def is_gone(self) -> bool:
+        """Return whether nothing listens any more where the rank did."""
+        return self.reached and self._address is not None and nothing_listens(self._address)
 
 
 def wait_for_keys(store: Any, keys: dict[int, str], wait_s: float, problem: str) -> None:
@@ -99,13 +119,13 @@ def wait_for_keys(store: Any, keys: dict[int, str], wait_s: float, problem: str)
 
     Args:
         store: The key-value store.
-        keys: By the rank that writes them.
-        wait_s: For all of them.
-        problem: What a rank did not do that has not written its key, after "rank N".
+        keys: Rank -> the key that it writes.
+        wait_s: Limit for all of them.
+        problem: What a rank whose key is missing has failed to do; completes "rank N".
 
     Raises:
-        LinkTimeoutError: Names the first rank whose key is not there in time.
-        PeerLostError: Rank 0, which has the store, is gone.
+        LinkTimeoutError: Names the first rank whose key is missing.
+        PeerLostError: Rank 0, which holds the store, is gone.
     """
     try:
         store.wait(list(keys.values()), timedelta(seconds=wait_s))
@@ -117,204 +137,202 @@ def wait_for_keys(store: Any, keys: dict[int, str], wait_s: float, problem: str)
         raise LinkTimeoutError(f"rank {min(keys)} {problem} within {wait_s:g} s") from error
 
 
-def most_waiting(world: int) -> int:
-    """How many connections a rank's listener lets wait for a first word: all ranks may come at the same time."""
-    return max(MOST_WAITING, 2 * world)
-
-
-def address_key(rank: int) -> str:
-    """Where a rank says in the key-value store where it listens; empty for nowhere."""
-    return _KEY.format(f"address/{rank}")
+def max_pending(world: int) -> int:
+    """Return the limit of unauthenticated connections at a rank's listener: all ranks may connect at once."""
+    return max(MAX_PENDING, 2 * world)
 
 
 class Routes:
-    """This rank's way to each other rank but 0."""
+    """This rank's routes to all ranks but rank 0.
+
+    Args:
+        own: This rank.
+        store: The key-value store.
+        first: Rank 0's address.
+        listen: Address to listen at; None: this rank does not listen.
+        host: This machine's address towards rank 0, published if `listen` means all interfaces.
+        on_resume: Takes connections of ranks that were connected before; returns the continuation.
+    """
 
     def __init__(
         self,
-        trust: Trust,
-        mine: Place,
+        own: RankInfo,
         store: Any,
         first: Address,
         listen: Address | None,
         host: str,
-        again: Callable[[Guest], Callable[[], None]],
+        on_resume: Callable[[IncomingConnection], Callable[[], None]],
     ) -> None:
-        """first: rank 0's address. listen: where this rank may listen; None if nowhere.
-
-        host: the address that leads to rank 0, which others are told where `listen` is all interfaces. again: takes
-        ranks that were connected before; returns what to do next.
-        """
-        self._trust, self._mine, self._store, self._first, self._again = trust, mine, store, first, again
-        self.doors: list[Door] = []  # of ranks that made the connections, and could not be asked whether they listen
-        self._guests: dict[int, Guest] = {}
-        self._came = threading.Condition()
+        self._own, self._store, self._first, self._on_resume = own, store, first, on_resume
+        self.peer_listeners: list[PeerListener] = []  # of ranks that connected to this one
+        self._incoming: dict[int, SecureStream] = {}
+        self._arrived = threading.Condition()
         self._listener: Listener | None = None
-        said = ""
+        published = ""
         if listen is not None:
             with contextlib.suppress(PipecompError):
-                self._listener = Listener(listen, self._admit, most_waiting=most_waiting(mine.world))
+                self._listener = Listener(listen, self._authenticate, max_pending=max_pending(own.world))
                 at = self._listener.address
-                said = str(Address(host, at.port) if at.everywhere else at)
-        store.set(address_key(mine.rank), said)
+                published = str(Address(host, at.port) if at.is_wildcard else at)
+        store.set(address_key(own.rank), published)
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         if self._listener is not None:
             self._listener.close()
 
-    def find(self, other: int) -> Way:
-        """The way to another rank. LinkTimeoutError if there is none."""
-        me = self._mine.rank
-        low, high = min(me, other), max(me, other)
-        at = {rank: self._address(rank) for rank in (low, high)}
-        around = partial(self._relayed, other, _HELLO_S)  # the other side comes there again and again
-        attempts = [(a, b) for a, b in ((high, low), (low, high)) if at[b] is not None]
-        for number, (source, target) in enumerate(attempts):
-            key = _KEY.format(f"{low}-{high}/{number}")
-            if me == source:
-                address = at[target]
+    def find(self, other: int) -> Dialer:
+        """Connect to another rank; LinkTimeoutError if there is no route."""
+        low, high = sorted((self._own.rank, other))
+        addresses = {rank: self._address(rank) for rank in (low, high)}
+        relay = partial(self._connect_relayed, other, _REPLY_S)  # short: the other end tries again and again
+        for number, (source, target) in enumerate(
+            pair for pair in ((high, low), (low, high)) if addresses[pair[1]] is not None
+        ):
+            key = f"{KEY_PREFIX}/{low}-{high}/{number}"
+            if self._own.rank == source:
+                address = addresses[target]
                 assert address is not None
                 try:
-                    stream, _ = self._direct(address, Wish(handshake.PEER, target))
+                    stream, _ = connect_direct(address, self._own, target, handshake.PEER, 0)
                 except (OSError, PipecompError):
                     self._store.set(key, "no")
                     continue
                 self._store.set(key, "yes")
-                return Way(stream, DIRECT, (partial(self._once_more, address, target), around))
-            if self._read(key, other, "did not say whether it reaches this rank") == "yes":
-                door = Door(self._trust, other, at[other])
-                self.doors.append(door)
-                return Way(self._guest(other), DIRECT, (around,), waits=True, gone=door.gone)
-        return Way(self._relayed(other, _ROUTE_S, 0)[0], RELAYED, (around,), gone=partial(refuses, self._first))
+                direct = partial(connect_direct, address, self._own, target, handshake.RESUME)
+                return Dialer(stream, DIRECT, (direct, relay))
+            if self._read(key, other, "did not report whether it reaches this rank") == "yes":
+                listener = PeerListener(self._own.credentials, other, addresses[other])
+                self.peer_listeners.append(listener)
+                stream = self._wait_for_incoming(other)
+                return Dialer(stream, DIRECT, (relay,), awaits_peer=True, is_gone=listener.is_gone)
+        stream, _ = self._connect_relayed(other, _ROUTE_S, 0)
+        return Dialer(stream, RELAYED, (relay,), is_gone=partial(nothing_listens, self._first))
 
-    def _direct(self, address: Address, wish: Wish) -> tuple[SecureStream, int]:
-        stream, answer = connect(address, self._trust, self._mine, wish, wait_s=_DIRECT_S)
-        return stream, answer.received
-
-    def _once_more(self, address: Address, target: int, received: int) -> tuple[SecureStream, int]:
-        return self._direct(address, Wish(handshake.AGAIN, target, received=received))
-
-    def _relayed(self, other: int, wait_s: float, received: int) -> tuple[SecureStream, int]:
-        """A stream, and how many frames the other side has; wait_s: for it to come, too."""
+    def _connect_relayed(self, other: int, wait_s: float, received: int) -> tuple[SecureStream, int]:
+        """Connect through rank 0 within `wait_s`; return the stream and the number of frames that the other end has."""
         try:
-            wish = Wish(handshake.RELAY, 0, other)  # which rank 0 answers when the other side has come
-            outer, _ = connect(self._first, self._trust, self._mine, wish, wait_s=_DIRECT_S, answer_s=wait_s)
+            request = ConnectRequest(handshake.RELAY, 0, other)  # rank 0 replies once the other end has come
+            outer, _ = connect(self._first, self._own, request, wait_s=_DIRECT_S, reply_s=wait_s)
             try:
-                return self._through(outer, other, received)
+                return self._handshake_inside(outer, other, received)
             except BaseException:
-                close(outer.sock)  # or who comes there next would be joined with it
+                close_socket(outer.sock)  # otherwise the next rank that comes there would be joined with it
                 raise
-        except handshake.RefusedError:
+        except handshake.ConnectionRejectedError:
             raise
         except (OSError, EOFError, PipecompError) as error:
             raise LinkTimeoutError(
-                f"rank {self._mine.rank} cannot reach rank {other}, neither directly nor through rank 0: {error}"
+                f"rank {self._own.rank} cannot reach rank {other}, neither directly nor through rank 0: {error}"
             ) from error
 
-    def _through(self, outer: SecureStream, other: int, received: int) -> tuple[SecureStream, int]:
-        """The same over a connection to rank 0, which has joined it with the other side's."""
-        early = outer.strip()
-        if other > self._mine.rank:
-            guest = handshake.receive(outer.sock, self._trust, self._mine, (handshake.PEER,), early)
-            if guest.rank != other:
-                raise KeysError(f"rank {guest.rank} is at the other end")
-            handshake.welcome(guest, self._trust, self._mine, received)
-            return guest.stream, guest.received
-        inner, who = self._trust.secure(outer.sock, server=False, early=early, within_s=handshake.DIAL_S)
-        answer = handshake.greet(inner, who, self._trust, self._mine, Wish(handshake.PEER, other, received=received))
-        return inner, answer.received
+    def _handshake_inside(self, outer: SecureStream, other: int, received: int) -> tuple[SecureStream, int]:
+        """Authenticate the other end over a connection to rank 0, which has joined it with the other end's."""
+        buffered = outer.unwrap()
+        if other > self._own.rank:
+            incoming = handshake.receive_request(outer.sock, self._own, (handshake.PEER,), buffered)
+            if incoming.rank != other:
+                raise KeysError(f"rank {incoming.rank} is at the other end")
+            handshake.accept(incoming, self._own, received)
+            return incoming.stream, incoming.received
+        within_s = handshake.HANDSHAKE_S
+        inner, peer = self._own.credentials.secure(outer.sock, server=False, buffered=buffered, within_s=within_s)
+        request = ConnectRequest(handshake.PEER, other, received=received)
+        reply = handshake.request_connection(inner, peer, self._own, request)
+        return inner, reply.received
 
-    def _admit(self, sock: socket.socket) -> Callable[[], None]:
-        guest = handshake.receive(sock, self._trust, self._mine, (handshake.PEER, handshake.AGAIN))
-        if guest.purpose == handshake.AGAIN:
-            return self._again(guest)
+    def _authenticate(self, sock: socket.socket) -> Callable[[], None]:
+        purposes = (handshake.PEER, handshake.RESUME)
+        incoming = handshake.receive_request(sock, self._own, purposes)
+        if incoming.purpose == handshake.RESUME:
+            return self._on_resume(incoming)
 
-        def come() -> None:
-            handshake.welcome(guest, self._trust, self._mine)
-            with self._came:
-                self._guests[guest.rank] = guest
-                self._came.notify_all()
+        def admit() -> None:
+            handshake.accept(incoming, self._own)
+            with self._arrived:
+                self._incoming[incoming.rank] = incoming.stream
+                self._arrived.notify_all()
 
-        return come
+        return admit
 
-    def _guest(self, rank: int) -> SecureStream:
-        with self._came:
-            if not self._came.wait_for(lambda: rank in self._guests, _HELLO_S):
-                raise LinkTimeoutError(f"rank {rank} did not come, though it said so")
-            return self._guests[rank].stream
+    def _wait_for_incoming(self, rank: int) -> SecureStream:
+        with self._arrived:
+            if not self._arrived.wait_for(lambda: rank in self._incoming, _REPLY_S):
+                raise LinkTimeoutError(f"rank {rank} reported a connection to this rank, but none arrived")
+            return self._incoming[rank]
 
     def _address(self, rank: int) -> Address | None:
-        text = self._read(address_key(rank), rank, "did not say where it listens")
+        text = self._read(address_key(rank), rank, "did not publish its address")
         return Address.parse(text) if text else None
 
     def _read(self, key: str, rank: int, problem: str) -> str:
-        """What `rank` writes. LinkTimeoutError names it."""
         wait_for_keys(self._store, {rank: key}, _ROUTE_S, problem)
         return str(self._store.get(key).decode())
 
 
-_CHUNK = 1 << 17
-_LAST_S = 10.0  # for two ranks to end their connection, when this one has ended its own
-
-
 class Relay:
-    """Joins guests that want to talk to each other."""
+    """Rank 0's relay: joins two ranks that cannot reach each other.
 
-    def __init__(self, trust: Trust, mine: Place) -> None:
-        self._trust, self._mine = trust, mine
-        self._waiting: dict[tuple[int, int], Guest] = {}
+    # Note: what the relay can read
+    Both ranks ask for the relay under TLS, with their certificates. TLS with rank 0 then ends, and the two ranks
+    authenticate each other over the joined sockets. The relay carries ciphertext only; rank 0 cannot take the place of
+    either rank, since its certificate does not allow their numbers.
+    """
+
+    def __init__(self, own: RankInfo) -> None:
+        self._own = own
+        self._waiting: dict[tuple[int, int], IncomingConnection] = {}
         self._lock = threading.Lock()
-        self._carried: dict[tuple[int, int], list[socket.socket]] = {}
+        self._joined: dict[tuple[int, int], list[socket.socket]] = {}
         self._threads: list[threading.Thread] = []
 
-    def take(self, guest: Guest) -> None:
-        """A rank that wants to talk to another one; carries both ways when that one comes too."""
-        pair = min(guest.rank, guest.to), max(guest.rank, guest.to)
+    def join(self, incoming: IncomingConnection) -> None:
+        """Keep a rank's connection until the other rank comes, then forward bytes both ways."""
+        pair = min(incoming.rank, incoming.to), max(incoming.rank, incoming.to)
         with self._lock:
-            for sock in self._carried.pop(pair, ()):
-                close(sock)  # one of them has lost the connection from before; the other hears it by this
+            for sock in self._joined.pop(pair, ()):
+                close_socket(sock)  # one rank has lost the connection before; this tells the other
             other = self._waiting.pop(pair, None)
-            if other is None or other.rank == guest.rank:  # the first, or the same again
-                self._waiting[pair] = guest
+            if other is None or other.rank == incoming.rank:  # the first one, or the same one again
+                self._waiting[pair] = incoming
                 if other is not None:
                     other.stream.close()
                 return
+        ends: list[tuple[socket.socket, bytes]] = []
         try:
-            ends = [(end.stream.sock, self._strip(end)) for end in (other, guest)]
+            for end in (other, incoming):
+                handshake.accept(end, self._own)
+                ends.append((end.stream.sock, end.stream.unwrap()))
         except BaseException:
             other.stream.close()
             raise
         with self._lock:
-            self._carried[pair] = [sock for sock, _ in ends]
-        for (sock, early), (to, _) in (ends, ends[::-1]):
-            sock.settimeout(None)
+            self._joined[pair] = [sock for sock, _ in ends]
+        for (source, buffered), (target, _) in (ends, ends[::-1]):
+            source.settimeout(None)
             name = f"pipecomp-relay-{pair[0]}-{pair[1]}"
-            thread = threading.Thread(target=self._carry, args=(sock, to, early), name=name, daemon=True)
+            thread = threading.Thread(target=_forward, args=(source, target, buffered), name=name, daemon=True)
             thread.start()
             with self._lock:
-                self._threads = [*(other for other in self._threads if other.is_alive()), thread]
+                self._threads = [*(t for t in self._threads if t.is_alive()), thread]
 
     def close(self) -> None:
-        """Carry no more once those that are carried have ended, which they are given some time for."""
-        deadline = time.monotonic() + _LAST_S
+        """Close all connections, joined ones after they have ended or some time has passed."""
+        deadline = time.monotonic() + _RELAY_CLOSE_S
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         with self._lock:
-            carried = [sock for pair in self._carried.values() for sock in pair]
-            waiting = [guest.stream.sock for guest in self._waiting.values()]
-        for sock in carried + waiting:
-            close(sock)
+            sockets = [sock for pair in self._joined.values() for sock in pair]
+            sockets += [incoming.stream.sock for incoming in self._waiting.values()]
+        for sock in sockets:
+            close_socket(sock)
 
-    def _strip(self, guest: Guest) -> bytes:
-        welcome(guest, self._trust, self._mine)
-        return guest.stream.strip()
 
-    def _carry(self, source: socket.socket, to: socket.socket, early: bytes) -> None:
-        buffer = memoryview(bytearray(_CHUNK))
-        with contextlib.suppress(OSError):
-            to.sendall(early)
-            while count := source.recv_into(buffer):
-                to.sendall(buffer[:count])
-        for sock in (source, to):
-            close(sock)
+def _forward(source: socket.socket, target: socket.socket, buffered: bytes) -> None:
+    buffer = memoryview(bytearray(_RELAY_CHUNK))
+    with contextlib.suppress(OSError):
+        target.sendall(buffered)
+        while count := source.recv_into(buffer):
+            target.sendall(buffer[:count])
+    for sock in (source, target):
+        close_socket(sock)

@@ -1,4 +1,4 @@
-"""A transport over a mesh of connections under TLS (pipecomp/mesh): one stream for each link, both ways.
+"""A transport over a mesh of connections under TLS (pipecomp/tls): one stream for each link, both ways.
 
 Frames of a link take turns with those of collectives on the same connection. The other side says when it takes packets,
 and for how many, so nothing is sent to who is not ready; a packet longer than was agreed, or one too many, ends the
@@ -45,7 +45,7 @@ class TlsTransport(Delivery):
         self._pacer = pacer
         self._paced: queue.SimpleQueue[tuple[Outgoing, float] | None] = queue.SimpleQueue()
         self._holding = False  # whether a thread hands over packets that are held back, or waited for
-        self._connection.open(self._stream, self)
+        self._connection.open_stream(self._stream, self)
 
     # -- what links call
 
@@ -64,7 +64,7 @@ class TlsTransport(Delivery):
     def recv(self) -> np.ndarray:
         """Wait for the next packet; see Transport."""
         packet = super().recv()
-        self._connection.taken(self._stream, packet.size)
+        self._connection.release(self._stream, packet.size)
         return packet
 
     def sending(self) -> bool:
@@ -74,7 +74,7 @@ class TlsTransport(Delivery):
     def abort(self, lost_rank: int, reason: str) -> None:
         """Tell the peer that a rank is gone; see Transport."""
         self._mesh.hurry()
-        self._connection.note(self._stream, {"lost": lost_rank, "reason": reason[:_REASON]})
+        self._connection.send_notice(self._stream, {"lost": lost_rank, "reason": reason[:_REASON]})
         self._connection.flush(_ABORT_S)
 
     def close(self) -> None:
@@ -84,13 +84,15 @@ class TlsTransport(Delivery):
         self._closing = True
         self._connection.drain(self._empty)
         self._paced.put(None)
-        self._connection.note(self._stream, {"closed": True})
+        self._connection.send_notice(self._stream, {"closed": True})
         self._connection.flush(_ABORT_S)
 
     # -- sending
 
     def _hand_over(self, packet: np.ndarray) -> None:
-        self._connection.send(self._stream, 0, memoryview(np.ascontiguousarray(packet))).then(self._after_send)
+        self._connection.send(self._stream, 0, memoryview(np.ascontiguousarray(packet))).add_done_callback(
+            self._after_send
+        )
 
     def _after_send(self, transfer: Transfer) -> None:
         self.gone(len(transfer.view))

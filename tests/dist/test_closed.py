@@ -34,8 +34,8 @@ def losses(rank, world, note, keys, stages, disturbed=False):
     engine.close()
     if keys is not None:
         current_mesh().close()
-    healed = sum(connection.line.healed for connection in connections)
-    return found, dist.get_backend(), sorted(len(s["links"]) for s in stats), healed
+    reconnects = sum(connection.resumable.reconnects for connection in connections)
+    return found, dist.get_backend(), sorted(len(s["links"]) for s in stats), reconnects
 
 
 @pytest.mark.timeout(HANG_S)

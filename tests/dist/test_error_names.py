@@ -39,17 +39,17 @@ def delivering(engine: Any) -> None:
 def receiving(engine: Any) -> None:
     """A bug where frames are read."""
     import pipecomp.stages.link.gloo as gloo
-    import pipecomp.tls.connection as connection
+    import pipecomp.tls.frames as frames
 
-    gloo.read_prefix = connection.unpack = raises(AssertionError("a bug"))
+    gloo.read_prefix = frames.FrameHeader.unpack = raises(AssertionError("a bug"))
 
 
 def sending(engine: Any) -> None:
     """A bug where frames are made."""
     import pipecomp.stages.link.gloo as gloo
-    import pipecomp.tls.queues as outbox
+    import pipecomp.tls.frames as frames
 
-    gloo.write_prefix = outbox.pack = raises(TypeError("a bug"))
+    gloo.write_prefix = frames.FrameHeader.pack = raises(TypeError("a bug"))
 
 
 def another_frame(engine: Any) -> None:
@@ -57,11 +57,11 @@ def another_frame(engine: Any) -> None:
     import struct
 
     import pipecomp.stages.link.gloo as gloo
-    import pipecomp.tls.queues as outbox
+    import pipecomp.tls.frames as frames
 
-    write, pack = gloo.write_prefix, outbox.pack
+    write, pack = gloo.write_prefix, frames.FrameHeader.pack
     gloo.write_prefix = lambda frame, kind, size, total: write(frame, 99, size, total)
-    outbox.pack = lambda header: struct.pack("<B", 99) + pack(header)[1:]
+    frames.FrameHeader.pack = lambda header: struct.pack("<B", 99) + pack(header)[1:]
 
 
 def a_long_packet(engine: Any) -> None:

@@ -23,13 +23,13 @@ from pipecomp.errors import PeerLostError, PipecompError, WireError
 from pipecomp.stages.link.delivery import Delivery
 from pipecomp.stages.link.tls import TlsTransport
 from pipecomp.tls.connection import Connection
-from pipecomp.tls.frames import CONTENT_BYTES, EAGER_BYTES, HEADER_BYTES, LINKS, Header, Kind, pack
-from pipecomp.tls.queues import EARLY_BYTES, KEPT_BYTES, Inbox, Outbox
-from pipecomp.tls.store import ENTRY_BYTES, MOST_BYTES, Table
+from pipecomp.tls.frames import CONTENT_BYTES, EAGER_BYTES, FIRST_LINK_STREAM, FrameHeader, FrameKind
+from pipecomp.tls.queues import MAX_UNACKNOWLEDGED_BYTES, MAX_UNEXPECTED_BYTES, ReceiveQueue, SendQueue
+from pipecomp.tls.store import ENTRY_BYTES, MAX_BYTES, KeyValueTable
 
 MOST_PACKET = 1 << 12
 EXPECTED = ((1, 0, 100), (1, 0, 64), (2, 5, EAGER_BYTES + 9))  # receives that are ready: stream, tag, bytes
-_KINDS = tuple(Kind)
+_KINDS = tuple(FrameKind)
 _SIZES = (0, 1, 16, 64, 100, 4095, 4096, EAGER_BYTES, EAGER_BYTES + 9, 1 << 20, 1 << 40, (1 << 64) - 1)
 _HEAD = struct.Struct("<BBBBH")
 
@@ -48,26 +48,26 @@ class Stream:
         view[:] = piece
 
 
-class Line:
+class Resumable:
     """What a connection uses of the TCP connections that carry it."""
 
     def __init__(self) -> None:
-        self.received, self.heard = 0, 0.0
+        self.received, self.last_frame = 0, 0.0
 
 
 class Receiving(Connection):
     """The receiving half of a connection, without threads: frames come when the target says so."""
 
     def __init__(self, called: Callable[[Connection, int, Any], None]) -> None:
-        self.peer, self.failure, self.line = 1, None, Line()  # type: ignore[assignment]
-        self._outbox, self._inbox = Outbox(), Inbox()
-        self._told, self._complete = 0, False
-        self._called, self._answered = called, lambda number, value: None
+        self.peer, self.failure, self.resumable = 1, None, Resumable()  # type: ignore[assignment]
+        self._send_queue, self._receive_queue = SendQueue(), ReceiveQueue()
+        self._acknowledged, self._ack_due = 0, False
+        self._on_store_request, self._on_store_reply = called, lambda number, value: None
 
     def take(self, data: bytes) -> Exception:
         """What ends the connection."""
         try:
-            self._receive_from(Stream(data), memoryview(bytearray(HEADER_BYTES)))  # type: ignore[arg-type]
+            self._receive_from(Stream(data))  # type: ignore[arg-type]
         except (PipecompError, EOFError) as error:
             return error
 
@@ -83,21 +83,21 @@ class End(TlsTransport):
 def fuzz_frames(data: bytes) -> None:
     """Frames of a rank of the run: as the bytes are, and repaired."""
     for frames in (data, repaired_frames(data)):
-        table, end = Table(), End()
+        table, end = KeyValueTable(), End()
         here = Receiving(table.serve)
-        here.open(LINKS + 1, end)
+        here.open_stream(FIRST_LINK_STREAM + 1, end)
         for stream, tag, size in EXPECTED:
             here.receive(stream, tag, memoryview(bytearray(size)))
         here.send(2, 7, memoryview(bytes(EAGER_BYTES + 9)))
-        here._outbox.take(0, 0.0)
+        here._send_queue.next_frames(0, 0.0)
         str(here.take(frames))
         while not end._inbox.empty():
             came = end._inbox.get()
             assert isinstance(came, Exception) or came.size <= MOST_PACKET, "a packet above the limit"
-        assert here._inbox._early_bytes <= EARLY_BYTES
-        assert here._inbox._room[LINKS + 1] > -MOST_PACKET - EAGER_BYTES
-        assert here._outbox._kept_bytes <= KEPT_BYTES
-        assert table._bytes <= MOST_BYTES
+        assert here._receive_queue._unexpected_bytes <= MAX_UNEXPECTED_BYTES
+        assert here._receive_queue._window[FIRST_LINK_STREAM + 1] > -MOST_PACKET - EAGER_BYTES
+        assert here._send_queue._unacknowledged_bytes <= MAX_UNACKNOWLEDGED_BYTES
+        assert table._bytes <= MAX_BYTES
 
 
 def fuzz_notices(data: bytes) -> None:
@@ -124,12 +124,12 @@ def fuzz_notices(data: bytes) -> None:
 
 def fuzz_keystore(data: bytes) -> None:
     """Questions of a rank to the key-value store, one a line: as JSON, or as the arguments of one that exists."""
-    table = Table()
+    table = KeyValueTable()
     here = Receiving(table.serve)
     table.set("pipecomp/alive/0", b"rank 0's", 0)
     for line in data.split(b"\n")[:32]:
         for text in (line, b'["set", "pipecomp/alive/0", ' + line + b"]", b'["add", "n", ' + line + b"]"):
-            frame = pack(Header(Kind.CALL, len(text), tag=1)) + text
+            frame = FrameHeader(FrameKind.STORE_REQUEST, len(text), tag=1).pack() + text
             error = here.take(frame)
             assert isinstance(error, (WireError, EOFError)), error
     assert table.get(["pipecomp/alive/0"]) == [b"rank 0's"], "another rank wrote rank 0's key"
@@ -143,14 +143,14 @@ def repaired_frames(data: bytes) -> bytes:
         kind, stream, tag, total, size = _HEAD.unpack_from(data, at)
         at += _HEAD.size
         known = _KINDS[kind % len(_KINDS)]
-        where = LINKS + 1 if stream % 4 == 0 else stream % 4
+        where = FIRST_LINK_STREAM + 1 if stream % 4 == 0 else stream % 4
         length = _SIZES[total % len(_SIZES)]
-        if known in (Kind.ASK, Kind.OPEN, Kind.HAVE):
-            out += pack(Header(known, 0, where, tag % 8, length))
+        if known in (FrameKind.READY, FrameKind.CREDIT, FrameKind.ACK):
+            out += FrameHeader(known, 0, where, tag % 8, length).pack()
             continue
         content = data[at : at + min(size % 5000, len(data) - at)]
         at += len(content)
-        out += pack(Header(known, len(content), where, tag % 8, length if total % 2 else len(content))) + content
+        out += FrameHeader(known, len(content), where, tag % 8, length if total % 2 else len(content)).pack() + content
     return bytes(out)
 
 

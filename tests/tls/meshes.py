@@ -13,21 +13,21 @@ from typing import Any
 from pipecomp.distributed.placement import free_port
 from pipecomp.errors import PeerLostError
 from pipecomp.tls import certificates
-from pipecomp.tls.handshake import Trust
-from pipecomp.tls.key_folder import KeyFolder, issue, new
+from pipecomp.tls.handshake import Credentials
+from pipecomp.tls.key_folder import KeyFolder, create_keys, issue_certificate
 from pipecomp.tls.listener import Address
-from pipecomp.tls.mesh import Meeting, Mesh, meet
-from pipecomp.tls.stream import close
+from pipecomp.tls.mesh import JoinConfig, Mesh, connect_mesh
+from pipecomp.tls.stream import close_socket
 
 WAIT_S = 120.0
 
 
 def add_machine(authority: KeyFolder, path: Path, name: str, ranks: tuple[int, ...]) -> KeyFolder:
     """Another machine's keys, as `pipecomp keys join` makes them."""
-    folder, key = KeyFolder(path), certificates.new_key()
-    folder.make()
-    folder.write("machine.key", certificates.key_pem(key))
-    folder.write("machine.pem", issue(authority, key.public_key(), name, ranks))
+    folder, key = KeyFolder(path), certificates.generate_key()
+    folder.create()
+    folder.write("machine.key", certificates.key_to_pem(key))
+    folder.write("machine.pem", issue_certificate(authority, key.public_key(), name, ranks))
     for file in ("authority.pem", "revoked.pem"):
         folder.write(file, authority.read(file))
     return folder
@@ -35,7 +35,7 @@ def add_machine(authority: KeyFolder, path: Path, name: str, ranks: tuple[int, .
 
 def keys_for(path: Path, world: int) -> list[KeyFolder]:
     """A folder for each rank of a run."""
-    first = new(path / "rank-0", machine="machine-0")
+    first = create_keys(path / "rank-0", machine="machine-0")
     return [first, *(add_machine(first, path / f"rank-{r}", f"machine-{r}", (r,)) for r in range(1, world))]
 
 
@@ -55,8 +55,8 @@ def meet_all(folders: Sequence[KeyFolder], quiet: Sequence[int] = ()) -> list[Me
     address, world = free_address(), len(folders)
 
     def one(rank: int) -> Mesh:
-        meeting = Meeting(rank, world, address, quiet=rank in quiet)
-        return meet(meeting, Trust(folders[rank]), wait_s=WAIT_S)
+        meeting = JoinConfig(rank, world, address, quiet=rank in quiet)
+        return connect_mesh(meeting, Credentials(folders[rank]), wait_s=WAIT_S)
 
     return together([lambda rank=rank: one(rank) for rank in range(world)])
 
@@ -67,7 +67,7 @@ def kill(mesh: Mesh) -> None:
         if part is not None:
             part.close()
     for connection in mesh.connections.values():
-        connection.give_up(PeerLostError("killed", mesh.rank))
+        connection.fail(PeerLostError("killed", mesh.rank))
 
 
 def close_all(meshes: Sequence[Mesh]) -> None:
@@ -85,7 +85,7 @@ class Trouble:
 
     def _run(self) -> None:
         while not self._over.wait(self._draw.uniform(0.05, 0.25)):
-            close(next(self._connections).line._stream.sock)
+            close_socket(next(self._connections).resumable._stream.sock)
 
     def __enter__(self) -> Trouble:
         self._thread.start()

@@ -15,13 +15,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipecomp.errors import LinkError, WireError
-from pipecomp.tls import handshake
-from pipecomp.tls import queues as inbox_module
-from pipecomp.tls.frames import CONTENT_BYTES, EAGER_BYTES, HEADER_BYTES, Header, Kind, pack, unpack
-from pipecomp.tls.handshake import Trust
-from pipecomp.tls.listener import MOST_WAITING, Address
-from pipecomp.tls.mesh import Meeting, meet
-from pipecomp.tls.queues import Inbox
+from pipecomp.tls import handshake, queues
+from pipecomp.tls.frames import (
+    CONTENT_BYTES,
+    EAGER_BYTES,
+    HEADER_BYTES,
+    FrameHeader,
+    FrameKind,
+)
+from pipecomp.tls.handshake import Credentials
+from pipecomp.tls.listener import MAX_PENDING, Address
+from pipecomp.tls.mesh import JoinConfig, connect_mesh
+from pipecomp.tls.queues import ReceiveQueue
 from pipecomp.tls.routes import RELAYED, connect
 from pipecomp.tls.stream import NoAnswerError
 from tests.tls.meshes import WAIT_S, close_all, free_address, keys_for, meet_all, together
@@ -83,7 +88,7 @@ def tapped(folders):
         where = address if rank == 0 else between.address
         while True:
             try:
-                return meet(Meeting(rank, 2, where), Trust(folders[rank]), wait_s=WAIT_S)
+                return connect_mesh(JoinConfig(rank, 2, where), Credentials(folders[rank]), wait_s=WAIT_S)
             except LinkError:
                 continue  # closed before rank 0 listened
             except Exception as error:
@@ -136,7 +141,7 @@ def test_bytes_that_were_tampered_with_are_not_taken_but_sent_again(tapped, what
         if what == "left out":
             return b"" if number == 3 else data
         if what == "inserted":
-            return pack(Header(Kind.DATA, 4, 1, 0, 4)) + b"evil" + data if number == 3 else data
+            return FrameHeader(FrameKind.DATA, 4, 1, 0, 4).pack() + b"evil" + data if number == 3 else data
         if number == 3:
             held.append(data)
             return b""
@@ -144,7 +149,7 @@ def test_bytes_that_were_tampered_with_are_not_taken_but_sent_again(tapped, what
 
     between.change = change
     assert pass_over(first.connections[1], second.connections[0]) == [SECRET] * PIECES
-    assert first.connections[1].line.healed == second.connections[0].line.healed == 1
+    assert first.connections[1].resumable.reconnects == second.connections[0].resumable.reconnects == 1
 
 
 def test_the_relay_sees_ciphertext(folders, monkeypatch):
@@ -192,20 +197,20 @@ def test_a_thousand_strangers_change_nothing(folders, many_files, garbage):
         if number % 250 == 0:
             assert pass_over(meshes[0].connections[1], meshes[1].connections[0]) == [SECRET] * PIECES
         if number == STRANGERS // 2:
-            meshes[1].connections[0].line.now()[0].close()
-    assert len(meshes[0]._listener._waiting) <= MOST_WAITING + 1
+            meshes[1].connections[0].resumable.current()[0].close()
+    assert len(meshes[0]._listener._pending) <= MAX_PENDING + 1
     assert pass_over(meshes[1].connections[0], meshes[0].connections[1]) == [SECRET] * PIECES
-    assert meshes[1].connections[0].line.healed == 1
+    assert meshes[1].connections[0].resumable.reconnects == 1
     for sock in strangers:
         sock.close()
     close_all(meshes)
 
 
 def test_a_slow_handshake_keeps_nobody_out(folders, monkeypatch):
-    monkeypatch.setattr("pipecomp.tls.listener.PATIENCE_S", 1.0)
+    monkeypatch.setattr("pipecomp.tls.listener.PENDING_TIMEOUT_S", 1.0)
     meshes = meet_all(folders[:2])
     where = meshes[0]._listener.address
-    slow = [socket.create_connection((where.host, where.port)) for _ in range(MOST_WAITING)]
+    slow = [socket.create_connection((where.host, where.port)) for _ in range(MAX_PENDING)]
     beginning = bytes.fromhex("16030102000100")  # of a ClientHello, which goes on a byte at a time
     ended = 0
     for byte in itertools.chain(beginning, itertools.repeat(0, 60)):
@@ -213,12 +218,12 @@ def test_a_slow_handshake_keeps_nobody_out(folders, monkeypatch):
             with contextlib.suppress(OSError):
                 sock.send(bytes([byte]))
         time.sleep(0.1)
-        meshes[1].connections[0].line.now()[0].close()
+        meshes[1].connections[0].resumable.current()[0].close()
         assert pass_over(meshes[0].connections[1], meshes[1].connections[0]) == [SECRET] * PIECES
-        ended = MOST_WAITING - len(meshes[0]._listener._waiting)
-        if ended == MOST_WAITING:
+        ended = MAX_PENDING - len(meshes[0]._listener._pending)
+        if ended == MAX_PENDING:
             break
-    assert ended == MOST_WAITING
+    assert ended == MAX_PENDING
     for sock in slow:
         sock.close()
     close_all(meshes)
@@ -229,8 +234,8 @@ def test_a_slow_handshake_keeps_nobody_out(folders, monkeypatch):
 )
 def test_a_dial_that_gets_a_byte_now_and_then_ends(folders, monkeypatch, joined, beginning):
     """Each byte ends one wait and begins the next: rank 0's place is taken by who says nothing so."""
-    monkeypatch.setattr("pipecomp.tls.handshake.DIAL_S", 1.0)
-    trust, over = Trust(folders[0]), threading.Event()
+    monkeypatch.setattr("pipecomp.tls.handshake.HANDSHAKE_S", 1.0)
+    trust, over = Credentials(folders[0]), threading.Event()
 
     def serve(server: socket.socket) -> None:
         sock, _ = server.accept()
@@ -246,9 +251,9 @@ def test_a_dial_that_gets_a_byte_now_and_then_ends(folders, monkeypatch, joined,
     with socket.create_server(("127.0.0.1", 0)) as server:
         thread = threading.Thread(target=serve, args=(server,), daemon=True)
         thread.start()
-        where, wish = Address("127.0.0.1", server.getsockname()[1]), handshake.Wish(handshake.JOIN, 0)
+        where, wish = Address("127.0.0.1", server.getsockname()[1]), handshake.ConnectRequest(handshake.JOIN, 0)
         with pytest.raises(NoAnswerError, match="it does not answer"):
-            connect(where, Trust(folders[1]), handshake.Place(1, 2, ""), wish, wait_s=WAIT_S)
+            connect(where, handshake.RankInfo(Credentials(folders[1]), 1, 2, ""), wish, wait_s=WAIT_S)
         over.set()
         thread.join(WAIT_S)
 
@@ -256,20 +261,20 @@ def test_a_dial_that_gets_a_byte_now_and_then_ends(folders, monkeypatch, joined,
 def test_who_does_not_take_its_answer_is_waited_for_a_while_only(folders, monkeypatch):
     """The listening side holds what its threads need while it answers."""
     late: list[Exception] = []
-    real = handshake.welcome
+    real = handshake.accept
 
     def welcome(*args):
         try:
             real(*args)
         except TimeoutError as error:
             late.append(error)
-            monkeypatch.setattr(handshake, "_ANSWER_S", WAIT_S)
+            monkeypatch.setattr(handshake, "_REPLY_S", WAIT_S)
             raise
 
     meshes = meet_all(folders[:2])
-    monkeypatch.setattr(handshake, "_ANSWER_S", -1.0)
-    monkeypatch.setattr(handshake, "welcome", welcome)
-    meshes[1].connections[0].line.now()[0].close()
+    monkeypatch.setattr(handshake, "_REPLY_S", -1.0)
+    monkeypatch.setattr(handshake, "accept", welcome)
+    meshes[1].connections[0].resumable.current()[0].close()
     assert pass_over(meshes[0].connections[1], meshes[1].connections[0]) == [SECRET] * PIECES
     assert len(late) == 1
     close_all(meshes)
@@ -280,26 +285,26 @@ def test_a_replayed_connection_is_refused(tapped):
     first, second, between = tapped
     recorded: list[bytes] = []
     between.change = lambda data: recorded.append(data) or data
-    second.connections[0].line.now()[0].close()  # a new connection, from its first byte on
+    second.connections[0].resumable.current()[0].close()  # a new connection, from its first byte on
     assert pass_over(first.connections[1], second.connections[0]) == [SECRET] * PIECES
-    assert second.connections[0].line.healed == 1
+    assert second.connections[0].resumable.reconnects == 1
     between.change = lambda data: data
-    received = first.connections[1].line.received
+    received = first.connections[1].resumable.received
     with socket.create_connection((between._to.host, between._to.port), WAIT_S) as stranger:
         stranger.settimeout(WAIT_S)
         with contextlib.suppress(ConnectionError):
             stranger.sendall(b"".join(recorded))
             while stranger.recv(1 << 16):  # rank 0's half of the handshake, an alert and the end
                 continue
-    assert first.connections[1].line.healed == 1
+    assert first.connections[1].resumable.reconnects == 1
     assert first.connections[1].failure is None
     assert pass_over(first.connections[1], second.connections[0]) == [SECRET] * PIECES
-    assert first.connections[1].line.received > received
+    assert first.connections[1].resumable.received > received
 
 
 HEADERS = st.builds(
-    Header,
-    kind=st.just(Kind.DATA),
+    FrameHeader,
+    kind=st.just(FrameKind.DATA),
     size=st.integers(0, 64) | st.integers(0, CONTENT_BYTES),
     stream=st.integers(0, 3),
     tag=st.integers(0, 2),
@@ -323,8 +328,8 @@ class Bounded:
 @settings(max_examples=200, deadline=None)
 @given(st.lists(HEADERS, max_size=40), st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(0, 90))))
 def test_any_frames_take_bounded_memory(headers, receives):
-    inbox = Inbox()
-    inbox.open(3, Bounded())
+    queue = ReceiveQueue()
+    queue.open_stream(3, Bounded())
     taken = [0]
     real = np.empty
 
@@ -336,18 +341,18 @@ def test_any_frames_take_bounded_memory(headers, receives):
             taken[0] += count
             return real(count, dtype=dtype)
 
-    inbox_module.np, before = Counting, inbox_module.np
+    queues.np, before = Counting, queues.np
     try:
         for stream, tag, size in receives:
-            inbox.receive(stream, tag, memoryview(bytearray(size)))
+            queue.receive(stream, tag, memoryview(bytearray(size)))
         for header in headers:
-            place = inbox.place(header)
+            place = queue.buffer_for(header)
             assert len(place) == header.size
-            inbox.placed(header)
+            queue.commit(header)
     except WireError:
         pass
     finally:
-        inbox_module.np = before
+        queues.np = before
     assert taken[0] <= len(headers) * EAGER_BYTES
 
 
@@ -355,7 +360,7 @@ def test_any_frames_take_bounded_memory(headers, receives):
 @given(st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES))
 def test_any_beginning_of_a_frame(data):
     try:
-        header = unpack(memoryview(data))
+        header = FrameHeader.unpack(memoryview(data))
     except WireError:
         return
     assert header.size <= 1 << 22

@@ -13,11 +13,11 @@ import torch
 from pipecomp.errors import KeysError, LinkError, LinkTimeoutError, WireError
 from pipecomp.stages.link.tls import TlsTransport
 from pipecomp.tls import handshake
-from pipecomp.tls.frames import CONTENT_BYTES, EAGER_BYTES, LINKS, Header, Kind, unpack
+from pipecomp.tls.frames import CONTENT_BYTES, EAGER_BYTES, FIRST_LINK_STREAM, FrameHeader, FrameKind
 from pipecomp.tls.process_group import Collectives
-from pipecomp.tls.queues import Outbox
+from pipecomp.tls.queues import SendQueue
 from pipecomp.tls.routes import DIRECT, RELAYED
-from pipecomp.tls.stream import close
+from pipecomp.tls.stream import close_socket
 from tests.tls.meshes import WAIT_S, Trouble, close_all, keys_for, kill, meet_all, together
 
 
@@ -47,8 +47,8 @@ def test_connections_that_are_lost_again_and_again(folders, quiet):
         for packet in packets:
             assert np.array_equal(ends[1].recv(), packet)
             assert np.array_equal(ends[0].recv(), packet[::-1])
-    assert a.connections[2].line.healed > 0
-    assert a.connections[0].line.healed > 0
+    assert a.connections[2].resumable.reconnects > 0
+    assert a.connections[0].resumable.reconnects > 0
     assert ends[0]._inbox.empty()
     assert ends[1]._inbox.empty()
     close_all(meshes)
@@ -59,7 +59,7 @@ def test_an_outage_that_says_nothing(folders, monkeypatch, caplog):
     meshes = meet_all(folders[:2])
     for mesh in meshes:
         mesh.set_timeout(6.0)
-    lost = [mesh.connections[1 - mesh.rank].line._stream.sock for mesh in meshes]
+    lost = [mesh.connections[1 - mesh.rank].resumable._stream.sock for mesh in meshes]
     real = socket.socket.send
 
     def send(self, data, *flags):
@@ -71,8 +71,8 @@ def test_an_outage_that_says_nothing(folders, monkeypatch, caplog):
     meshes[1].connections[0].send(1, 0, memoryview(bytes(range(250)) * 400)).wait(WAIT_S)
     waiting.wait(WAIT_S)
     assert bytes(into) == bytes(range(250)) * 400
-    assert meshes[0].connections[1].line.lost_s >= 1.5
-    assert "was lost for" in caplog.text
+    assert meshes[0].connections[1].resumable.downtime_s >= 1.5
+    assert "reconnected to rank" in caplog.text
     close_all(meshes)
 
 
@@ -94,15 +94,15 @@ def test_the_relay_goes_last(folders, monkeypatch):
     close_all(meshes)
     waiting.wait(WAIT_S)
     assert bytes(into) == bytes(range(250)) * 4
-    assert meshes[1].connections[2].line.healed == 0
+    assert meshes[1].connections[2].resumable.reconnects == 0
 
 
 def test_a_relay_that_is_gone_is_not_waited_for(folders):
     """Two ranks have no other way to each other, and hear of it long before the time of silence is over."""
     meshes = meet_all(folders, (1, 2))
     kill(meshes[0])
-    for sock in meshes[0]._relay._carried[1, 2]:
-        close(sock)
+    for sock in meshes[0]._relay._joined[1, 2]:
+        close_socket(sock)
     connection = meshes[1].connections[2]
     assert connection.timeout_s >= WAIT_S
     connection.wait_for_end(WAIT_S / 2)
@@ -115,20 +115,20 @@ def test_a_way_through_the_relay_that_fails_leaves_no_socket(folders, monkeypatc
     meshes = meet_all(folders, (1, 2))
     # Their own connection would be made anew meanwhile, and come to the same relay.
     together([meshes[1].connections[2].close, meshes[2].connections[1].close])
-    original, left = handshake.receive, []
+    original, left = handshake.receive_request, []
 
-    def fail(sock, trust, mine, purposes, early=b""):
+    def fail(sock, own, purposes, buffered=b""):
         if purposes != (handshake.PEER,):
-            return original(sock, trust, mine, purposes, early)
+            return original(sock, own, purposes, buffered)
         left.append(sock)
         raise KeysError("somebody else is there")
 
-    monkeypatch.setattr(handshake, "receive", fail)
+    monkeypatch.setattr(handshake, "receive_request", fail)
     errors = []
 
     def go(mesh, other):
         with pytest.raises(LinkTimeoutError) as raised:
-            mesh._routes._relayed(other, 60.0, 0)
+            mesh._routes._connect_relayed(other, 60.0, 0)
         errors.append(raised.value)  # which keeps all that its frames have
 
     together([lambda: go(meshes[1], 2), lambda: go(meshes[2], 1)])
@@ -137,72 +137,72 @@ def test_a_way_through_the_relay_that_fails_leaves_no_socket(folders, monkeypatc
     close_all(meshes)
 
 
-def take_all(outbox: Outbox, epoch: int) -> list[tuple[int, bytes]]:
+def take_all(queue: SendQueue, epoch: int) -> list[tuple[int, bytes]]:
     """Tag and content of all DATA frames that may be sent."""
     found = []
-    while parts := outbox.take(epoch, 0.0):
+    while parts := queue.next_frames(epoch, 0.0):
         for beginning, content in zip(parts[::2], parts[1::2], strict=True):
-            header = unpack(memoryview(beginning))
-            if header.kind is Kind.DATA:
+            header = FrameHeader.unpack(memoryview(beginning))
+            if header.kind is FrameKind.DATA:
                 found.append((header.tag, bytes(content)))
     return found
 
 
-class TestOutbox:
+class TestSendQueue:
     def test_what_was_not_acknowledged_is_sent_again_in_order(self):
-        outbox = Outbox()
+        queue = SendQueue()
         for tag in range(5):
-            outbox.asked(1, tag, EAGER_BYTES + 1)
-        transfers = [outbox.send(1, tag, memoryview(bytes(EAGER_BYTES + 1))) for tag in range(5)]
-        outbox.notice(Header(Kind.ASK, 0, 1))
-        assert [tag for tag, _ in take_all(outbox, 0)] == [0, 1, 2, 3, 4]
-        outbox.acknowledge(3)  # the notice went first
+            queue.receive_posted(1, tag, EAGER_BYTES + 1)
+        transfers = [queue.send(1, tag, memoryview(bytes(EAGER_BYTES + 1))) for tag in range(5)]
+        queue.send_control(FrameHeader(FrameKind.READY, 0, 1))
+        assert [tag for tag, _ in take_all(queue, 0)] == [0, 1, 2, 3, 4]
+        queue.acknowledge(3)  # the notice went first
         assert [t.done for t in transfers] == [True, True, False, False, False]
-        epoch = outbox.renew(4)
+        epoch = queue.resume(4)
         assert transfers[2].done
-        assert outbox.take(epoch - 1, 0.0) == []  # for a connection that is over
+        assert queue.next_frames(epoch - 1, 0.0) == []  # for a connection that is over
         with pytest.raises(WireError, match="an acknowledgement of 5 frames, of 4"):
-            outbox.acknowledge(5)  # the others were not sent again yet
-        outbox.send(1, 9, memoryview(b"x"))
-        assert [tag for tag, _ in take_all(outbox, epoch)] == [3, 4, 9]
-        assert [tag for tag, _ in take_all(outbox, outbox.renew(4))] == [3, 4, 9]
-        assert not outbox.empty(0)
-        outbox.acknowledge(7)
-        assert outbox.empty(0)
+            queue.acknowledge(5)  # the others were not sent again yet
+        queue.send(1, 9, memoryview(b"x"))
+        assert [tag for tag, _ in take_all(queue, epoch)] == [3, 4, 9]
+        assert [tag for tag, _ in take_all(queue, queue.resume(4))] == [3, 4, 9]
+        assert not queue.wait_acknowledged(0)
+        queue.acknowledge(7)
+        assert queue.wait_acknowledged(0)
 
-    @pytest.mark.parametrize("stream", [1, LINKS + 1])
+    @pytest.mark.parametrize("stream", [1, FIRST_LINK_STREAM + 1])
     def test_who_sends_goes_on_when_the_system_has_it_if_nobody_changes_it(self, stream):
-        outbox, into = Outbox(), bytearray(b"before")
-        outbox.opened(stream, 1 << 20)
-        transfer = outbox.send(stream, 0, memoryview(into))
-        assert take_all(outbox, 0) == [(0, b"before")]
+        queue, into = SendQueue(), bytearray(b"before")
+        queue.add_credit(stream, 1 << 20)
+        transfer = queue.send(stream, 0, memoryview(into))
+        assert take_all(queue, 0) == [(0, b"before")]
         assert transfer.done
-        if stream < LINKS:
+        if stream < FIRST_LINK_STREAM:
             into[:] = b"beyond"  # short ones are copied
-        assert take_all(outbox, outbox.renew(0)) == [(0, b"before")]
+        assert take_all(queue, queue.resume(0)) == [(0, b"before")]
 
     def test_no_more_is_kept_than_the_limit(self, monkeypatch):
-        monkeypatch.setattr("pipecomp.tls.queues.KEPT_BYTES", 3 * CONTENT_BYTES)
-        outbox = Outbox()
-        outbox.opened(1, 1 << 20)
-        outbox.send(1, 0, memoryview(bytes(10 * CONTENT_BYTES)))
-        assert len(take_all(outbox, 0)) == 3
-        outbox.acknowledge(2)
-        assert len(take_all(outbox, 0)) == 2
+        monkeypatch.setattr("pipecomp.tls.queues.MAX_UNACKNOWLEDGED_BYTES", 3 * CONTENT_BYTES)
+        queue = SendQueue()
+        queue.add_credit(1, 1 << 20)
+        queue.send(1, 0, memoryview(bytes(10 * CONTENT_BYTES)))
+        assert len(take_all(queue, 0)) == 3
+        queue.acknowledge(2)
+        assert len(take_all(queue, 0)) == 2
 
     @pytest.mark.parametrize("count", [-1, 2, 1 << 60])
     def test_acknowledgements_of_what_was_not_sent(self, count):
-        outbox = Outbox()
-        outbox.send(1, 0, memoryview(b"x"))
-        take_all(outbox, 0)
+        queue = SendQueue()
+        queue.send(1, 0, memoryview(b"x"))
+        take_all(queue, 0)
         with pytest.raises(WireError, match="an acknowledgement of"):
-            outbox.acknowledge(count)
+            queue.acknowledge(count)
 
     def test_the_end_is_told_to_what_was_not_acknowledged(self):
-        outbox = Outbox()
-        outbox.asked(1, 0, EAGER_BYTES + 1)
-        transfer = outbox.send(1, 0, memoryview(bytes(EAGER_BYTES + 1)))
-        take_all(outbox, 0)
-        outbox.end(LinkError("over"))
+        queue = SendQueue()
+        queue.receive_posted(1, 0, EAGER_BYTES + 1)
+        transfer = queue.send(1, 0, memoryview(bytes(EAGER_BYTES + 1)))
+        take_all(queue, 0)
+        queue.fail(LinkError("over"))
         with pytest.raises(LinkError, match="over"):
             transfer.wait(0)

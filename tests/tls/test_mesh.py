@@ -23,15 +23,15 @@ import torch.distributed as dist
 from pipecomp.errors import KeysError, LinkError, LinkTimeoutError, PeerLostError, WireError
 from pipecomp.tls import handshake
 from pipecomp.tls.enrollment import Invitation
-from pipecomp.tls.frames import CALL_BYTES, CONTENT_BYTES, EAGER_BYTES, Header, Kind, pack
-from pipecomp.tls.handshake import Trust
-from pipecomp.tls.key_folder import new, revoke
-from pipecomp.tls.listener import EVERYWHERE, MOST_WAITING, Address
-from pipecomp.tls.mesh import Meeting, Mesh, default_listen, meet
+from pipecomp.tls.frames import CONTENT_BYTES, EAGER_BYTES, STORE_BYTES, FrameHeader, FrameKind
+from pipecomp.tls.handshake import Credentials
+from pipecomp.tls.key_folder import create_keys, revoke_machine
+from pipecomp.tls.listener import ALL_INTERFACES, MAX_PENDING, Address
+from pipecomp.tls.mesh import JoinConfig, Mesh, connect_mesh, default_listen
 from pipecomp.tls.process_group import Collectives, MeshProcessGroup, _Work
-from pipecomp.tls.queues import Inbox, Outbox
-from pipecomp.tls.routes import DIRECT, RELAYED, Door, Routes, address_key, connect
-from pipecomp.tls.store import ENTRY_BYTES, RefusedError
+from pipecomp.tls.queues import ReceiveQueue, SendQueue
+from pipecomp.tls.routes import DIRECT, RELAYED, PeerListener, Routes, connect
+from pipecomp.tls.store import ENTRY_BYTES, StoreRequestError, address_key
 from pipecomp.tls.stream import NoAnswerError, SecureStream
 from tests.tls.meshes import WAIT_S, add_machine, close_all, free_address, keys_for, kill, meet_all, together
 
@@ -356,7 +356,7 @@ class TestStore:
             "p/x/pipecomp/stopped/0",
             "pipecomp/start/3/12/0",
             "x/pipecomp/start/3/parted/0",
-            "pipecomp/tls/address/0",
+            address_key(0),
         ],
     )
     def test_a_rank_cannot_speak_for_another(self, two, key):
@@ -374,22 +374,22 @@ class TestStore:
     def test_a_rank_that_is_gone_harms_nobody_who_writes_what_it_waits_for(self, two):
         """Whatever ended its connection, and whoever writes: another rank is answered as if nobody had waited."""
         said: list[tuple] = []
-        writer = SimpleNamespace(peer=2, failure=None, call=lambda *what: said.append(what))
+        writer = SimpleNamespace(peer=2, failure=None, send_store=lambda *what: said.append(what))
         with ThreadPoolExecutor(1) as pool:
             asking = pool.submit(two[1].store.wait, ["a", "b"], timedelta(seconds=WAIT_S))
             deadline = time.monotonic() + WAIT_S
             while not two[0]._table._waits:
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
-            two[0].connections[1].give_up(WireError("rank 1 sent a frame of unknown kind 99"))
+            two[0].connections[1].fail(WireError("rank 1 sent a frame of unknown kind 99"))
             two[0].store.set("a", "")
             two[0]._table.serve(writer, 7, ["set", "b", ""])
             with pytest.raises(dist.DistNetworkError):
                 asking.result(WAIT_S)
-        assert said == [(Kind.ANSWER, 7, None)]
+        assert said == [(FrameKind.STORE_REPLY, 7, None)]
 
     def test_a_value_too_long_for_a_connection_ends_none(self, two):
-        long = bytes(CALL_BYTES)
+        long = bytes(STORE_BYTES)
         two[0].store.set("long", long)
         assert two[0].store.get("long") == long
         said = "key-value store (has|have) [0-9]+ bytes(| together), allowed: 4194304"
@@ -400,32 +400,36 @@ class TestStore:
 
     def test_one_value_that_is_asked_for_very_often_takes_no_memory(self, two, monkeypatch):
         two[0].store.set("k", bytes(1 << 20))
-        monkeypatch.setattr("pipecomp.tls.store._text", lambda value: pytest.fail("memory is taken"))
+        monkeypatch.setattr("pipecomp.tls.store._encode", lambda value: pytest.fail("memory is taken"))
         with pytest.raises(dist.DistStoreError, match="5592404000 bytes together, allowed: 4194304"):
             two[1].store.multi_get(["k"] * 4000)
 
     def test_answers_wait_only_up_to_a_limit(self, two, monkeypatch):
         """Of a rank that asks, and does not read; it says so and is alive, so that no silence ends it."""
         two[0].store.set("k", bytes(100_000))
-        monkeypatch.setattr("pipecomp.tls.connection._UNREAD_BYTES", 1_000_000)
+        monkeypatch.setattr("pipecomp.tls.connection._MAX_UNREAD_BYTES", 1_000_000)
         to_reader = two[0].connections[1]
-        monkeypatch.setattr(to_reader._outbox, "take", lambda epoch, wait_s: time.sleep(min(wait_s, 0.1)) or [])
+        monkeypatch.setattr(
+            to_reader._send_queue, "next_frames", lambda epoch, wait_s: time.sleep(min(wait_s, 0.1)) or []
+        )
         deadline = time.monotonic() + WAIT_S
-        while to_reader._outbox.waiting_bytes < 1_000_000:
+        while to_reader._send_queue.waiting_bytes < 1_000_000:
             assert time.monotonic() < deadline
             two[0]._table.serve(to_reader, 7, ["get", ["k"]])
         two[0]._table.serve(to_reader, 8, ["get", ["k"]])
-        assert re.fullmatch(r"rank 1 asks, and does not take 1\d{6} bytes of answers", str(to_reader.failure))
+        assert re.fullmatch(
+            r"rank 1 sends store requests and leaves 1\d{6} bytes of replies unread", str(to_reader.failure)
+        )
 
     def test_what_is_no_number_is_not_added_to(self, two):
         two[0].store.set("text", "three")
         for mesh in two:
-            with pytest.raises(dist.DistStoreError, match="what is at 'text' is no number"):
+            with pytest.raises(dist.DistStoreError, match="the value of 'text' is not an integer"):
                 mesh.store.add("text", 1)
         assert two[1].store.get("text") == b"three"
 
     def test_a_rank_waits_for_no_more_than_is_allowed(self, two, monkeypatch):
-        monkeypatch.setattr("pipecomp.tls.store.MOST_WAITS", 3)
+        monkeypatch.setattr("pipecomp.tls.store.MAX_WAITS", 3)
         waits = ((["x"] * 4, "rank 1 waits for more than 3 keys"), (["x" * 5000], "5000 characters, allowed: 4096"))
         for keys, said in waits:
             with pytest.raises(dist.DistStoreError, match=said):
@@ -436,12 +440,12 @@ class TestStore:
         assert two[0]._table._waits == []
         for number in range(2):  # in all of its questions together
             two[0]._table.serve(asking := two[0].connections[1], 100 + number, ["wait", ["x"]])
-        with pytest.raises(RefusedError, match="rank 1 waits for more than 3 keys"):
+        with pytest.raises(StoreRequestError, match="rank 1 waits for more than 3 keys"):
             two[0]._table.wait_for(asking, 102, ["x", "y"])
 
     def test_the_store_takes_no_more_than_is_allowed(self, two, monkeypatch):
         two[0].store.set("k", "")
-        monkeypatch.setattr("pipecomp.tls.store.MOST_BYTES", most := two[0]._table._bytes + 9)
+        monkeypatch.setattr("pipecomp.tls.store.MAX_BYTES", most := two[0]._table._bytes + 9)
         two[1].store.set("k", bytes(9))
         for key, value in (("k", bytes(10)), ("l", "")):
             with pytest.raises(dist.DistStoreError, match=rf"the key-value store has {most} bytes, allowed: {most}"):
@@ -449,7 +453,7 @@ class TestStore:
         assert two[0].store.get("k") == bytes(9)
 
     def test_when_rank_0_is_gone_questions_end(self, folders, monkeypatch):
-        monkeypatch.setattr("pipecomp.tls.resumable.GONE_S", 0.2)
+        monkeypatch.setattr("pipecomp.tls.connection.GONE_S", 0.2)
         meshes = meet_all(folders[:2])
         waiting = []
 
@@ -472,7 +476,7 @@ class TestStore:
 class TestFailures:
     @pytest.mark.parametrize("gone", [0, 1])
     def test_a_lost_rank_is_told_to_all_that_wait(self, folders, monkeypatch, gone):
-        monkeypatch.setattr("pipecomp.tls.resumable.GONE_S", 0.2)
+        monkeypatch.setattr("pipecomp.tls.connection.GONE_S", 0.2)
         meshes = meet_all(folders[:2])
         there = meshes[1 - gone].connections[gone]
         transfers = [there.receive(1, 0, memoryview(bytearray(9))), there.send(1, 0, memoryview(data(LONG)))]
@@ -493,8 +497,8 @@ class TestFailures:
         meshes[0].connections[1].send(1, 0, memoryview(b"x")).wait(WAIT_S)
         stopped = meshes[1].connections[0]
         goes_on = threading.Event()
-        monkeypatch.setattr(stopped._outbox, "take", lambda *_: goes_on.wait(WAIT_S) and [])
-        monkeypatch.setattr(stopped.line, "_try", lambda *_: goes_on.wait(WAIT_S) and (False, None))
+        monkeypatch.setattr(stopped._send_queue, "next_frames", lambda *_: goes_on.wait(WAIT_S) and [])
+        monkeypatch.setattr(stopped.resumable, "_try_all", lambda *_: goes_on.wait(WAIT_S) and (False, None))
         with pytest.raises(LinkTimeoutError, match="nothing from rank 1 for 4 s"):
             meshes[0].connections[1].receive(1, 0, memoryview(bytearray(1))).wait(WAIT_S)
         goes_on.set()
@@ -503,7 +507,7 @@ class TestFailures:
     def test_a_lost_rank_is_told_though_another_one_is_waited_for(self, folders):
         """Rank 1 may come to the collective much later."""
         meshes = meet_all(folders)
-        meshes[0].connections[2].give_up(PeerLostError("lost rank 2", 2))
+        meshes[0].connections[2].fail(PeerLostError("lost rank 2", 2))
         long = EAGER_BYTES  # float32
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(Collectives(meshes[0], [0, 1, 2], 9).all_reduce_, torch.ones(long), "SUM")
@@ -515,11 +519,11 @@ class TestFailures:
 
     def test_who_is_silent_and_then_listens_no_more_is_lost(self, folders, monkeypatch):
         """Not silent for the whole time of silence, which has not passed."""
-        monkeypatch.setattr("pipecomp.tls.resumable.GONE_S", 0.2)
+        monkeypatch.setattr("pipecomp.tls.connection.GONE_S", 0.2)
         meshes = meet_all(folders[:2])
         there = meshes[1].connections[0]
         meshes[0]._listener.close()
-        there.line.drop(there.line.now()[0], TimeoutError())
+        there.resumable.drop(there.resumable.current()[0], TimeoutError())
         there.wait_for_end(WAIT_S)
         with pytest.raises(
             PeerLostError, match=r"lost rank 0: .* \(it was silent, and nothing listens there any more\)"
@@ -530,7 +534,7 @@ class TestFailures:
     def test_who_has_failed_waits_for_no_connection_that_is_lost(self, two, monkeypatch):
         monkeypatch.setattr("pipecomp.tls.connection._CLOSE_S", 0.0)
         there, looks = two[0].connections[1], iter(range(1000))
-        monkeypatch.setattr(there.line, "_parked", True)
+        monkeypatch.setattr(there.resumable, "is_down", True)
         two[0].hurry()
         assert not there.drain(lambda wait_s: next(looks) == 999)
 
@@ -562,7 +566,7 @@ class TestFailures:
         def fail(header):
             raise MemoryError("no more")
 
-        two[0].connections[1]._inbox.place = fail
+        two[0].connections[1]._receive_queue.buffer_for = fail
         waiting = two[0].connections[1].receive(1, 0, memoryview(bytearray(1)))
         two[1].connections[0].send(1, 0, memoryview(b"x"))
         there = two[1].connections[0].receive(1, 0, memoryview(bytearray(1)))
@@ -580,21 +584,21 @@ class TestStart:
 
         def one(rank: int) -> Mesh:
             time.sleep(2.0 if rank == 2 else 0.0)
-            return meet(Meeting(rank, 3, address), Trust(folders[rank]), wait_s=WAIT_S)
+            return connect_mesh(JoinConfig(rank, 3, address), Credentials(folders[rank]), wait_s=WAIT_S)
 
         meshes = together([lambda rank=rank: one(rank) for rank in range(3)])
         assert meshes[1].routes[2] == DIRECT
         close_all(meshes)
 
     def test_a_rank_that_comes_late_to_the_relay_is_waited_for(self, folders, monkeypatch):
-        monkeypatch.setattr("pipecomp.tls.routes._HELLO_S", 3.0)
-        original = Routes._relayed
+        monkeypatch.setattr("pipecomp.tls.routes._REPLY_S", 3.0)
+        original = Routes._connect_relayed
 
         def late(self, *args):
-            time.sleep(6.0 if self._mine.rank == 2 else 0.0)
+            time.sleep(6.0 if self._own.rank == 2 else 0.0)
             return original(self, *args)
 
-        monkeypatch.setattr(Routes, "_relayed", late)
+        monkeypatch.setattr(Routes, "_connect_relayed", late)
         meshes = meet_all(folders, (1, 2))
         assert meshes[1].routes[2] == RELAYED
         close_all(meshes)
@@ -604,12 +608,12 @@ class TestStart:
 
         def one(rank: int) -> Exception:
             with pytest.raises(LinkError) as raised:
-                meet(Meeting(rank, 3, address), Trust(folders[rank]), wait_s=4.0 if rank == 0 else 1.0)
+                connect_mesh(JoinConfig(rank, 3, address), Credentials(folders[rank]), wait_s=4.0 if rank == 0 else 1.0)
             return raised.value
 
         first, second = together([lambda: one(0), lambda: one(1)])
-        assert str(second) == "rank 2 did not come to the start of the run within 1 s"
-        assert "rank 2 did not come to the start of the run within 4 s" in str(first)
+        assert str(second) == "rank 2 did not join the run within 1 s"
+        assert "rank 2 did not join the run within 4 s" in str(first)
 
     @pytest.mark.parametrize("error", [LinkError("no way leads there"), KeyboardInterrupt()], ids=["error", "Ctrl-C"])
     def test_why_a_rank_does_not_connect_is_told_to_all(self, folders, monkeypatch, error):
@@ -617,13 +621,13 @@ class TestStart:
         address, original = free_address(), Routes.find
 
         def find(self, other: int):
-            if self._mine.rank == 2:
+            if self._own.rank == 2:
                 raise error
             return original(self, other)
 
         def one(rank: int) -> BaseException:
             with pytest.raises((LinkError, type(error))) as raised:
-                meet(Meeting(rank, 3, address), Trust(folders[rank]), wait_s=WAIT_S)
+                connect_mesh(JoinConfig(rank, 3, address), Credentials(folders[rank]), wait_s=WAIT_S)
             return raised.value
 
         monkeypatch.setattr(Routes, "find", find)
@@ -634,7 +638,7 @@ class TestStart:
         assert found[2] is error
 
     def test_a_rank_is_connected_as_soon_as_it_is_found(self, folders, monkeypatch):
-        made = Mesh(Meeting(1, 4, free_address()), Trust(folders[1]))
+        made = Mesh(JoinConfig(1, 4, free_address()), Credentials(folders[1]))
         connected: list[int] = []
         third = threading.Event()
 
@@ -648,21 +652,21 @@ class TestStart:
             third.set()
 
         monkeypatch.setattr("pipecomp.tls.mesh.wait_for_keys", lambda *_: None, raising=False)
-        monkeypatch.setattr(made, "_connect", take)
+        monkeypatch.setattr(made, "_add", take)
         made._routes = SimpleNamespace(find=find)
-        together([lambda: made._find_all(*[WAIT_S] * (made._find_all.__code__.co_argcount - 1))])
+        together([lambda: made._connect_others(*[WAIT_S] * (made._connect_others.__code__.co_argcount - 1))])
         assert connected == [3, 2]
 
     def test_who_lost_a_connection_that_is_not_taken_yet_may_come_again(self, folders):
-        made = Mesh(Meeting(1, 3, free_address()), Trust(folders[1]))
+        made = Mesh(JoinConfig(1, 3, free_address()), Credentials(folders[1]))
         said: list[object] = []
-        guest = handshake.Guest(2, handshake.AGAIN, 1, 0, SimpleNamespace(send_json=said.append))
+        guest = handshake.IncomingConnection(2, handshake.RESUME, 1, 0, SimpleNamespace(send_json=said.append))
         with pytest.raises(EOFError):
-            made._take_again(guest)
+            made._resume(guest)
         assert said == [], "it would give up"
 
     def test_rank_0_that_comes_behind_a_tunnel_is_waited_for(self, folders, monkeypatch):
-        monkeypatch.setattr("pipecomp.tls.routes._HELLO_S", 0.3)
+        monkeypatch.setattr("pipecomp.tls.routes._REPLY_S", 0.3)
         address, ends = free_address(), []
 
         def serve() -> None:
@@ -676,24 +680,25 @@ class TestStart:
 
         def first() -> Mesh:
             tunnel.join(20)
-            monkeypatch.setattr("pipecomp.tls.routes._HELLO_S", 10.0)
-            return meet(Meeting(0, 2, address), Trust(folders[0]), wait_s=20.0)
+            monkeypatch.setattr("pipecomp.tls.routes._REPLY_S", 10.0)
+            return connect_mesh(JoinConfig(0, 2, address), Credentials(folders[0]), wait_s=20.0)
 
         def second() -> Mesh:
-            return meet(Meeting(1, 2, address), Trust(folders[1]), wait_s=20.0)
+            return connect_mesh(JoinConfig(1, 2, address), Credentials(folders[1]), wait_s=20.0)
 
         close_all(together([first, second]))
         ends[0].close()
 
     def test_a_rank_that_missed_rank_0s_answer_comes_again(self, folders):
-        address, place, before = free_address(), handshake.Place(1, 3, ""), None
-        made = Mesh(Meeting(0, 3, address), Trust(folders[0]))
-        with pytest.raises(LinkTimeoutError, match="rank 1 did not come"):
-            made._receive_all(0.0)  # it listens on
+        address, place, before = free_address(), handshake.RankInfo(Credentials(folders[1]), 1, 3, ""), None
+        made = Mesh(JoinConfig(0, 3, address), Credentials(folders[0]))
+        with pytest.raises(LinkTimeoutError, match="rank 1 did not join"):
+            made._admit_all(0.0)  # it listens on
         for _ in range(2):
-            connect(address, Trust(folders[1]), place, handshake.Wish(handshake.JOIN, 0), wait_s=5)[0].close()
+            stream, _ = connect(address, place, handshake.ConnectRequest(handshake.JOIN, 0), wait_s=5)
+            stream.close()
             deadline = time.monotonic() + WAIT_S
-            while (there := made.connections.get(1)) is before or there is None or not there.line.lost:
+            while (there := made.connections.get(1)) is before or there is None or not there.resumable.is_down:
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
             before = there
@@ -704,7 +709,7 @@ class TestStart:
         address = free_address()
 
         def one(rank: int) -> Mesh:
-            return meet(Meeting(rank, 2, address), Trust(folders[rank]), wait_s=30.0)
+            return connect_mesh(JoinConfig(rank, 2, address), Credentials(folders[rank]), wait_s=30.0)
 
         before = together([lambda: one(0), lambda: one(1)])
         before[1].close()
@@ -714,27 +719,32 @@ class TestStart:
             before[0].close()
             first = one(0)
             second = coming.result(WAIT_S)
-        assert second._place.session == first._place.session
+        assert second._own.session == first._own.session
         close_all([first, second])
 
     def test_nobody_joins_a_start_that_is_given_up(self, folders, monkeypatch):
-        made = Mesh(Meeting(0, 3, address := free_address()), Trust(folders[0]))
-        with pytest.raises(LinkTimeoutError, match="rank 1 did not come"):
-            made._receive_all(0.0)
+        made = Mesh(JoinConfig(0, 3, address := free_address()), Credentials(folders[0]))
+        with pytest.raises(LinkTimeoutError, match="rank 1 did not join"):
+            made._admit_all(0.0)
         close = made._listener.close
         monkeypatch.setattr(made._listener, "close", lambda: None)
         made.close()
         with pytest.raises(NoAnswerError):  # it comes again, for the next start
-            connect(address, Trust(folders[1]), handshake.Place(1, 3, ""), handshake.Wish(handshake.JOIN, 0), wait_s=5)
+            connect(
+                address,
+                handshake.RankInfo(Credentials(folders[1]), 1, 3, ""),
+                handshake.ConnectRequest(handshake.JOIN, 0),
+                wait_s=5,
+            )
         close()
         assert made.connections == {}
 
     def test_a_large_run_may_come_all_at_once(self, folders):
-        for world, most in ((2, MOST_WAITING), (80, 160)):
-            made = Mesh(Meeting(0, world, free_address()), Trust(folders[0]))
+        for world, most in ((2, MAX_PENDING), (80, 160)):
+            made = Mesh(JoinConfig(0, world, free_address()), Credentials(folders[0]))
             with pytest.raises(LinkTimeoutError):
-                made._receive_all(0.0)
-            assert made._listener._most_waiting == most
+                made._admit_all(0.0)
+            assert made._listener._max_pending == most
             made.close()
 
 
@@ -755,14 +765,14 @@ class TestWhereRank0Listens:
     def test_a_machine_that_knows_itself_by_a_loopback_address(self, folders, names):
         names["node-1"] = ["127.0.1.1"]
         port = free_address().port
-        meetings = [Meeting(0, 2, Address("node-1", port)), Meeting(1, 2, Address("127.0.0.1", port))]
-        calls = [lambda m=m: meet(m, Trust(folders[m.rank]), wait_s=WAIT_S) for m in meetings]
+        meetings = [JoinConfig(0, 2, Address("node-1", port)), JoinConfig(1, 2, Address("127.0.0.1", port))]
+        calls = [lambda m=m: connect_mesh(m, Credentials(folders[m.rank]), wait_s=WAIT_S) for m in meetings]
         close_all(together(calls))
 
     @pytest.mark.parametrize(
         ("host", "world", "expected"),
         [
-            ("node-1", 2, EVERYWHERE),
+            ("node-1", 2, ALL_INTERFACES),
             ("node-1", 1, "node-1"),
             ("node-2", 2, "node-2"),
             ("localhost", 2, "localhost"),
@@ -777,38 +787,38 @@ class TestWhereRank0Listens:
 
 class TestWhoIsGone:
     def test_that_nothing_listens_where_a_rank_was_never_reached_says_nothing(self, two, folders):
-        trust, there = Trust(folders[0]), Address.parse(two[0].store.get(address_key(1)).decode())
-        nowhere = Door(trust, 1, free_address())
-        nowhere.knock()
-        assert not nowhere.gone()
+        trust, there = Credentials(folders[0]), Address.parse(two[0].store.get(address_key(1)).decode())
+        nowhere = PeerListener(trust, 1, free_address())
+        nowhere.probe()
+        assert not nowhere.is_gone()
         with socket.create_server(("127.0.0.1", 0)) as server:  # somebody else, with the same address as that rank's
-            another = Door(trust, 1, Address(*server.getsockname()))
+            another = PeerListener(trust, 1, Address(*server.getsockname()))
             threading.Thread(target=lambda: server.accept()[0].close(), daemon=True).start()
-            another.knock()
-        assert not another.gone()
-        door, wrong = Door(trust, 1, there), Door(trust, 2, there)
+            another.probe()
+        assert not another.is_gone()
+        door, wrong = PeerListener(trust, 1, there), PeerListener(trust, 2, there)
         for each in (door, wrong):
-            each.knock()
-            assert not each.gone()
+            each.probe()
+            assert not each.is_gone()
         two[1]._routes.close()
-        assert (door.gone(), wrong.gone()) == (True, False)
+        assert (door.is_gone(), wrong.is_gone()) == (True, False)
 
     def test_a_rank_whose_address_means_nothing_here_is_waited_for(self, folders, monkeypatch):
         """As behind NAT: it makes the connection, and only it can make it anew."""
-        monkeypatch.setattr("pipecomp.tls.resumable.GONE_S", 0.2)
+        monkeypatch.setattr("pipecomp.tls.connection.GONE_S", 0.2)
         meshes = meet_all(folders[:2])
         meshes[1].store.set(address_key(1), str(free_address()))
         with contextlib.suppress(AttributeError):
-            meshes[0]._knock()
-        line, until = meshes[1].connections[0].line, time.monotonic() + 3.0
-        dial = line._way.dials[0]
+            meshes[0]._probe_listeners()
+        line, until = meshes[1].connections[0].resumable, time.monotonic() + 3.0
+        dial = line._dialer.dials[0]
 
         def late(received):
             if time.monotonic() < until:
                 raise OSError("no way yet")
             return dial(received)
 
-        line._way = line._way._replace(dials=(late,))
+        line._dialer = line._dialer._replace(dials=(late,))
         line._stream.close()
         into = bytearray(1)
         waiting = meshes[0].connections[1].receive(1, 0, memoryview(into))
@@ -819,8 +829,8 @@ class TestWhoIsGone:
 
     def test_no_rank_tells_others_to_connect_to_all_interfaces(self, folders):
         address = free_address()
-        meetings = [Meeting(0, 2, address), Meeting(1, 2, address, listen=Address("0.0.0.0", 0))]
-        meshes = together([lambda m=m: meet(m, Trust(folders[m.rank]), wait_s=WAIT_S) for m in meetings])
+        meetings = [JoinConfig(0, 2, address), JoinConfig(1, 2, address, listen=Address("0.0.0.0", 0))]
+        meshes = together([lambda m=m: connect_mesh(m, Credentials(folders[m.rank]), wait_s=WAIT_S) for m in meetings])
         assert meshes[0].store.get(address_key(1)).decode().startswith("127.0.0.1:")
         close_all(meshes)
 
@@ -849,10 +859,10 @@ class TestLimits:
 
     def refused(self, two, *frames: bytes) -> str:
         sink = Limited()
-        two[0].connections[1].open(77, sink)
-        outbox = two[1].connections[0]._outbox
-        outbox._notices.append((Kind.HAVE, (b"".join(frames), b"")))  # by the thread that sends, as everything
-        outbox.wake()
+        two[0].connections[1].open_stream(77, sink)
+        queue = two[1].connections[0]._send_queue
+        queue._control.append((FrameKind.ACK, (b"".join(frames), b"")))  # by the thread that sends, as everything
+        queue.wake()
         assert sink.ended.wait(WAIT_S)
         assert isinstance(sink.error, WireError)
         assert "rank 1 sent" in str(sink.error)
@@ -861,32 +871,32 @@ class TestLimits:
     def test_a_packet_longer_than_agreed(self, two, monkeypatch):
         took = []
         monkeypatch.setattr("pipecomp.tls.queues.np.empty", lambda *a, **k: took.append(a))
-        header = Header(Kind.DATA, 5, 77, 0, 1001)
-        assert "a packet of 1001 bytes, allowed: 1000" in self.refused(two, pack(header))
+        header = FrameHeader(FrameKind.DATA, 5, 77, 0, 1001)
+        assert "a packet of 1001 bytes, allowed: 1000" in self.refused(two, header.pack())
         assert took == []
 
     def test_more_packets_than_there_is_room_for(self, two, monkeypatch):
         monkeypatch.setattr("pipecomp.tls.queues.ROOM_BYTES", 4000)
-        frames = [pack(Header(Kind.DATA, 0, 77, 0, 0)) for _ in range(20)]
-        assert "a packet of 0 bytes beside those that wait; allowed: 4000 together" in self.refused(two, *frames)
-        assert len(two[0].connections[1]._inbox.sinks[77].came) == 16
+        frames = [FrameHeader(FrameKind.DATA, 0, 77, 0, 0).pack() for _ in range(20)]
+        assert "a packet of 0 bytes beyond the receive window of 4000 bytes" in self.refused(two, *frames)
+        assert len(two[0].connections[1]._receive_queue.sinks[77].came) == 16
 
     @pytest.mark.parametrize("total", [EAGER_BYTES + 1, 1 << 40, (1 << 64) - 1])
     def test_a_message_that_nobody_asked_for(self, two, monkeypatch, total):
         took = []
         monkeypatch.setattr("pipecomp.tls.queues.np.empty", lambda *a, **k: took.append(a))
-        assert "nobody asked for" in self.refused(two, pack(Header(Kind.DATA, 0, 3, 0, total)))
+        assert "an unexpected message" in self.refused(two, FrameHeader(FrameKind.DATA, 0, 3, 0, total).pack())
         assert took == []
 
     def test_many_messages_that_nobody_asked_for(self, two, monkeypatch):
-        monkeypatch.setattr("pipecomp.tls.queues.EARLY_BYTES", 4000)
-        frames = [pack(Header(Kind.DATA, 0, 3, tag, 0)) for tag in range(20)]
-        assert "nobody asked for" in self.refused(two, *frames)
+        monkeypatch.setattr("pipecomp.tls.queues.MAX_UNEXPECTED_BYTES", 4000)
+        frames = [FrameHeader(FrameKind.DATA, 0, 3, tag, 0).pack() for tag in range(20)]
+        assert "an unexpected message" in self.refused(two, *frames)
 
     @pytest.mark.parametrize("total", [7, 9])
     def test_another_length_than_that_of_the_receive(self, two, total):
         waiting = two[0].connections[1].receive(4, 0, memoryview(bytearray(8)))
-        said = self.refused(two, pack(Header(Kind.DATA, 0, 4, 0, total)))
+        said = self.refused(two, FrameHeader(FrameKind.DATA, 0, 4, 0, total).pack())
         assert f"{total} bytes where one of 8 is expected" in said
         with pytest.raises(WireError):
             waiting.wait(WAIT_S)
@@ -902,50 +912,57 @@ class TestLimits:
     @pytest.mark.parametrize("size", [EAGER_BYTES + 1, EAGER_BYTES + 3])
     def test_another_length_than_that_of_a_message_that_waits(self, two, size):
         two[0].connections[1].send(4, 0, memoryview(bytes(EAGER_BYTES + 2)))
-        said = self.refused(two, pack(Header(Kind.ASK, 0, 4, 0, size)))
-        assert f"a receive of {size} bytes is ready for a message of {EAGER_BYTES + 2}" in said
+        said = self.refused(two, FrameHeader(FrameKind.READY, 0, 4, 0, size).pack())
+        assert f"a receive of {size} bytes is posted for a message of {EAGER_BYTES + 2}" in said
 
     @pytest.mark.parametrize(
         ("header", "said"),
         [
-            (Header(Kind.DATA, CONTENT_BYTES + 1, 77, 0, 900), "allowed"),
-            (Header(Kind.DATA, 11, 3, 0, 10), "11 bytes of a message of 10"),
-            (Header(Kind.CALL, (1 << 22) + 1), "CALL with 4194305 bytes, allowed: 4194304"),
-            (Header(Kind.ASK, 1, 3, 0, 5), "ASK with 1 bytes, allowed: 0"),
-            (Header(99, 0), "unknown kind 99"),
-            (Header(Kind.ANSWER, 2, tag=1), "has not to do with"),
+            (FrameHeader(FrameKind.DATA, CONTENT_BYTES + 1, 77, 0, 900), "allowed"),
+            (FrameHeader(FrameKind.DATA, 11, 3, 0, 10), "11 bytes of a message of 10"),
+            (FrameHeader(FrameKind.STORE_REQUEST, (1 << 22) + 1), "STORE_REQUEST with 4194305 bytes, allowed: 4194304"),
+            (FrameHeader(FrameKind.READY, 1, 3, 0, 5), "READY with 1 bytes, allowed: 0"),
+            (FrameHeader(99, 0), "unknown kind 99"),
+            (FrameHeader(FrameKind.STORE_REPLY, 2, tag=1), "does not take"),
         ],
     )
     def test_what_is_no_frame(self, two, header, said):
-        assert said in self.refused(two, pack(header), b"[]")
+        assert said in self.refused(two, header.pack(), b"[]")
 
     @pytest.mark.parametrize("total", [9, 11])
     def test_a_frame_that_changes_its_messages_length(self, two, total):
-        frames = [pack(Header(Kind.DATA, 1, 77, 0, 10)), b"x", pack(Header(Kind.DATA, 1, 77, 0, total)), b"x"]
+        frames = [
+            FrameHeader(FrameKind.DATA, 1, 77, 0, 10).pack(),
+            b"x",
+            FrameHeader(FrameKind.DATA, 1, 77, 0, total).pack(),
+            b"x",
+        ]
         assert "which began as one of 10" in self.refused(two, *frames)
 
     @pytest.mark.parametrize("text", [b"[", b"\xff", b'["x"]', b'["set", 1, 2]', b'["set", "k", "?"]', b"3"])
     def test_what_is_no_question(self, two, text):
-        assert "rank 1 sent" in self.refused(two, pack(Header(Kind.CALL, len(text), tag=1)), text)
+        assert "rank 1 sent" in self.refused(two, FrameHeader(FrameKind.STORE_REQUEST, len(text), tag=1).pack(), text)
 
-    @pytest.mark.parametrize(("kind", "what"), [(Kind.ASK, "receives"), (Kind.OPEN, "streams")])
+    @pytest.mark.parametrize(("kind", "what"), [(FrameKind.READY, "receives"), (FrameKind.CREDIT, "streams")])
     def test_endless_announcements(self, two, monkeypatch, kind, what):
-        monkeypatch.setattr("pipecomp.tls.queues.MOST_ASKED", 10)
-        assert f"more than 10 {what}" in self.refused(two, *[pack(Header(kind, 0, 3 + i, i, 1)) for i in range(11)])
+        monkeypatch.setattr("pipecomp.tls.queues.MAX_POSTED", 10)
+        assert f"more than 10 {what}" in self.refused(
+            two, *[FrameHeader(kind, 0, 3 + i, i, 1).pack() for i in range(11)]
+        )
 
     def test_messages_and_receives_that_were_met_count_no_more(self, monkeypatch):
         """A run has millions of them."""
-        monkeypatch.setattr("pipecomp.tls.queues.EARLY_BYTES", 1000)
-        monkeypatch.setattr("pipecomp.tls.queues.MOST_ASKED", 2)
-        inbox, outbox = Inbox(), Outbox()
+        monkeypatch.setattr("pipecomp.tls.queues.MAX_UNEXPECTED_BYTES", 1000)
+        monkeypatch.setattr("pipecomp.tls.queues.MAX_POSTED", 2)
+        receives, sends = ReceiveQueue(), SendQueue()
         for _ in range(10):
-            header = Header(Kind.DATA, 0, 3, 0, 0)
-            inbox.place(header)
-            inbox.placed(header)
-            inbox.receive(3, 0, memoryview(bytearray())).wait(0)
-            outbox.asked(3, 0, EAGER_BYTES + 1)
-            outbox.send(3, 0, memoryview(bytes(EAGER_BYTES + 1)))
-            assert outbox.take(0, 0.0)
+            header = FrameHeader(FrameKind.DATA, 0, 3, 0, 0)
+            receives.buffer_for(header)
+            receives.commit(header)
+            receives.receive(3, 0, memoryview(bytearray())).wait(0)
+            sends.receive_posted(3, 0, EAGER_BYTES + 1)
+            sends.send(3, 0, memoryview(bytes(EAGER_BYTES + 1)))
+            assert sends.next_frames(0, 0.0)
 
 
 def test_connections_end_when_the_interpreter_does(tmp_path):
@@ -956,10 +973,10 @@ import atexit, sys
 from pathlib import Path
 from pipecomp.tls.key_folder import KeyFolder
 from pipecomp.tls.listener import Address
-from pipecomp.tls.handshake import Trust
-from pipecomp.tls.mesh import Meeting, meet
+from pipecomp.tls.handshake import Credentials
+from pipecomp.tls.mesh import JoinConfig, connect_mesh
 rank, address = int(sys.argv[1]), Address.parse(sys.argv[2])
-made = meet(Meeting(rank, 2, address), Trust(KeyFolder(Path(sys.argv[3]) / f"rank-{rank}")), wait_s=60)
+made = connect_mesh(JoinConfig(rank, 2, address), Credentials(KeyFolder(Path(sys.argv[3]) / f"rank-{rank}")), wait_s=60)
 atexit.register(made.close)
 """
     address = str(free_address())
@@ -979,36 +996,38 @@ atexit.register(made.close)
 
 class TestStrangers:
     def test_a_rank_that_its_certificate_does_not_name(self, folders):
-        with pytest.raises(KeysError, match=r"'machine-1' says that it is rank 2; it may be 1"):
-            meet(Meeting(2, 3, free_address()), Trust(folders[1]), wait_s=0)
+        with pytest.raises(KeysError, match=r"'machine-1' claims rank 2; it may be 1"):
+            connect_mesh(JoinConfig(2, 3, free_address()), Credentials(folders[1]), wait_s=0)
 
     def test_nobody_joins_without_the_runs_keys(self, folders, tmp_path, capsys):
-        address, stranger = free_address(), new(tmp_path / "x", ranks="0-2")
+        address, stranger = free_address(), create_keys(tmp_path / "x", ranks="0-2")
         meshes = []
         first = threading.Thread(
-            target=lambda: meshes.append(meet(Meeting(0, 2, address), Trust(folders[0]), wait_s=WAIT_S))
+            target=lambda: meshes.append(
+                connect_mesh(JoinConfig(0, 2, address), Credentials(folders[0]), wait_s=WAIT_S)
+            )
         )
         first.start()
         with pytest.raises(KeysError, match="is not rank 0 of this run: its certificate is of another run"):
-            meet(Meeting(1, 2, address), Trust(stranger), wait_s=WAIT_S)
+            connect_mesh(JoinConfig(1, 2, address), Credentials(stranger), wait_s=WAIT_S)
         for sent in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01" + bytes(600)):
             with socket.create_connection((address.host, address.port)) as sock, contextlib.suppress(OSError):
                 sock.sendall(sent)
                 sock.shutdown(socket.SHUT_WR)
                 while sock.recv(4096):
                     pass
-        second = meet(Meeting(1, 2, address), Trust(folders[1]), wait_s=WAIT_S)
+        second = connect_mesh(JoinConfig(1, 2, address), Credentials(folders[1]), wait_s=WAIT_S)
         first.join(WAIT_S)
         close_all([*meshes, second])
-        assert "refused a connection from 127.0.0.1" in capsys.readouterr().err
+        assert "rejected a connection from 127.0.0.1" in capsys.readouterr().err
 
-    def test_an_impostor_in_rank_0s_place(self, folders, tmp_path):
+    def test_an_impostor_in_rank_0s_own(self, folders, tmp_path):
         """A member of the run that may not be rank 0, at rank 0's address."""
         address = free_address()
-        trap = threading.Thread(target=self.listen, args=(address, Trust(folders[2])), daemon=True)
+        trap = threading.Thread(target=self.listen, args=(address, Credentials(folders[2])), daemon=True)
         trap.start()
-        with pytest.raises(KeysError, match=r"not rank 0 of this run: machine 'machine-2' says that it is rank 0"):
-            meet(Meeting(1, 3, address), Trust(folders[1]), wait_s=WAIT_S)
+        with pytest.raises(KeysError, match=r"not rank 0 of this run: machine 'machine-2' claims rank 0"):
+            connect_mesh(JoinConfig(1, 3, address), Credentials(folders[1]), wait_s=WAIT_S)
         trap.join(WAIT_S)
 
     @staticmethod
@@ -1029,122 +1048,160 @@ class TestStrangers:
                     sock.recv(10000)
 
         threading.Thread(target=serve, daemon=True).start()
-        with pytest.raises(KeysError, match="is not rank 0 of this run: what is there does not speak TLS"):
-            meet(Meeting(1, 2, address), Trust(folders[1]), wait_s=WAIT_S)
+        with pytest.raises(KeysError, match="is not rank 0 of this run: it does not speak TLS"):
+            connect_mesh(JoinConfig(1, 2, address), Credentials(folders[1]), wait_s=WAIT_S)
 
     def test_an_invitation_that_waits_there_is_named(self, folders):
         with (
             Invitation(folders[0].path, "more", ranks="7", listen="127.0.0.1:0") as invitation,
             pytest.raises(KeysError, match=r"is not rank 0 of this run: an invitation of run .* waits there"),
         ):
-            meet(Meeting(1, 2, invitation.address), Trust(folders[1]), wait_s=WAIT_S)
+            connect_mesh(JoinConfig(1, 2, invitation.address), Credentials(folders[1]), wait_s=WAIT_S)
 
     def test_a_rank_comes_once(self, two, folders):
-        place = handshake.Place(1, 2, "")
-        with pytest.raises(handshake.RefusedError, match="rank 1 is there already"):
-            connect(two[0]._meeting.address, Trust(folders[1]), place, handshake.Wish(handshake.JOIN, 0), wait_s=5)
+        place = handshake.RankInfo(Credentials(folders[1]), 1, 2, "")
+        with pytest.raises(handshake.ConnectionRejectedError, match="rank 1 has joined already"):
+            connect(
+                two[0]._config.address,
+                place,
+                handshake.ConnectRequest(handshake.JOIN, 0),
+                wait_s=5,
+            )
         two[1].connections[0].send(1, 0, memoryview(b"x")).wait(WAIT_S)
 
     @pytest.mark.parametrize(
         ("change", "said"),
         [
-            ({"world": 3}, "rank 1 of 3 does not fit to rank 0 of 2"),
+            ({"world": 3}, "rank 1 of 3 does not fit rank 0 of 2"),
             ({"session": "x"}, "another start of this run"),
-            ({"version": 2}, "rank 0 speaks version 3 of frames, rank 1 2"),
-            ({"rank": 0}, "machine 'machine-1' says that it is rank 0; it may be 1"),
-            ({"purpose": handshake.PEER}, "rank 0 does not do 'peer'"),
-            ({"to": "1"}, "rank 0 does not do 'relay'"),
-            *(({"received": n}, f"a number of frames that is none: {n}") for n in (-1, True, 1.5, None)),
+            ({"version": 2}, "rank 0 uses frame format 3, rank 1 uses 2"),
+            ({"rank": 0}, "machine 'machine-1' claims rank 0; it may be 1"),
+            ({"purpose": handshake.PEER}, "rank 0 does not serve 'peer'"),
+            ({"to": "1"}, "rank 0 does not serve 'relay'"),
+            *(({"received": n}, f"an invalid number of received frames: {n}") for n in (-1, True, 1.5, None)),
         ],
     )
     def test_who_does_not_fit_is_told(self, two, folders, monkeypatch, change, said):
-        place, real = handshake.Place(1, 2, two[1]._place.session), SecureStream.send_json
+        place, real = handshake.RankInfo(Credentials(folders[1]), 1, 2, two[1]._own.session), SecureStream.send_json
         asks = lambda stream, words: real(stream, {**words, **change} if "version" in words else words)  # noqa: E731
         monkeypatch.setattr(SecureStream, "send_json", asks)
-        with pytest.raises(handshake.RefusedError, match=said):
-            connect(two[0]._meeting.address, Trust(folders[1]), place, handshake.Wish(handshake.RELAY, 0, 1), wait_s=5)
+        with pytest.raises(handshake.ConnectionRejectedError, match=said):
+            connect(
+                two[0]._config.address,
+                place,
+                handshake.ConnectRequest(handshake.RELAY, 0, 1),
+                wait_s=5,
+            )
 
     @pytest.mark.parametrize("rank", [0, 2])
     def test_a_rank_that_the_run_has_not_or_that_answers_is_told(self, two, folders, rank):
-        place = handshake.Place(rank, 2, two[1]._place.session)
-        with pytest.raises(handshake.RefusedError, match=f"rank {rank} of 2 does not fit to rank 0 of 2"):
+        place = handshake.RankInfo(Credentials(folders[rank]), rank, 2, two[1]._own.session)
+        with pytest.raises(handshake.ConnectionRejectedError, match=f"rank {rank} of 2 does not fit rank 0 of 2"):
             connect(
-                two[0]._meeting.address, Trust(folders[rank]), place, handshake.Wish(handshake.RELAY, 0, 1), wait_s=5
+                two[0]._config.address,
+                place,
+                handshake.ConnectRequest(handshake.RELAY, 0, 1),
+                wait_s=5,
             )
 
     def test_a_machine_that_answers_as_another_of_its_ranks(self, folders):
         """Its certificate may be for both, and its address stand where the other's should."""
-        trust, answer = Trust(folders[1]), {"rank": 2, "session": ""}
-        stream = SimpleNamespace(send_json=lambda words: None, receive_json=lambda: answer | {"revoked": trust.revoked})
-        with pytest.raises(KeysError, match="it says that it is rank 2, not 0"):
-            handshake.greet(
-                stream, Trust(folders[0]).identity, trust, handshake.Place(1, 3, ""), handshake.Wish(handshake.JOIN, 0)
+        trust, answer = Credentials(folders[1]), {"rank": 2, "session": ""}
+        stream = SimpleNamespace(
+            send_json=lambda words: None, receive_json=lambda: answer | {"revoked": trust.revocation_list}
+        )
+        with pytest.raises(KeysError, match="it answers as rank 2, not as rank 0"):
+            handshake.request_connection(
+                stream,
+                Credentials(folders[0]).identity,
+                handshake.RankInfo(trust, 1, 3, ""),
+                handshake.ConnectRequest(handshake.JOIN, 0),
             )
 
     def test_rank_0_does_not_pass_for_a_rank_that_it_relays(self, two, folders):
         """Else it could read what two others send each other."""
-        ends, place = socket.socketpair(), handshake.Place(0, 2, two[1]._place.session)
+        ends, place = socket.socketpair(), handshake.RankInfo(Credentials(folders[0]), 0, 2, two[1]._own.session)
 
         def pretend() -> None:
-            stream, who = (trust := Trust(folders[0])).secure(ends[1], server=False)
+            stream, who = place.credentials.secure(ends[1], server=False)
             with contextlib.suppress(KeysError):
-                handshake.greet(stream, who, trust, place, handshake.Wish(handshake.PEER, 1))
+                handshake.request_connection(stream, who, place, handshake.ConnectRequest(handshake.PEER, 1))
 
         with ThreadPoolExecutor(1) as pool:
             pretending = pool.submit(pretend)
             with pytest.raises(KeysError, match="rank 0 is at the other end"):
-                two[1]._routes._through(SimpleNamespace(sock=ends[0], strip=bytes), 2, 0)
+                two[1]._routes._handshake_inside(SimpleNamespace(sock=ends[0], unwrap=bytes), 2, 0)
             ends[0].close()
             pretending.result(WAIT_S)
 
     @pytest.mark.parametrize("to", [-1, 0, 1, 2, 1 << 70])
     def test_nobody_is_relayed_to_who_is_no_other_rank(self, two, folders, to):
         """Each would wait in rank 0's relay for ever, with a socket of its own."""
-        place = handshake.Place(1, 2, two[1]._place.session)
-        with pytest.raises(handshake.RefusedError, match=f"there is no rank {to} that rank 1 could be relayed to"):
-            connect(two[0]._meeting.address, Trust(folders[1]), place, handshake.Wish(handshake.RELAY, 0, to), wait_s=5)
+        place = handshake.RankInfo(Credentials(folders[1]), 1, 2, two[1]._own.session)
+        with pytest.raises(
+            handshake.ConnectionRejectedError, match=f"there is no rank {to} that rank 1 could be relayed to"
+        ):
+            connect(
+                two[0]._config.address,
+                place,
+                handshake.ConnectRequest(handshake.RELAY, 0, to),
+                wait_s=5,
+            )
         assert two[0]._relay._waiting == {}
 
     def test_nobody_is_relayed_to_who_is_gone(self, three, folders, monkeypatch):
         """It would wait for a rank that does not come."""
         monkeypatch.setitem(three[0].connections, 2, SimpleNamespace(failure=LinkError("it has ended")))
-        place = handshake.Place(1, 3, three[1]._place.session)
-        with pytest.raises(handshake.RefusedError, match="rank 2 is gone: it has ended"):
+        place = handshake.RankInfo(Credentials(folders[1]), 1, 3, three[1]._own.session)
+        with pytest.raises(handshake.ConnectionRejectedError, match="rank 2 is gone: it has ended"):
             connect(
-                three[0]._meeting.address, Trust(folders[1]), place, handshake.Wish(handshake.RELAY, 0, 2), wait_s=5
+                three[0]._config.address,
+                place,
+                handshake.ConnectRequest(handshake.RELAY, 0, 2),
+                wait_s=5,
             )
 
     def test_who_was_given_up_is_told_and_does_not_come_again(self, two, folders):
-        two[0].connections[1].give_up(LinkError("it is over"))
-        place = handshake.Place(1, 2, two[1]._place.session)
-        with pytest.raises(handshake.RefusedError, match="rank 0 has given up the connection to rank 1"):
-            connect(two[0]._meeting.address, Trust(folders[1]), place, handshake.Wish(handshake.AGAIN, 0), wait_s=5)
+        two[0].connections[1].fail(LinkError("it is over"))
+        place = handshake.RankInfo(Credentials(folders[1]), 1, 2, two[1]._own.session)
+        with pytest.raises(handshake.ConnectionRejectedError, match="rank 0 has given up the connection to rank 1"):
+            connect(
+                two[0]._config.address,
+                place,
+                handshake.ConnectRequest(handshake.RESUME, 0),
+                wait_s=5,
+            )
 
     def test_who_only_hangs_up_leaves_room_for_what_is_said_of_others(self, folders, capsys):
-        made = Mesh(Meeting(0, 2, free_address()), Trust(folders[0]))
+        made = Mesh(JoinConfig(0, 2, free_address()), Credentials(folders[0]))
         for _ in range(20):
-            made._say_refused("127.0.0.1", EOFError())
+            made._log_rejected("127.0.0.1", EOFError())
         for number in range(9):
-            made._say_refused("127.0.0.1", LinkError(f"reason {number}"))
+            made._log_rejected("127.0.0.1", LinkError(f"reason {number}"))
         said = capsys.readouterr().err.splitlines()
         assert [line.split(": ")[2] for line in said] == [
             *(f"reason {number}" for number in range(4)),
-            "reason 4 (later ones are not printed)",
+            "reason 4 (later ones are not logged)",
         ]
 
     def test_a_revoked_machine_does_not_join_and_ranks_learn_of_it(self, tmp_path):
         folders = keys_for(tmp_path, 2)
         third = add_machine(folders[0], tmp_path / "third", "third", (2,))
-        revoke(folders[0].path, "third")
+        revoke_machine(folders[0].path, "third")
         meshes = meet_all(folders)
-        assert folders[1].revoked()[0] == 2
-        place = handshake.Place(2, 2, meshes[0]._place.session)
-        with pytest.raises(handshake.RefusedError, match="'third' was revoked"):
-            connect(meshes[0]._meeting.address, Trust(third), place, handshake.Wish(handshake.JOIN, 0), wait_s=5)
+        assert folders[1].revocations()[0] == 2
+        place = handshake.RankInfo(Credentials(third), 2, 2, meshes[0]._own.session)
+        with pytest.raises(handshake.ConnectionRejectedError, match="'third' was revoked"):
+            connect(
+                meshes[0]._config.address,
+                place,
+                handshake.ConnectRequest(handshake.JOIN, 0),
+                wait_s=5,
+            )
         close_all(meshes)
 
     def test_a_rank_that_never_comes(self, folders):
-        with pytest.raises(LinkTimeoutError, match=r"rank 1 did not come to the start of the run within 0\.2 s"):
-            meet(Meeting(0, 2, free_address()), Trust(folders[0]), wait_s=0.2)
+        with pytest.raises(LinkTimeoutError, match=r"rank 1 did not join the run within 0\.2 s"):
+            connect_mesh(JoinConfig(0, 2, free_address()), Credentials(folders[0]), wait_s=0.2)
         with pytest.raises(LinkTimeoutError, match=r"did not find rank 0 at 127\.0\.0\.1"):
-            meet(Meeting(1, 2, free_address()), Trust(folders[1]), wait_s=0.2)
+            connect_mesh(JoinConfig(1, 2, free_address()), Credentials(folders[1]), wait_s=0.2)

@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from pipecomp.errors import WireError
-from pipecomp.tls.handshake import Trust
-from pipecomp.tls.key_folder import new
+from pipecomp.tls.handshake import Credentials
+from pipecomp.tls.key_folder import create_keys
 from pipecomp.tls.stream import SecureStream
 from tests.limits import HANG_S
 from tests.tls.test_keys import machine
@@ -26,8 +26,8 @@ PACKET = 1448  # bytes of a TCP packet on most links
 @pytest.fixture
 def ends(tmp_path) -> Iterator[tuple[SecureStream, SecureStream]]:
     """Two ends of a connection under TLS; the first one sends."""
-    first = new(tmp_path / "first")
-    trusts = Trust(first), Trust(machine(first, tmp_path / "second", "second", (1,)))
+    first = create_keys(tmp_path / "first")
+    trusts = Credentials(first), Credentials(machine(first, tmp_path / "second", "second", (1,)))
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as one:
         other, _ = server.accept()
         with other, ThreadPoolExecutor(1) as pool:
@@ -58,7 +58,7 @@ def receive_pieces(ends, whole: bytes, cuts: list[int], received: bytearray) -> 
             if pieces:
                 sender.sock.sendall(pieces.pop(0))
 
-    receiver.before_wait = send_one
+    receiver.on_idle = send_one
     with ThreadPoolExecutor(1) as pool:
         done = pool.submit(receiver.receive_into, memoryview(received))
         try:
@@ -84,9 +84,9 @@ def test_what_has_come_in_part_is_received_when_the_rest_comes(ends, size, cuts,
 @pytest.mark.parametrize(
     ("size", "text", "said"),
     [
-        (65_537, b"", "a message of a handshake has 65537 bytes, allowed: 65536"),
-        (2, b"[]", "no JSON object"),
-        (1, b"{", "no JSON"),
+        (65_537, b"", "a handshake message has 65537 bytes, allowed: 65536"),
+        (2, b"[]", "not a JSON object"),
+        (1, b"{", "not JSON"),
     ],
 )
 def test_what_is_no_message_of_a_handshake(ends, size, text, said):
@@ -107,7 +107,7 @@ def test_a_thread_that_receives_is_not_woken_for_every_packet(ends):
         nonlocal pulls
         pulls += 1
 
-    receiver.before_wait = pull
+    receiver.on_idle = pull
     receiver.sock.settimeout(HANG_S)  # as a line's: without one every packet wakes it
     data, received = content(FRAME), bytearray(FRAME)
     whole = sealed(sender, data)

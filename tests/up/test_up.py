@@ -27,10 +27,10 @@ from pipecomp.distributed import up_launcher
 from pipecomp.distributed.consistency import AllRanks
 from pipecomp.distributed.placement import free_port
 from pipecomp.errors import ConfigError, KeysError, LinkTimeoutError
-from pipecomp.tls.certificates import identify, new_key
-from pipecomp.tls.enrollment import authority_print
-from pipecomp.tls.key_folder import MACHINE, KeyFolder, issue, listed, new
-from pipecomp.tls.listener import EVERYWHERE, Address
+from pipecomp.tls.certificates import generate_key, read_identity
+from pipecomp.tls.enrollment import authority_fingerprint
+from pipecomp.tls.key_folder import MACHINE, KeyFolder, create_keys, issue_certificate, list_machines
+from pipecomp.tls.listener import ALL_INTERFACES, Address
 from pipecomp.up import digest, named
 from tests.limits import HANG_S
 from tests.soak.signal_rounds import RECIPE, ROOT, make_work
@@ -63,18 +63,18 @@ def test_a_first_machine_with_ipv6_alone_is_found_there(monkeypatch: pytest.Monk
     for more in ([], ["--listen", "[::]:29400"]):
         assert CliRunner().invoke(app, ["up", *more, "--", __file__]).exit_code == 0
     assert [shown for shown, _ in asked] == ["[2001:db8::7]:29400"] * 2
-    assert asked[0][1].everywhere
-    assert asked[0][1].host == EVERYWHERE, "over IPv6, too"
+    assert asked[0][1].is_wildcard
+    assert asked[0][1].host == ALL_INTERFACES, "over IPv6, too"
     monkeypatch.setattr(up_launcher, "address_towards", {**ways, "192.0.2.1": "198.51.100.7"}.get)
     assert str(up_launcher.own_address(1)) == "198.51.100.7:1"
 
 
 def test_keys_that_do_not_fit(tmp_path: Path) -> None:
     keys = str(tmp_path / "keys")
-    new(keys, ranks="0-1")
+    create_keys(keys, ranks="0-1")
     with pytest.raises(KeysError, match=r"are for rank 0-1, which does not fit to 2 machines of 1 rank\(s\)"):
         up_launcher.start_ranks(run_of(), keys, None, up_launcher.Checks(), say=print)
-    new(tmp_path / "third", ranks="2")
+    create_keys(tmp_path / "third", ranks="2")
     with pytest.raises(KeysError, match="are for rank 2, which does not fit to 2 machines of 1"):
         up_launcher.start_ranks(run_of(), str(tmp_path / "third"), None, up_launcher.Checks(), say=print)
     (tmp_path / "keys" / "authority.key").unlink()
@@ -92,12 +92,12 @@ def test_a_machine_that_does_not_join(tmp_path: Path) -> None:
     words = shlex.split(said[-1])
     assert words[:3] == ["pipecomp", "up", "--at"]
     assert words[-4:] == ["--procs", "1", "--", __file__]
-    assert [line["machine"] for line in listed(tmp_path / "keys")] == ["first"]
+    assert [line["machine"] for line in list_machines(tmp_path / "keys")] == ["first"]
 
 
 def test_a_machine_that_has_joined_before_is_not_invited_and_the_way_out_is_said(tmp_path: Path) -> None:
     keys, said = str(tmp_path / "keys"), []
-    issue(new(keys), new_key().public_key(), "other", (1,))
+    issue_certificate(create_keys(keys), generate_key().public_key(), "other", (1,))
     listen = Address("127.0.0.1", free_port())
     up_launcher.invite_all(run_of(), keys, listen, [], minutes=0.002, say=said.append)
     (line,) = said
@@ -110,9 +110,9 @@ def test_a_machine_that_has_joined_before_is_not_invited_and_the_way_out_is_said
 
 def test_keys_of_another_run_are_not_taken_for_those_that_the_first_machine_gives(tmp_path: Path) -> None:
     keys, said = str(tmp_path / "keys"), []
-    ours, others = authority_print(new(keys)), authority_print(new(tmp_path / "others"))
+    ours, others = authority_fingerprint(create_keys(keys)), authority_fingerprint(create_keys(tmp_path / "others"))
     up_launcher.join_run(run_of(), keys, "127.0.0.1:1", ours, "", say=said.append)
-    assert said == [f"keys: this is first of run {identify(KeyFolder(keys).certificate(MACHINE)).run}, for rank 0"]
+    assert said == [f"keys: this is first of run {read_identity(KeyFolder(keys).certificate(MACHINE)).run}, for rank 0"]
     with pytest.raises(KeysError, match=r"keys has keys already, of first of run .* or name another one with --keys"):
         up_launcher.join_run(run_of(), keys, "127.0.0.1:1", others, "", say=said.append)
 
@@ -121,7 +121,7 @@ def test_keys_of_another_run_are_not_taken_for_those_that_the_first_machine_give
 def test_what_ranks_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listen: str | None) -> None:
     """Two cannot listen at one port; where none shall listen, that is said to each."""
     keys, told = str(tmp_path / "keys"), []
-    new(keys, ranks="2-3")
+    create_keys(keys, ranks="2-3")
     ended = SimpleNamespace(poll=lambda: 0, returncode=0)
     monkeypatch.setattr(subprocess, "Popen", lambda words, env, **_: told.append(env) or ended)
     assert up_launcher.start_ranks(run_of(procs=2), keys, listen, up_launcher.Checks(), say=print) == 0
