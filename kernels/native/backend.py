@@ -17,18 +17,12 @@ from torch import Tensor
 
 from pipecomp.errors import KernelError
 from pipecomp.kernels.native.library import (
+    BLOCKS,
     DTYPES,
     DequantizeArgs,
-    ExponentialArgs,
     FeedbackArgs,
-    FeedbackReduceArgs,
     Library,
-    LinearArgs,
-    LinearDecodeArgs,
-    LinearReduceArgs,
     QuantizeArgs,
-    ReduceArgs,
-    SketchArgs,
     struct_of,
 )
 from pipecomp.kernels.reference import gradients, layout, rows
@@ -43,10 +37,13 @@ _QUANTIZE, _DEQUANTIZE = struct_of(QuantizeArgs), struct_of(DequantizeArgs)
 class NativeBackend(Library):
     """The native kernels, each a method with the name and signature of its reference function."""
 
-    def _call(self, name: str, args: ctypes.Structure) -> int:
-        """Call a function that takes one argument block."""
+    def _call(self, name: str, **fields: object) -> int:
+        """Call a function with the fields of its argument block. Tensors and arrays become addresses."""
+        return self._call_block(name, BLOCKS[name](**{key: _value(value) for key, value in fields.items()}))
+
+    def _call_block(self, name: str, block: ctypes.Structure) -> int:
         function = getattr(self.library, f"pipecomp_{name}")
-        return function(ctypes.byref(args), self.isa_index, self.threads)
+        return function(ctypes.byref(block), self.isa_index, self.threads)
 
     def quantize(self, x: Tensor, options: QuantizerOptions, name: str = "x") -> tuple[Tensor, Tensor]:
         return self._quantize(x, None, options, name)
@@ -65,24 +62,24 @@ class NativeBackend(Library):
         x, x_stride = layout.with_row_stride(x)
         codes = torch.empty((*shape[:-1], layout.row_bytes(H, options.bits, options.group_size)), dtype=torch.uint8)
         scales = torch.empty(layout.scale_shape(shape, options.group_size), dtype=torch.float32)
-        args = QuantizeArgs(
-            x=x.data_ptr(),
-            m=_pointer(m),
-            codes=codes.data_ptr(),
-            scales=scales.data_ptr(),
-            x_stride=x_stride,
-            m_stride=H if m is None else layout.row_stride(m) or H,
-            rows=math.prod(shape[:-1]),
-            H=H,
-            group=layout.group_length(H, options.group_size),
-            seed=options.seed & MASK64,
-            dtype=DTYPES[x.dtype],
-            bits=options.bits,
-            rms=options.scale == "rms",
-            stochastic=options.rounding == "stochastic",
-        )
         if x.numel():
-            bad = self._call("quantize", args)
+            bad = self._call(
+                "quantize",
+                x=x,
+                m=m,
+                codes=codes,
+                scales=scales,
+                x_stride=x_stride,
+                m_stride=H if m is None else layout.row_stride(m) or H,
+                rows=math.prod(shape[:-1]),
+                H=H,
+                group=layout.group_length(H, options.group_size),
+                seed=options.seed & MASK64,
+                dtype=DTYPES[x.dtype],
+                bits=options.bits,
+                rms=options.scale == "rms",
+                stochastic=options.rounding == "stochastic",
+            )
             if bad >= 0:
                 raise rows.non_finite(name, bad)
         return codes, scales
@@ -101,20 +98,20 @@ class NativeBackend(Library):
         codes, scale = codes.contiguous(), scale.contiguous()
         target = torch.empty(shape, dtype=torch.float32) if out is None else out
         out, stride = layout.with_row_stride(target)
-        args = DequantizeArgs(
-            codes=codes.data_ptr(),
-            scales=scale.data_ptr(),
-            out=out.data_ptr(),
-            out_stride=stride,
-            rows=math.prod(shape[:-1]),
-            H=shape[-1],
-            group=layout.group_length(shape[-1], group_size),
-            bits=bits,
-            stochastic=rounding == "stochastic",
-            add=add,
-        )
         if out.numel():
-            self._call("dequantize", args)
+            self._call(
+                "dequantize",
+                codes=codes,
+                scales=scale,
+                out=out,
+                out_stride=stride,
+                rows=math.prod(shape[:-1]),
+                H=shape[-1],
+                group=layout.group_length(shape[-1], group_size),
+                bits=bits,
+                stochastic=rounding == "stochastic",
+                add=add,
+            )
         return target if out is target else target.copy_(out)
 
     def pack_bits(self, values: Tensor, bits: int) -> Tensor:
@@ -142,20 +139,10 @@ class NativeBackend(Library):
         values = torch.empty((*x.shape[:-1], K), dtype=torch.float32)
         index = torch.empty((*x.shape[:-1], K), dtype=torch.int32)
         kept, kept_last = rows.kept(group, fraction), rows.kept(H % group or group, fraction)
-        if values.numel() and self.library.pipecomp_select(
-            values.data_ptr(),
-            index.data_ptr(),
-            x.data_ptr(),
-            DTYPES[x.dtype],
-            stride,
-            math.prod(x.shape[:-1]),
-            H,
-            group,
-            kept,
-            kept_last,
-            self.isa_index,
-            self.threads,
-        ):
+        pointers = (values.data_ptr(), index.data_ptr(), x.data_ptr())
+        sizes = (DTYPES[x.dtype], stride, math.prod(x.shape[:-1]), H, group, kept, kept_last)
+        call = self.library.pipecomp_select
+        if values.numel() and call(*pointers, *sizes, self.isa_index, self.threads):
             raise KernelError(f"native kernels: no memory to order {group} values")
         return values, index
 
@@ -194,7 +181,7 @@ class NativeBackend(Library):
         # Only max scales and nearest rounding; the kernel returns 0 for others.
         table, values = _quantize_table(items)
         call = self.library.pipecomp_fewest_bits
-        out = _pointer(payload)
+        out = None if payload is None else payload.data_ptr()
         return call(table, len(items), values, error * error, low, high, out, self.isa_index, self.threads)
 
     def feedback_quantize_(
@@ -202,7 +189,7 @@ class NativeBackend(Library):
     ) -> tuple[Tensor, Tensor]:
         x_d = x_d.contiguous()
         args, codes, scales = _feedback_args(x_d, e_d, bits, group_size, mean)
-        self._call("feedback_quantize", args)
+        self._call_block("feedback_quantize", args)
         return codes, scales
 
     def feedback_reduce_(
@@ -212,14 +199,9 @@ class NativeBackend(Library):
         pointers = [(c_void_p * len(codes))(*(t.data_ptr() for t in row)) for row in (codes, scales)]
         to, out_codes, out_scales = _feedback_args(e_d, e_d, bits, group_size, mean)
         scratch = torch.empty(self.threads, to.group, dtype=torch.float32)
-        args = FeedbackReduceArgs(
-            to=to,
-            scratch=scratch.data_ptr(),
-            in_codes=ctypes.addressof(pointers[0]),
-            in_scales=ctypes.addressof(pointers[1]),
-            parts=len(codes),
+        self._call(
+            "feedback_reduce", to=to, scratch=scratch, in_codes=pointers[0], in_scales=pointers[1], parts=len(codes)
         )
-        self._call("feedback_reduce", args)
         return out_codes, out_scales
 
     def linear_encode(
@@ -234,11 +216,12 @@ class NativeBackend(Library):
     ) -> Tensor:
         table = (c_float * len(levels))(*levels)
         codes = torch.empty((g_d.numel() * bits + 7) // 8, dtype=torch.uint8)
-        args = LinearArgs(
-            g=g_d.data_ptr(),
-            index=_pointer(index_d),
-            levels=ctypes.addressof(table),
-            codes=codes.data_ptr(),
+        self._call(
+            "linear_encode",
+            g=g_d,
+            index=index_d,
+            levels=table,
+            codes=codes,
             d=g_d.numel(),
             seed=seed & MASK64,
             start=start,
@@ -248,17 +231,13 @@ class NativeBackend(Library):
             bits=bits,
             count=len(levels),
         )
-        self._call("linear_encode", args)
         return codes
 
     def linear_reduce(self, parts: list[Tensor], d: int, bits: int, sum_bits: int) -> Tensor:
         parts = [part.contiguous() for part in parts]
         pointers = (c_void_p * len(parts))(*(part.data_ptr() for part in parts))
         out = torch.empty((d * sum_bits + 7) // 8, dtype=torch.uint8)
-        args = LinearReduceArgs(
-            codes=ctypes.addressof(pointers), out=out.data_ptr(), d=d, parts=len(parts), bits=bits, sum_bits=sum_bits
-        )
-        self._call("linear_reduce", args)
+        self._call("linear_reduce", codes=pointers, out=out, d=d, parts=len(parts), bits=bits, sum_bits=sum_bits)
         return out
 
     def linear_decode(
@@ -274,35 +253,34 @@ class NativeBackend(Library):
     ) -> Tensor:
         codes = codes.contiguous()
         factors = (c_float * len(levels))(*gradients.linear_factors(norm, levels, workers))
-        args = LinearDecodeArgs(
-            codes=codes.data_ptr(),
-            index=_pointer(index_d),
-            factors=ctypes.addressof(factors),
-            out=out_d.data_ptr(),
+        self._call(
+            "linear_decode",
+            codes=codes,
+            index=index_d,
+            factors=factors,
+            out=out_d,
             d=out_d.numel(),
             bits=bits,
             offset=workers * min(levels),
             add=add,
             count=len(levels),
         )
-        self._call("linear_decode", args)
         return out_d
 
     def scale_index(self, g_d: Tensor, norm: float, levels: tuple[int, ...]) -> Tensor:
         d, count = g_d.numel(), len(levels)
         table = (c_float * count)(*levels)
         out = torch.empty(d, dtype=torch.uint8)
-        dtype = DTYPES[g_d.dtype]
-        self.library.pipecomp_scale_index(
-            out.data_ptr(), g_d.data_ptr(), dtype, d, norm, table, count, self.isa_index, self.threads
-        )
+        call, values = self.library.pipecomp_scale_index, (g_d.data_ptr(), DTYPES[g_d.dtype], d)
+        call(out.data_ptr(), *values, norm, table, count, self.isa_index, self.threads)
         return out
 
     def exponential_encode(self, g_d: Tensor, norm: float, bits: int, depth: int, seed: int, start: int) -> Tensor:
         codes = torch.empty((g_d.numel() * bits + 7) // 8, dtype=torch.uint8)
-        args = ExponentialArgs(
-            g=g_d.data_ptr(),
-            codes=codes.data_ptr(),
+        self._call(
+            "exponential_encode",
+            g=g_d,
+            codes=codes,
             d=g_d.numel(),
             seed=seed & MASK64,
             start=start,
@@ -311,44 +289,41 @@ class NativeBackend(Library):
             bits=bits,
             depth=depth,
         )
-        self._call("exponential_encode", args)
         return codes
 
     def exponential_decode(
         self, codes: Tensor, norm: float, bits: int, depth: int, divisor: int, out_d: Tensor, add: bool
     ) -> Tensor:
         codes = codes.contiguous()
-        args = ExponentialArgs(
-            codes=codes.data_ptr(),
-            out=out_d.data_ptr(),
+        self._call(
+            "exponential_decode",
+            codes=codes,
+            out=out_d,
             d=out_d.numel(),
             norm=gradients.exponential_factor(norm, divisor),
             bits=bits,
             depth=depth,
             add=add,
         )
-        self._call("exponential_decode", args)
         return out_d
 
     def exponential_reduce_(self, a: Tensor, b: Tensor, d: int, bits: int, seed: int) -> Tensor:
         target, b = a.contiguous(), b.contiguous()
-        args = ReduceArgs(
-            a=target.data_ptr(),
-            b=b.data_ptr(),
+        self._call(
+            "exponential_reduce",
+            a=target,
+            b=b,
             d=d,
             seed=seed & MASK64,
             extension_seed=gradients.extension(seed),
             bits=bits,
         )
-        self._call("exponential_reduce", args)
         return a if target is a else a.copy_(target)
 
     def kmeans_assign(self, x_d: Tensor, bounds: Tensor) -> Tensor:
-        d, count, dtype = x_d.numel(), bounds.numel(), DTYPES[x_d.dtype]
-        out = torch.empty(d, dtype=torch.uint8)
-        self.library.pipecomp_kmeans_assign(
-            out.data_ptr(), x_d.data_ptr(), dtype, d, bounds.data_ptr(), count, self.isa_index, self.threads
-        )
+        out = torch.empty(x_d.numel(), dtype=torch.uint8)
+        call, values = self.library.pipecomp_kmeans_assign, (x_d.data_ptr(), DTYPES[x_d.dtype], x_d.numel())
+        call(out.data_ptr(), *values, bounds.data_ptr(), bounds.numel(), self.isa_index, self.threads)
         return out
 
     def sketch_encode(
@@ -363,26 +338,14 @@ class NativeBackend(Library):
         return codes, means
 
     def sketch_decode(
-        self,
-        codes: Tensor,
-        means: Tensor,
-        sketch: Sketch,
-        out_d: Tensor,
-        add: bool,
-        divisor: int,
+        self, codes: Tensor, means: Tensor, sketch: Sketch, out_d: Tensor, add: bool, divisor: int
     ) -> Tensor:
         tensors = {"codes": codes.contiguous(), "means": means.contiguous(), "out": out_d}
         self._sketch("decode", sketch, tensors, add=add, divisor=divisor)
         return out_d
 
     def _sketch(
-        self,
-        call: str,
-        sketch: Sketch,
-        tensors: dict[str, Tensor],
-        *,
-        add: bool = False,
-        divisor: int = 1,
+        self, call: str, sketch: Sketch, tensors: dict[str, Tensor], *, add: bool = False, divisor: int = 1
     ) -> None:
         counts = sketch.counts
         tables = {
@@ -390,8 +353,10 @@ class NativeBackend(Library):
             "first": gradients.first_slots(counts).int(),
             "last": (counts - 1).clamp(min=0).int(),
         }
-        args = SketchArgs(
-            **{name: tensor.data_ptr() for name, tensor in {**tensors, **tables}.items()},
+        self._call(
+            f"sketch_{call}",
+            **tensors,
+            **tables,
             d=tensors["out"].numel(),
             slots=tensors["means"].numel(),
             seed=sketch.seed & MASK64,
@@ -401,7 +366,6 @@ class NativeBackend(Library):
             add=add,
             rounds=int(counts.max()) >= 1 << 24,
         )
-        self._call(f"sketch_{call}", args)
 
     def crc32(self, data: memoryview, value: int) -> int:
         """Compute zlib's CRC-32 of contiguous bytes, continuing from `value`."""
@@ -412,8 +376,10 @@ class NativeBackend(Library):
         return self.library.pipecomp_crc32(value & 0xFFFFFFFF, address, data.nbytes)
 
 
-def _pointer(x: Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()
+def _value(field: object) -> object:
+    if isinstance(field, Tensor):
+        return field.data_ptr()
+    return ctypes.addressof(field) if isinstance(field, Array) else field
 
 
 def _quantize_table(items: Sequence[EncodeItem], at: int = 0) -> tuple[Array[QuantizeArgs], int]:

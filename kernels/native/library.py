@@ -40,9 +40,7 @@ class DequantizeArgs(ctypes.Structure):
     """`DequantizeArgs` of shared.h."""
 
     _fields_ = _fields(
-        (c_void_p, "codes scales out"),
-        (c_int64, "out_stride rows H group"),
-        (c_int32, "dtype bits stochastic add"),
+        (c_void_p, "codes scales out"), (c_int64, "out_stride rows H group"), (c_int32, "dtype bits stochastic add")
     )
 
 
@@ -67,11 +65,7 @@ class LinearReduceArgs(ctypes.Structure):
 class LinearDecodeArgs(ctypes.Structure):
     """`LinearDecodeArgs` of shared.h."""
 
-    _fields_ = _fields(
-        (c_void_p, "codes index factors out"),
-        (c_int64, "d"),
-        (c_int32, "bits offset add count"),
-    )
+    _fields_ = _fields((c_void_p, "codes index factors out"), (c_int64, "d"), (c_int32, "bits offset add count"))
 
 
 class ExponentialArgs(ctypes.Structure):
@@ -122,27 +116,23 @@ def struct_of(block: type[ctypes.Structure]) -> struct.Struct:
     return struct.Struct("".join(codes[kind] for _, kind, *_ in block._fields_) + "0q")
 
 
-# Result and arguments of each function pipecomp_NAME. Those of one argument block: the block, instruction set, threads.
-PROTOTYPES: dict[str, tuple[type | None, list[type]]] = {
+BLOCKS: dict[str, type[ctypes.Structure]] = {  # by function: those that take one argument block
+    **{"quantize": QuantizeArgs, "dequantize": DequantizeArgs},
+    **{"linear_encode": LinearArgs, "linear_reduce": LinearReduceArgs, "linear_decode": LinearDecodeArgs},
+    **{"exponential_encode": ExponentialArgs, "exponential_decode": ExponentialArgs, "exponential_reduce": ReduceArgs},
+    **{"feedback_quantize": FeedbackArgs, "feedback_reduce": FeedbackReduceArgs},
+    **{"sketch_encode": SketchArgs, "sketch_decode": SketchArgs},
+}
+PROTOTYPES: dict[str, tuple[type | None, list[type]]] = {  # by function: its result and arguments
+    **{name: (None, [c_void_p, c_int32, c_int32]) for name in BLOCKS},  # block, instruction set, threads
+    "quantize": (c_int64, [c_void_p, c_int32, c_int32]),
     "abi": (c_int32, []),
     "best_isa": (c_int32, []),
     "crc32": (c_uint32, [c_uint32, c_void_p, c_int64]),
-    "quantize": (c_int64, [c_void_p, c_int32, c_int32]),
-    **dict.fromkeys(
-        (
-            *("dequantize", "linear_encode", "linear_reduce", "linear_decode"),
-            *("exponential_encode", "exponential_decode", "exponential_reduce"),
-            *("feedback_quantize", "feedback_reduce", "sketch_encode", "sketch_decode"),
-        ),
-        (None, [c_void_p, c_int32, c_int32]),
-    ),
     "encode_batch": (c_int64, [c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int32, c_int32]),
     "decode_batch": (None, [c_void_p, c_int64, c_int64, c_int32, c_int32]),
     "distortion": (None, [c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int32, c_int32]),
-    "fewest_bits": (
-        c_int32,
-        [c_void_p, c_int64, c_int64, c_double, c_int32, c_int32, c_void_p, c_int32, c_int32],
-    ),
+    "fewest_bits": (c_int32, [c_void_p, c_int64, c_int64, c_double, c_int32, c_int32, c_void_p, c_int32, c_int32]),
     "scale_index": (None, [c_void_p, c_void_p, c_int32, c_int64, c_float, c_void_p, c_int32, c_int32, c_int32]),
     "kmeans_assign": (None, [c_void_p, c_void_p, c_int32, c_int64, c_void_p, c_int32, c_int32, c_int32]),
     "pack": (None, [c_void_p, c_void_p, c_int32, c_int64, c_int64, c_int32, c_int32]),

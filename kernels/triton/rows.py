@@ -156,18 +156,7 @@ def locate_group(unit, H, GROUP, GROUPS, GROUP_BYTES, ROW_BYTES, BITS: tl.conste
 
 
 @triton.jit
-def measure_kernel(
-    x,
-    m,
-    most,
-    x_stride,
-    m_stride,
-    H,
-    GROUP,
-    GROUPS,
-    DELTA: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def measure_kernel(x, m, most, x_stride, m_stride, H, GROUP, GROUPS, DELTA: tl.constexpr, BLOCK: tl.constexpr):
     """Set most[group] (int32, initially zero) to the largest |value| as a bit pattern."""
     unit, chunk = unit_and_chunk(GROUP, BLOCK)
     row, column, n, _, _ = locate_group(unit, H, GROUP, GROUPS, 0, 0, 1)
@@ -178,19 +167,7 @@ def measure_kernel(
 
 
 @triton.jit
-def squares_kernel(
-    x,
-    m,
-    largest,
-    sums,
-    x_stride,
-    m_stride,
-    H,
-    GROUP,
-    GROUPS,
-    DELTA: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def squares_kernel(x, m, largest, sums, x_stride, m_stride, H, GROUP, GROUPS, DELTA: tl.constexpr, BLOCK: tl.constexpr):
     """Set sums[group] (int64, initially zero) to the sum of (value / largest)**2 in units of 2**-30."""
     unit, chunk = unit_and_chunk(GROUP, BLOCK)
     row, column, n, _, _ = locate_group(unit, H, GROUP, GROUPS, 0, 0, 1)
