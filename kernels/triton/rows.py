@@ -420,8 +420,8 @@ def launch_quantize(x: Tensor, m: Tensor | None, options: QuantizerOptions) -> t
         bad_rows = ~(found <= layout.SCALE_MAX).reshape(s.rows, s.groups).all(-1)
         row = torch.arange(s.rows, device=x.device)
         bad.copy_(torch.where(bad_rows, row, ALL_FINITE).min().reshape(1))
-    octets = triton.next_power_of_2(-(-s.group // 8)) if fused else OCT  # of one program
-    quantize_kernel[s.grid(8 * octets)](
+    octet_rows = triton.next_power_of_2(-(-s.group // 8)) if fused else OCT  # of one program
+    quantize_kernel[s.grid(8 * octet_rows)](
         x,
         base,
         codes,
@@ -435,8 +435,8 @@ def launch_quantize(x: Tensor, m: Tensor | None, options: QuantizerOptions) -> t
         DELTA=m is not None,
         MEASURE=fused,
         STOCHASTIC=options.rounding == "stochastic",
-        OCT=octets,
-        num_warps=warps(8 * octets),
+        OCT=octet_rows,
+        num_warps=warps(8 * octet_rows),
         enable_fp_fusion=False,
     )
     return codes, scales, bad

@@ -52,38 +52,38 @@ def test_quantizer(rows, H, group, dtype, mode):
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize(("H", "group"), [(768, None), (1600, None), (252, 64), (33, 5), (4096, 128)])
-def test_the_gpu_finds_the_fewest_bits_alone(H, group, rounding):
-    """And encodes with them; nothing of it waits."""
+def test_the_gpu_chooses_the_fewest_bits_without_waiting(H, group, rounding):
+    """And encodes with them."""
     g = torch.Generator().manual_seed(H)
     for error, low, high in ((0.05, 2, 3), (0.05, 2, 8), (0.3, 1, 5)):
         x = [torch.randn(n, H, generator=g).bfloat16() for n in (40, 1, 300)]
         m = [each.float() + 0.2 * torch.randn(each.shape, generator=g) for each in x]
         for delta in (False, True):
-            visits = [
+            items = [
                 ops.EncodeItem(a, b.clone(), QuantizerOptions(high, group, rounding=rounding, seed=i), delta)
                 for i, (a, b) in enumerate(zip(x, m, strict=True))
             ]
-            on_gpu = [v._replace(x=v.x.cuda(), m=v.m.cuda()) for v in visits]
-            size = sum(ops.payload_bytes(*v.x.shape, v.options, v.x.dtype) for v in visits)
+            on_gpu = [v._replace(x=v.x.cuda(), m=v.m.cuda()) for v in items]
+            size = sum(ops.payload_bytes(*v.x.shape, v.options, v.x.dtype) for v in items)
             payload, wanted = torch.zeros(size, dtype=torch.uint8, device="cuda"), torch.zeros(size, dtype=torch.uint8)
             ops.encode_fewest(on_gpu, payload, error, low, high)  # compiles
             for v, b in zip(on_gpu, m, strict=True):
                 v.m.copy_(b)
             torch.cuda.set_sync_debug_mode("error")
             try:
-                bits, verdict = ops.encode_fewest(on_gpu, payload, error, low, high)
+                bits, flag = ops.encode_fewest(on_gpu, payload, error, low, high)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-            verdict.check()
-            chosen, on_cpu = ops.encode_fewest(visits, wanted, error, low, high, backend="torch")
+            flag.check()
+            chosen, on_cpu = ops.encode_fewest(items, wanted, error, low, high, backend="torch")
             on_cpu.check()
             assert int(bits) == int(chosen)
-            its = sum(ops.payload_bytes(*v.x.shape, v.options._replace(bits=int(bits)), v.x.dtype) for v in visits)
+            its = sum(ops.payload_bytes(*v.x.shape, v.options._replace(bits=int(bits)), v.x.dtype) for v in items)
             assert same(payload[:its], wanted[:its])
-            assert all(same(v.m, w.m) for v, w in zip(on_gpu, visits, strict=True))
+            assert all(same(v.m, w.m) for v, w in zip(on_gpu, items, strict=True))
 
 
-def test_not_finite_leaves_m_alone():
+def test_non_finite_values_leave_m_unchanged():
     a, m = torch.randn(300, 500, device="cuda"), torch.randn(300, 500, device="cuda")
     a[271, 3] = float("nan")
     before = m.clone()
@@ -92,7 +92,7 @@ def test_not_finite_leaves_m_alone():
     assert torch.equal(m, before)
 
 
-def test_places_beyond_31_bits():
+def test_positions_beyond_31_bits():
     width, tail = 4096, 4
     rows = (1 << 31) // width + tail
     if torch.cuda.mem_get_info()[0] < 20 << 30:
@@ -145,7 +145,7 @@ def test_gradient_codes(d):
 
 @pytest.mark.parametrize("scale", ["max", "mean"])
 def test_means_of_three_workers(scale):
-    """Three have a reciprocal that is rounded: a GPU must divide by them, not multiply."""
+    """The reciprocal of three is rounded: a GPU must divide, not multiply."""
     torch.manual_seed(3)
     x, e, how = torch.randn(70_001), torch.randn(70_001), {"group_size": 1000, "scale": scale}
     e_want, e_got = e.clone(), e.cuda()

@@ -1,4 +1,4 @@
-"""Links over a GPU: what is computed, sent and stored is what the host does, and nothing waits for the device."""
+"""Links on a GPU: the same results, packets and stores as on the host, and nothing waits for the device."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def staging():
 
 
 def hold_up(stream: torch.cuda.Stream, times: int = 1) -> None:
-    """Keep a stream from what it gets next, some hundredths of a second for each time."""
+    """Delay a stream by some hundredths of a second for each time."""
     with torch.cuda.stream(stream):
         for _ in range(times):
             torch.cuda._sleep(50_000_000)
@@ -42,7 +42,7 @@ def hold_up(stream: torch.cuda.Stream, times: int = 1) -> None:
 @pytest.mark.parametrize("late", ["copies", "computing"])
 @pytest.mark.parametrize("pinned_bytes", [1 << 26, 1], ids=["pinned", "pageable"])
 def test_copies_and_computing_wait_for_each_other(pinned_bytes, late):
-    """And memory is used for something else when both are done with it, not before."""
+    """Memory is reused once both are done with it, not before."""
     from pipecomp.kernels.staging import CudaStaging
 
     staging, size = CudaStaging(torch.device("cuda", 0), pinned_bytes), 1 << 20
@@ -74,8 +74,8 @@ def test_a_gpu_computes_sends_and_stores_what_the_host_does(tmp_path, staging, o
     assert on_gpu == but_for_norms(on_host)
 
 
-def test_a_link_works_where_torch_alone_runs(tmp_path, staging):
-    """As where there is no compiler for Triton's first launch."""
+def test_a_link_with_the_torch_backend(tmp_path, staging):
+    """Without a compiler for Triton's first launch."""
     dispatch.prefer("torch", "cuda")
     try:
         on_gpu = train(tmp_path / "gpu", staging, forward_bits=3)
@@ -87,7 +87,7 @@ def test_a_link_works_where_torch_alone_runs(tmp_path, staging):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("width", "group_size"), [(97, 40), (1600, None)])
 def test_samples_lie_at_any_address(width, group_size, dtype):
-    """A GPU refuses to load or store four bytes at an odd one, or sixteen that do not begin at a multiple of them."""
+    """A GPU cannot load or store four bytes at an odd address, or sixteen at one that is no multiple of 16."""
     assert_alike(width, ops.QuantizerOptions(3, group_size), dtype, ("cpu", "cuda"))
 
 
@@ -130,7 +130,7 @@ def test_sending_does_not_wait_for_the_gpu(tmp_path, staging):
 
 @pytest.mark.parametrize("backend", ["memory", "lmdb"])
 @pytest.mark.parametrize("bits", [4, 16, 32])
-def test_what_another_stream_computes_is_stored_as_the_host_does(tmp_path, staging, backend, bits):
+def test_results_of_another_stream_are_stored_correctly(tmp_path, staging, backend, bits):
     """The store's thread waits for it."""
     on_host, on_gpu = (
         open_environment(backend, tmp_path / name, 0, bits=bits, staging=s)

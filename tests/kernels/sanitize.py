@@ -1,4 +1,4 @@
-"""Runs test_backends.py on native kernels built with the address and undefined-behaviour sanitizers.
+"""Run test_backends.py on native kernels built with the address and undefined-behaviour sanitizers.
 
     python tests/kernels/sanitize.py
 
@@ -19,7 +19,7 @@ FLAGS = ("-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=al
 
 
 def runtime(name: str) -> str:
-    """Where the compiler keeps a sanitizer's runtime, which must be loaded before Python's own libraries."""
+    """Path of a sanitizer's runtime, which must be loaded before Python's own libraries."""
     return subprocess.run(
         [find_compiler() or "c++", f"-print-file-name={name}"], capture_output=True, text=True, check=True
     ).stdout.strip()

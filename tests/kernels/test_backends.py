@@ -1,4 +1,4 @@
-"""Every backend, instruction set and number of threads gives the torch reference's bytes.
+"""Backends, instruction sets and numbers of threads against the bytes of the reference.
 
 Triton needs its interpreter switched on before it is first imported, so its cases run in a process of their own, which
 runs this same file with TRITON_INTERPRET=1. `python tests/kernels/sanitize.py` runs it on a build with sanitizers.
@@ -134,31 +134,31 @@ def _check_quantizer(backend, x: Tensor, m: Tensor, o: QuantizerOptions) -> None
 @st.composite
 def ragged_cases(draw: st.DrawFn) -> tuple[list[batches.EncodeItem], int]:
     x, m, o = draw(quantizer_cases())
-    visits = []
+    items = []
     for i in range(draw(st.integers(1, 4))):
         n = draw(st.integers(0, x.shape[0]))
         rows, held, delta = x[:n].contiguous(), m[:n].contiguous(), draw(st.booleans())
         options = draw(st.sampled_from([o._replace(seed=o.seed + i), o._replace(bits=8, seed=i), None]))
         if options is None:
-            visits.append(batches.EncodeItem(rows, held, None))
+            items.append(batches.EncodeItem(rows, held, None))
         else:
             keeps = delta or draw(st.booleans())
-            visits.append(batches.EncodeItem(rows, held if keeps else None, options, delta))
-    return visits, draw(st.integers(0, 5))
+            items.append(batches.EncodeItem(rows, held if keeps else None, options, delta))
+    return items, draw(st.integers(0, 5))
 
 
 @anywhere
 @given(case=ragged_cases(), bad=st.sampled_from([None, math.nan, math.inf, 2.0**101]))
 def test_samples_of_different_lengths(backend, case, bad):
-    visits, shift = case
-    if bad is not None and visits[-1].x.numel():
-        x = visits[-1].x.clone()
+    items, shift = case
+    if bad is not None and items[-1].x.numel():
+        x = items[-1].x.clone()
         x[-1, -1] = bad
-        visits[-1] = visits[-1]._replace(x=x)
-    size = sum(batches.payload_bytes(*v.x.shape, v.options, v.x.dtype) for v in visits)
+        items[-1] = items[-1]._replace(x=x)
+    size = sum(batches.payload_bytes(*v.x.shape, v.options, v.x.dtype) for v in items)
     results = []
     for encode in (batches.encode_batch, backend.encode_batch):
-        again = [v._replace(m=None if v.m is None else v.m.clone()) for v in visits]
+        again = [v._replace(m=None if v.m is None else v.m.clone()) for v in items]
         packet = torch.full((shift + size + 4,), 7, dtype=torch.uint8)
         flag = encode(again, packet[shift : shift + size], packet)
         results.append((packet, again, flag))
@@ -169,7 +169,7 @@ def test_samples_of_different_lengths(backend, case, bad):
     assert same(found, packet)
     assert zlib.crc32(packet[:-4].numpy()).to_bytes(4, "little") == packet[-4:].numpy().tobytes()
     start = shift
-    for v, w, g in zip(visits, wanted, got, strict=True):  # as sample by sample
+    for v, w, g in zip(items, wanted, got, strict=True):  # as sample by sample
         part = packet[start : start + batches.payload_bytes(*v.x.shape, v.options, v.x.dtype)]
         start += part.numel()
         if v.options is None:
@@ -183,7 +183,7 @@ def test_samples_of_different_lengths(backend, case, bad):
     for decode in (batches.decode_batch, backend.decode_batch):
         arriving = [
             batches.DecodeItem(torch.zeros(v.x.shape) if v.m is None else v.m.clone(), v.options, v.delta, v.x.dtype)
-            for v in visits
+            for v in items
         ]
         decode(packet[shift : shift + size], arriving)
         assert all(w.m is None or same(a.m, w.m) for a, w in zip(arriving, wanted, strict=True))
@@ -196,24 +196,24 @@ def test_samples_of_different_lengths(backend, case, bad):
     bad=st.sampled_from([None, math.nan, 2.0**101]),
 )
 def test_distortion(backend, case, bits, bad):
-    visits = [v if v.m is not None else v._replace(delta=False) for v in case[0] if v.options is not None]
-    if bad is not None and visits and visits[-1].x.numel():
-        x = visits[-1].x.clone()
+    items = [v if v.m is not None else v._replace(delta=False) for v in case[0] if v.options is not None]
+    if bad is not None and items and items[-1].x.numel():
+        x = items[-1].x.clone()
         x[0, -1] = bad
-        visits[-1] = visits[-1]._replace(x=x)
-    if visits:
+        items[-1] = items[-1]._replace(x=x)
+    if items:
         measure = getattr(backend, "distortion", batches.distortion)  # the reference runs in place of a missing one
-        want, got = batches.distortion(visits, bits), measure(visits, bits)
+        want, got = batches.distortion(items, bits), measure(items, bits)
         assert torch.equal(got.isnan(), want.isnan())  # of which there is more than one
         assert same(got.nan_to_num(1.0), want.nan_to_num(1.0))
 
 
 @st.composite
 def fitted_cases(draw):
-    """Samples as `fit` takes them, an error that is often just that of some bits, and limits."""
+    """Samples for `fit`, an error limit, often close to the error of some number of bits, and limits of bits."""
     H, rows, seed = draw(st.sampled_from(WIDTHS)), draw(st.integers(1, 4 if INTERPRETED else 40)), draw(seeds)
     group, dtype = draw(st.sampled_from([None, 24])), draw(st.sampled_from(DTYPES))
-    visits = []
+    items = []
     for i in range(draw(st.integers(1, 3))):
         g = torch.Generator().manual_seed((seed + i) % 2**63)
         x, kind = torch.randn(rows, H, generator=g), draw(st.sampled_from(["plain", "halves", "outlier", "mixed"]))
@@ -225,45 +225,45 @@ def fitted_cases(draw):
         if kind == "mixed":
             x = values(seed + i, (rows, H))
         m = x + 0.3 * torch.randn(rows, H, generator=g) if draw(st.booleans()) else None
-        visits.append(batches.EncodeItem(x.to(dtype), m, QuantizerOptions(8, group), m is not None))
+        items.append(batches.EncodeItem(x.to(dtype), m, QuantizerOptions(8, group), m is not None))
     bits, (low, high) = draw(st.integers(1, 8)), sorted(draw(st.permutations(range(1, 9)))[:2])
-    norm, left = batches.halved_sum(batches.distortion(visits, [bits])).tolist()
+    norm, left = batches.halved_sum(batches.distortion(items, [bits])).tolist()
     error = draw(st.floats(0.01, 0.6))
     if 0 < left < norm < math.inf and draw(st.booleans()):
         error = min((left / norm) ** 0.5 * (1 + draw(st.sampled_from([0.0, 1e-7, -1e-7, 1e-3, -1e-3, 0.02]))), 0.99)
-    return visits, error, low, high
+    return items, error, low, high
 
 
 @anywhere
 @given(case=fitted_cases(), shift=st.integers(0, 3))
 def test_fewest_bits(backend, case, shift):
-    """What is found at once is what measuring finds, and its codes are the quantizer's."""
-    visits, error, low, high = case
-    wanted = ops.fewest_bits(visits, error, low, high, backend="torch")
-    assert backend.fit(visits, error, low, high, None) in (0, wanted)
-    visits = [v if v.delta else v._replace(m=torch.full(v.x.shape, 7.0)) for v in visits]
-    before = [v.m.clone() for v in visits]
-    payload = torch.full((shift + sum(_part_bytes(v) for v in visits) + 64,), 7, dtype=torch.uint8)
-    bits = backend.fit(visits, error, low, high, payload[shift:-64])
+    """One pass finds the same bits as measuring, and encodes with them."""
+    items, error, low, high = case
+    wanted = ops.fewest_bits(items, error, low, high, backend="torch")
+    assert backend.fit(items, error, low, high, None) in (0, wanted)
+    items = [v if v.delta else v._replace(m=torch.full(v.x.shape, 7.0)) for v in items]
+    before = [v.m.clone() for v in items]
+    payload = torch.full((shift + sum(_part_bytes(v) for v in items) + 64,), 7, dtype=torch.uint8)
+    bits = backend.fit(items, error, low, high, payload[shift:-64])
     assert bool((torch.cat([payload[:shift], payload[-64:]]) == 7).all())
     if not bits:
-        assert all(same(v.m, m) for v, m in zip(visits, before, strict=True))
+        assert all(same(v.m, m) for v, m in zip(items, before, strict=True))
         return
     assert bits == wanted
-    alike = [v._replace(m=m, options=v.options._replace(bits=bits)) for v, m in zip(visits, before, strict=True)]
+    alike = [v._replace(m=m, options=v.options._replace(bits=bits)) for v, m in zip(items, before, strict=True)]
     parts = torch.empty(sum(_part_bytes(v) for v in alike), dtype=torch.uint8)
     assert int(batches.encode_batch(alike, parts, None)) == batches.ALL_FINITE
     assert same(payload[shift : shift + parts.numel()], parts)
-    assert all(same(v.m, w.m) for v, w in zip(visits, alike, strict=True))
+    assert all(same(v.m, w.m) for v, w in zip(items, alike, strict=True))
 
 
-def _part_bytes(visit):
-    return batches.payload_bytes(*visit.x.shape, visit.options, visit.x.dtype)
+def _part_bytes(item):
+    return batches.payload_bytes(*item.x.shape, item.options, item.x.dtype)
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("bits", range(1, 9))
-def test_every_code_decodes_as_the_table_says(backend, bits, rounding):
+def test_every_code_decodes_to_its_table_value(backend, bits, rounding):
     codes = torch.arange(256, dtype=torch.int32) % (1 << bits)
     packed = reference.pack_bits(codes.repeat(3, 1), bits)
     scale = torch.tensor([1.0, 0.7, 2.0**-99])
@@ -389,30 +389,30 @@ def test_sketches(backend, bits, d, buckets, seed):
         assert same(out, want)
 
 
-def test_whether_all_could_be_encoded_is_told_beside_the_payload():
-    """From there, on a GPU, staging copies it to the host."""
+def test_finite_flag_is_on_the_payloads_device():
+    """On a GPU, staging copies it to the host from there."""
     payload = torch.empty(0, dtype=torch.uint8, device="meta")
     assert batches.encode_batch([], payload, None).device == payload.device
 
 
-def test_a_change_needs_what_it_is_from():
-    """Without m backends differ, and a GPU would read what is somewhere."""
-    visit = ops.EncodeItem(torch.ones(2, 8), None, QuantizerOptions(4, None), delta=True)
+def test_a_change_requires_m():
+    """Without m a GPU would read arbitrary memory."""
+    item = ops.EncodeItem(torch.ones(2, 8), None, QuantizerOptions(4, None), delta=True)
     with pytest.raises(ShapeError, match="m: None, allowed: contiguous"):
-        ops.encode_batch([visit], torch.empty(16, dtype=torch.uint8))
+        ops.encode_batch([item], torch.empty(16, dtype=torch.uint8))
 
 
-def test_kernels_get_no_tensor_that_they_would_read_beside():
-    visit, payload = (
+def test_tensors_on_other_devices_or_with_gaps_are_rejected():
+    item, payload = (
         ops.EncodeItem(torch.ones(2, 8), torch.ones(2, 8), QuantizerOptions(4, None), delta=True),
         torch.empty(32).byte(),
     )
-    ops.encode_batch([visit], payload[:16]).check()
-    for wrong in (visit._replace(m=visit.m.to("meta")), visit._replace(x=visit.x.to("meta"))):
+    ops.encode_batch([item], payload[:16]).check()
+    for wrong in (item._replace(m=item.m.to("meta")), item._replace(x=item.x.to("meta"))):
         with pytest.raises(ShapeError, match="one device"):
             ops.encode_batch([wrong], payload[:16])
     with pytest.raises(ShapeError, match=r"payload: torch.uint8 \(16,\), allowed: torch.uint8 \[16\]"):
-        ops.encode_batch([visit], payload[::2])
+        ops.encode_batch([item], payload[::2])
 
 
 @anywhere
@@ -436,17 +436,17 @@ if INTERPRETED:
     @given(case=fitted_cases(), shift=st.integers(0, 3), seed=seeds, stochastic=st.booleans(), bad=st.booleans())
     @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
     def test_encode_fewest(case, shift, seed, stochastic, bad):
-        """Bits that the host does not know are those that measuring finds; the rest is what the quantizer makes."""
-        visits, error, low, high = case
+        """The device chooses the same bits as measuring does, and encodes with them."""
+        items, error, low, high = case
         how = {"rounding": "stochastic" if stochastic else "nearest"}
-        visits = [v._replace(options=v.options._replace(seed=seed + i, **how)) for i, v in enumerate(visits)]
+        items = [v._replace(options=v.options._replace(seed=seed + i, **how)) for i, v in enumerate(items)]
         if bad:
-            x = visits[-1].x.clone()
+            x = items[-1].x.clone()
             x[0, -1] = math.nan
-            visits[-1] = visits[-1]._replace(x=x)
-        bits = ops.fewest_bits(visits, error, low, high, backend="torch")
-        assert BACKEND.fit(visits, error, low, high, None) == bits, "changes and others in one packet"
-        for alike in ([v for v in visits if v.delta], [v for v in visits if not v.delta]):
+            items[-1] = items[-1]._replace(x=x)
+        bits = ops.fewest_bits(items, error, low, high, backend="torch")
+        assert BACKEND.fit(items, error, low, high, None) == bits, "changes and others in one packet"
+        for alike in ([v for v in items if v.delta], [v for v in items if not v.delta]):
             if not alike:
                 continue
             bits = ops.fewest_bits(alike, error, low, high, backend="torch")
@@ -464,31 +464,31 @@ if INTERPRETED:
                 assert all(v.m is None or same(v.m, w.m) for v, w in zip(mine, alike, strict=True))
 
     @pytest.mark.parametrize("what", ["rms", "an odd number of values", "changes and others", "other options"])
-    def test_what_the_host_must_wait_for(what):
-        """The kernels leave it to what measures number by number, and nothing is changed."""
+    def test_unsupported_batches_fall_back_to_measuring(what):
+        """The kernels return None and change nothing."""
         H = 2 * 67 if what == "an odd number of values" else 8
         o = QuantizerOptions(8, None, "rms" if what == "rms" else "max")
-        visit = batches.EncodeItem(torch.randn(3, H), torch.randn(3, H), o, True)
+        item = batches.EncodeItem(torch.randn(3, H), torch.randn(3, H), o, True)
         others = {
-            "changes and others": visit._replace(delta=False),
-            "other options": visit._replace(options=QuantizerOptions(8, 4)),
+            "changes and others": item._replace(delta=False),
+            "other options": item._replace(options=QuantizerOptions(8, 4)),
         }
-        visits = [visit, others.get(what, visit)]
-        payload = torch.empty(2 * sum(_part_bytes(v) for v in visits), dtype=torch.uint8)
-        assert BACKEND.encode_fewest(visits, 0.1, 2, 8, payload) is None
-        wanted = ops.fewest_bits([visit], 0.1, 2, 8, backend="torch")
-        bits, verdict = ops.encode_fewest([visit], payload[: _part_bytes(visit)], 0.1, 2, 8, backend="triton")
+        items = [item, others.get(what, item)]
+        payload = torch.empty(2 * sum(_part_bytes(v) for v in items), dtype=torch.uint8)
+        assert BACKEND.encode_fewest(items, 0.1, 2, 8, payload) is None
+        wanted = ops.fewest_bits([item], 0.1, 2, 8, backend="torch")
+        bits, flag = ops.encode_fewest([item], payload[: _part_bytes(item)], 0.1, 2, 8, backend="triton")
         assert int(bits) == wanted
-        verdict.check()
+        flag.check()
 
     @pytest.mark.parametrize("rows", [[1], [3, 1], [1, 2, 5, 1, 3, 1, 4]], ids=str)
     def test_rows_find_their_samples(rows):
-        """In a table that has samples only, each with numbers of its own."""
+        """The table has entries for samples, not for rows."""
         x, o = values(1, (sum(rows), 24)), QuantizerOptions(4, 8, "max", "stochastic")
-        visits = [batches.EncodeItem(each, None, o._replace(seed=i)) for i, each in enumerate(x.split(rows))]
+        items = [batches.EncodeItem(each, None, o._replace(seed=i)) for i, each in enumerate(x.split(rows))]
         want, got = torch.zeros(2, batches.payload_bytes(*x.shape, o, x.dtype), dtype=torch.uint8)
         for encode, payload in ((batches.encode_batch, want), (BACKEND.encode_batch, got)):
-            encode(visits, payload, None)
+            encode(items, payload, None)
         assert same(got, want)
         m_want, m_got = torch.zeros(2, *x.shape)
         for decode, m in ((batches.decode_batch, m_want), (BACKEND.decode_batch, m_got)):
@@ -496,8 +496,8 @@ if INTERPRETED:
         assert same(m_got, m_want)
 
     @pytest.mark.parametrize("group", [None, 1100, 1024])
-    def test_rows_that_several_programs_share(group, monkeypatch):
-        """Each finds its row, its group and its part of it in the one number that it has."""
+    def test_rows_split_over_several_programs(group, monkeypatch):
+        """Each program derives its row, group and chunk from its index."""
         x, m = values(1, (3, 2500)), values(2, (3, 2500))
         for small, scale in ((16384, "max"), (16, "max"), (16, "rms")):
             monkeypatch.setattr(triton_rows, "MAX_VALUES", small)
@@ -517,7 +517,7 @@ if INTERPRETED:
         assert same(BACKEND.pack_bits(n, 13), packed)
         assert same(BACKEND.unpack_bits(packed, 13, 2500), n)
 
-    def test_not_finite_leaves_m_alone(monkeypatch):
+    def test_non_finite_values_leave_m_unchanged(monkeypatch):
         for small in (16, 16384):
             monkeypatch.setattr(triton_rows, "MAX_VALUES", small)
             a, m = torch.randn(3, 40), torch.randn(3, 40)
@@ -544,7 +544,7 @@ else:
     @pytest.mark.parametrize(
         ("rows", "H", "group"), [(1, 200_003, None), (2, 100_000, 40_000), (900, 200, 64), (3, 70_000, 3)]
     )
-    def test_large_inputs_are_shared_among_threads_without_a_difference(rows, H, group, rounding):
+    def test_large_inputs_are_independent_of_threads(rows, H, group, rounding):
         x, m = torch.randn(rows, H), torch.randn(rows, H)
         for scale in ("max", "rms") if rounding == "nearest" else ("max",):
             o = QuantizerOptions(3, group, scale, rounding, 2**32 * 5 + 1)
@@ -560,8 +560,8 @@ else:
         ("rows", "H", "group"), [(3, 90_000, 70_000), (1, 270_000, 250_000), (2, 165_000, 130_000)]
     )
     @pytest.mark.parametrize("threads", range(1, 9))
-    def test_a_last_group_that_fills_few_of_its_pieces_ends_where_it_ends(rows, H, group, threads):
-        """However the pieces are shared out, no thread writes beyond its own."""
+    def test_a_short_last_group_with_empty_pieces(rows, H, group, threads):
+        """No thread writes beyond its own pieces."""
         x, m, o = torch.randn(rows, H), torch.randn(rows, H), QuantizerOptions(4, group)
         want, m_want = reference.quantize(x, o), m.clone()
         wanted = reference.delta_quantize_(x, m_want, o)
@@ -573,7 +573,7 @@ else:
 
     @pytest.mark.skipif(not BACKENDS, reason="native kernels are not built")
     @pytest.mark.parametrize("group", [200_003, 70_000, 512, 3])
-    def test_large_sums_are_shared_among_threads_without_a_difference(group):
+    def test_large_sums_are_independent_of_threads(group):
         x, e = torch.randn(200_003), torch.randn(200_003)
         for bits, mean in ((1, True), (4, False), (5, False), (8, False)):
             e_want = e.clone()
@@ -591,7 +591,7 @@ else:
                     assert same(backend.linear_reduce([codes] * 3, x.numel(), bits, bits + 2), sums)
 
     @pytest.mark.skipif(not BACKENDS, reason="native kernels are not built")
-    def test_reduce_where_the_random_stream_passes_a_block():
+    def test_reduce_across_a_block_of_the_random_stream():
         # 2**32 words serve 2**34 values: too many to hold, so the loop over one is checked at its seam alone.
         near, far = torch.full((64,), 5, dtype=torch.uint8), torch.full((64,), 6, dtype=torch.uint8)
         for backend in BACKENDS.values():
@@ -600,7 +600,7 @@ else:
 
     @pytest.mark.skipif(not BACKENDS, reason="native kernels are not built")
     @pytest.mark.parametrize("size", [0, 1, 15, 16, 63, 64, 65, 79, 80, 128, 1000, 4099, 100_000])
-    def test_crc_is_zlibs(size):
+    def test_crc_equals_zlib(size):
         data = bytes(torch.randint(0, 256, (size,), dtype=torch.uint8).tolist())
         for backend in BACKENDS.values():
             for value in (0, 1, 0xFFFFFFFF):

@@ -1,4 +1,4 @@
-"""The fewest bits that keep an error: against quantizing with every number of bits and looking."""
+"""The choice of the fewest bits against trying every number of bits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KINDS = ("gaussian", "heavy tail", "few large columns", "one large token", "spar
 
 
 def values(kind: str, rows: int, H: int, seed: int) -> Tensor:
-    """Rows as activations and gradients have them."""
+    """Rows like those of activations and gradients."""
     g = torch.Generator().manual_seed(seed)
     x_RH = torch.randn(rows, H, generator=g)
     if kind == "heavy tail":
@@ -32,10 +32,10 @@ def values(kind: str, rows: int, H: int, seed: int) -> Tensor:
     return x_RH
 
 
-def error(visits: list[ops.EncodeItem], bits: int) -> float:
-    """‖sent − x‖ / ‖x‖, by sending it."""
+def error(items: list[ops.EncodeItem], bits: int) -> float:
+    """‖decoded − x‖ / ‖x‖, by encoding and decoding."""
     left = norm = 0.0
-    for i, v in enumerate(visits):
+    for i, v in enumerate(items):
         assert v.options is not None
         y = v.x.float() - v.m if v.delta and v.m is not None else v.x.float()
         o = v.options._replace(bits=bits, seed=i)
@@ -46,8 +46,8 @@ def error(visits: list[ops.EncodeItem], bits: int) -> float:
     return (left / norm) ** 0.5
 
 
-def fewest(visits: list[ops.EncodeItem], most: float, low: int, high: int) -> int:
-    return next((b for b in range(low, high) if error(visits, b) <= most), high)
+def fewest(items: list[ops.EncodeItem], most: float, low: int, high: int) -> int:
+    return next((b for b in range(low, high) if error(items, b) <= most), high)
 
 
 @st.composite
@@ -56,28 +56,28 @@ def packets(draw: st.DrawFn) -> list[ops.EncodeItem]:
     options = ops.QuantizerOptions(8, draw(st.sampled_from([None, 32])), draw(st.sampled_from(["max", "rms"])))
     seed = draw(st.integers(0, 2**32))
     dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]))
-    visits = []
+    items = []
     for i in range(draw(st.integers(1, 3))):
         x_nH = values(kind, draw(st.integers(8, 40)), H, seed + i).to(dtype)
         change_nH = draw(st.sampled_from([0.05, 0.3])) * x_nH.float() * values("gaussian", *x_nH.shape, seed + i + 9)
         m_nH = x_nH.float() - change_nH if draw(st.booleans()) else None
-        visits.append(ops.EncodeItem(x_nH, m_nH, options, m_nH is not None))
-    return visits
+        items.append(ops.EncodeItem(x_nH, m_nH, options, m_nH is not None))
+    return items
 
 
 @settings(max_examples=60, deadline=None)
-@given(visits=packets(), most=st.floats(0.01, 0.5), low=st.integers(1, 4), high=st.integers(5, 8))
+@given(items=packets(), most=st.floats(0.01, 0.5), low=st.integers(1, 4), high=st.integers(5, 8))
 def test_the_bits_chosen_are_the_fewest_that_keep_the_error(
-    visits: list[ops.EncodeItem], most: float, low: int, high: int
+    items: list[ops.EncodeItem], most: float, low: int, high: int
 ) -> None:
-    chosen, wanted = ops.fewest_bits(visits, most, low, high), fewest(visits, most, low, high)
+    chosen, wanted = ops.fewest_bits(items, most, low, high), fewest(items, most, low, high)
     # Where the error of some bits is just the one allowed, the last float32 digit decides.
-    borders = [b for b in range(low, high) if abs(error(visits, b) / most - 1) < 1e-5]
+    borders = [b for b in range(low, high) if abs(error(items, b) / most - 1) < 1e-5]
     assert chosen == wanted or borders
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch"])
-def test_of_a_change_the_error_is_relative_to_the_value_itself(backend: str) -> None:
+def test_error_of_a_change_is_relative_to_x(backend: str) -> None:
     x_RH = values("gaussian", 64, 128, 0)
     m_RH = x_RH - 0.05 * values("gaussian", 64, 128, 1)
     options = ops.QuantizerOptions(8, None)
@@ -87,22 +87,22 @@ def test_of_a_change_the_error_is_relative_to_the_value_itself(backend: str) -> 
     assert ops.fewest_bits([ops.EncodeItem(x_RH, m_RH, options, False)], 0.025, 1, 8, backend=backend) == 7
 
 
-def test_stochastic_rounding_counts_with_what_is_to_be_expected() -> None:
+def test_stochastic_rounding_measures_the_expected_error() -> None:
     for seed in range(20):
-        visits = [
+        items = [
             ops.EncodeItem(
                 values("gaussian", 64, 128, seed), None, ops.QuantizerOptions(8, None, rounding="stochastic")
             )
         ]
-        squares = ops.distortion(visits, (2, 5))
+        squares = ops.distortion(items, (2, 5))
         for b, left in zip((2, 5), halved_sum(squares)[1:].tolist(), strict=True):
             norm = float(halved_sum(squares)[0])
-            assert (left / norm) ** 0.5 == pytest.approx(error(visits, b), rel=0.03)
-        chosen = ops.fewest_bits(visits, 0.1, 1, 8)
-        assert error(visits, chosen) <= 0.1 * 1.02 < error(visits, chosen - 1) * 1.04
+            assert (left / norm) ** 0.5 == pytest.approx(error(items, b), rel=0.03)
+        chosen = ops.fewest_bits(items, 0.1, 1, 8)
+        assert error(items, chosen) <= 0.1 * 1.02 < error(items, chosen - 1) * 1.04
 
 
-def test_what_is_measured_is_the_error() -> None:
+def test_distortion_equals_the_quantization_error() -> None:
     for kind in KINDS:
         x_RH = values(kind, 16, 100, 3)
         for o in (ops.QuantizerOptions(8, None), ops.QuantizerOptions(8, 24, "rms")):
@@ -132,23 +132,23 @@ def test_the_ends_of_the_range() -> None:
 
 @pytest.mark.skipif(isinstance(dispatch.load_native(), str), reason="native kernels are not built")
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_native_kernels_mostly_find_the_bits_at_once(kind: str) -> None:
+def test_native_kernels_mostly_find_the_bits_in_one_pass(kind: str) -> None:
     backend, found = dispatch.load_native(), 0
     assert not isinstance(backend, str)
     for seed, error in enumerate(0.02 * 1.1**i for i in range(20)):
         x_RH = values(kind, 64, 256, seed)
         for m_RH in (None, x_RH - 0.2 * values("gaussian", 64, 256, seed + 99)):
-            visit = ops.EncodeItem(x_RH, m_RH, ops.QuantizerOptions(8, None), m_RH is not None)
-            found += backend.fit([visit], error, 2, 8, None) > 0
+            item = ops.EncodeItem(x_RH, m_RH, ops.QuantizerOptions(8, None), m_RH is not None)
+            found += backend.fit([item], error, 2, 8, None) > 0
     assert found >= 36
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-def test_encoding_with_the_fewest_bits_is_encoding_with_these(backend: str, rounding: str) -> None:
+def test_encode_fewest_equals_encode_batch_with_these_bits(backend: str, rounding: str) -> None:
     x_RH = values("heavy tail", 40, 100, 5)
 
-    def visits(x_RH: Tensor, bits: int) -> list[ops.EncodeItem]:
+    def items(x_RH: Tensor, bits: int) -> list[ops.EncodeItem]:
         options = ops.QuantizerOptions(bits, 32, rounding=rounding, seed=3)
         m_RH = torch.zeros_like(x_RH) if bool(x_RH.isnan().any()) else x_RH + 0.1 * values("gaussian", *x_RH.shape, 6)
         return [
@@ -162,35 +162,35 @@ def test_encoding_with_the_fewest_bits_is_encoding_with_these(backend: str, roun
 
     for x in (x_RH, x_RH[:0], torch.zeros(3, 8), x_RH * torch.nan):
         for count in (1, 2, 3):
-            given = visits(x, 8)[:count]
+            given = items(x, 8)[:count]
             wanted = ops.fewest_bits(given, 0.1, 2, 8, backend="torch")
             payload = torch.empty(size(given), dtype=torch.uint8)
-            bits, verdict = ops.encode_fewest(given, payload, 0.1, 2, 8, backend=backend)
+            bits, flag = ops.encode_fewest(given, payload, 0.1, 2, 8, backend=backend)
             assert (int(bits), bits.device) == (wanted, payload.device)
-            same = visits(x, wanted)[:count]
+            same = items(x, wanted)[:count]
             part = torch.empty(size(same), dtype=torch.uint8)
-            verdicts = (verdict, ops.encode_batch(same, part, backend=backend))
+            verdicts = (flag, ops.encode_batch(same, part, backend=backend))
             if bool(x.isnan().any()):
                 for each in verdicts:
                     with pytest.raises(NonFiniteError):
                         each.check()
             else:
-                verdict.check()
+                flag.check()
                 assert torch.equal(payload[: part.numel()], part)
                 assert all(v.m is None or torch.equal(v.m, w.m) for v, w in zip(given, same, strict=True))
 
 
-def test_what_is_refused() -> None:
-    visit = ops.EncodeItem(torch.zeros(4, 8), None, ops.QuantizerOptions(8, None))
+def test_invalid_arguments_are_rejected() -> None:
+    item = ops.EncodeItem(torch.zeros(4, 8), None, ops.QuantizerOptions(8, None))
     for low, high, most in ((0, 8, 0.1), (2, 9, 0.1), (5, 4, 0.1), (2, 8, 0.0), (2, 8, 1.0)):
         with pytest.raises(ConfigError):
-            ops.fewest_bits([visit], most, low, high)
-    for wrong in (visit._replace(options=None), visit._replace(delta=True), visit._replace(x=torch.zeros(8, 4).t())):
+            ops.fewest_bits([item], most, low, high)
+    for wrong in (item._replace(options=None), item._replace(delta=True), item._replace(x=torch.zeros(8, 4).t())):
         with pytest.raises(ShapeError):
             ops.distortion([wrong], (2,))
     payload = torch.empty(4 * (4 + 8), dtype=torch.uint8)
-    for wrong in (visit._replace(options=None), visit._replace(m=visit.x[:1]), visit._replace(x=torch.zeros(4, 0))):
+    for wrong in (item._replace(options=None), item._replace(m=item.x[:1]), item._replace(x=torch.zeros(4, 0))):
         with pytest.raises(ShapeError):
             ops.encode_fewest([wrong], payload, 0.1, 2, 8)
     with pytest.raises(ShapeError):
-        ops.encode_fewest([visit], payload[1:], 0.1, 2, 8)
+        ops.encode_fewest([item], payload[1:], 0.1, 2, 8)

@@ -1,4 +1,4 @@
-"""What all ranks, on CPUs and GPUs, must compute alike is never divided by a Python number: `reproducible.divisor`."""
+"""Results that must be equal on CPUs and GPUs are never divided by a Python number: see `reproducible.divisor`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DIVISIONS = {torch.ops.aten.div, torch.ops.aten.div_, torch.ops.aten.true_divide
 
 
 class Refusing(TorchDispatchMode):
-    """Divides a tensor by tensors of its device only, as a GPU would."""
+    """Fail on divisions by anything but a tensor."""
 
     divisions = 0
 
@@ -32,7 +32,7 @@ class Refusing(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_division_by_a_number_is_refused():
+def test_division_by_a_number_is_detected():
     for divide in (lambda x: x / 3, lambda x: x.div_(3.0), lambda x: torch.div(x, 3)):
         with Refusing(), pytest.raises(AssertionError, match="by 3"):
             divide(torch.ones(2))
@@ -69,7 +69,7 @@ def mean_of_gathered_codes() -> None:
 @pytest.mark.parametrize(
     "computed", [scales_of_rms, mean_magnitudes, mean_of_codes, mean_of_sketches, mean_of_gathered_codes]
 )
-def test_what_ranks_agree_on_is_divided_by_tensors(computed: Callable[[], None]):
+def test_shared_results_are_divided_by_tensors(computed: Callable[[], None]):
     with Refusing() as mode:
         computed()
     assert mode.divisions

@@ -1,4 +1,4 @@
-"""Quantizing with an error-feedback residual: the definition in float64, what is refused, what the memory keeps."""
+"""Quantizing with an error-feedback residual: the definition in float64, invalid arguments, the residual."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def groups_of(x: Tensor, size: int) -> list[Tensor]:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("bits", [1, 3, 4, 8])
 @pytest.mark.parametrize(("d", "group_size"), [(1, 8), (1000, 64), (1000, 4096), (513, 7)])
-def test_codes_and_memory_make_up_the_sum(backend, bits, d, group_size):
+def test_codes_and_residual_add_up_to_the_sum(backend, bits, d, group_size):
     torch.manual_seed(d)
     x, e = torch.randn(d), 0.3 * torch.randn(d)
     total, options = x + e, {"group_size": group_size, "backend": backend}
@@ -49,7 +49,7 @@ def test_one_bit_decodes_to_the_mean_magnitude(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", ["max", "mean"])
-def test_what_cannot_be_quantized_leaves_the_memory_alone(backend, kind):
+def test_non_finite_groups_keep_their_residual(backend, kind):
     options = {"group_size": 8, "scale": kind, "backend": backend}
     for bad in (math.nan, math.inf, -math.inf, 2.0**101):
         x, e = torch.ones(40), torch.ones(40)
@@ -69,7 +69,7 @@ def test_what_cannot_be_quantized_leaves_the_memory_alone(backend, kind):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize(("bits", "kind"), [(4, "max"), (1, "mean")])
-def test_mean_of_workers_with_a_memory(backend, n, bits, kind):
+def test_mean_of_workers_with_a_residual(backend, n, bits, kind):
     pairs = [ops.quantize(torch.randn(1000), bits, group_size=64) for _ in range(n)]
     mean = torch.stack([ops.dequantize(*pair, bits, (1000,), group_size=64) for pair in pairs]).double().mean(0)
     before = 0.1 * torch.randn(1000)
@@ -83,7 +83,7 @@ def test_mean_of_workers_with_a_memory(backend, n, bits, kind):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_mean_that_is_too_large_with_its_memory_is_not_a_number(backend):
+def test_a_mean_that_overflows_with_its_residual_has_scale_nan(backend):
     codes, scale = ops.quantize(torch.full((40,), 2.0**99), 4, group_size=8)
     e = torch.zeros(40)
     e[17] = 2.0**100

@@ -327,8 +327,8 @@ def test_arguments_are_checked():
                 encode(norm)
 
 
-def test_what_makes_no_sketch_is_refused():
-    """Kernels go by its numbers, and would read and write beside the tensors."""
+def test_invalid_sketches_are_rejected():
+    """Kernels index by these numbers, and would access memory outside the tensors."""
     x, e, centers, counts = torch.randn(50), torch.empty(50), torch.tensor([-1.0, 1.0]), torch.tensor([3, 0])
     how = gradients.Sketch(counts, 1, 5)
     codes, means = ops.sketch_encode_(x, e, centers, how)
@@ -348,8 +348,8 @@ def test_what_makes_no_sketch_is_refused():
             call()
 
 
-def test_hashes_of_places_are_kept_on_the_cpu_alone():
-    """On a GPU another thread's stream would read them with nothing to wait for."""
+def test_hashes_of_positions_are_cached_on_the_cpu_only():
+    """On a GPU another thread's stream could read them before they are computed."""
     cluster = torch.zeros(50, dtype=torch.uint8)
     how = gradients.Sketch(torch.tensor([7, 0]), 1, 12345)
     gradients._cached_uniform.cache_clear()

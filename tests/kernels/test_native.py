@@ -1,4 +1,4 @@
-"""Finding, loading and choosing backends: what runs where, what is said if it cannot, builds without a compiler."""
+"""Loading and choosing backends, error messages, builds with and without a compiler."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ needs_compiler = pytest.mark.skipif(build.find_compiler() is None, reason="no C+
 
 @pytest.fixture
 def fresh_choice(monkeypatch):
-    """The automatic choice as in a new process, undone afterwards."""
+    """Clear the cached choice before and after a test."""
     dispatch.automatic.cache_clear()
     yield monkeypatch
     dispatch.automatic.cache_clear()
 
 
 @needs_native
-def test_auto_takes_native_for_cpu_tensors_and_says_so(fresh_choice):
+def test_auto_chooses_native_for_cpu_tensors(fresh_choice):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert dispatch.pick("auto", torch.zeros(1)) is dispatch.load_native()
@@ -86,7 +86,7 @@ def test_a_named_instruction_set_must_exist(monkeypatch):
     assert NativeBackend(path, "portable").isa == "portable"
 
 
-def test_what_does_not_load_is_explained(tmp_path, monkeypatch):
+def test_loading_errors_are_explained(tmp_path, monkeypatch):
     broken = tmp_path / "_native.so"
     broken.write_bytes(b"not a library")
     with pytest.raises(KernelError, match=r"_native\.so does not load"):
@@ -98,7 +98,7 @@ def test_what_does_not_load_is_explained(tmp_path, monkeypatch):
 
 
 @needs_native
-def test_another_version_or_wrong_bytes_are_not_used(monkeypatch):
+def test_libraries_of_another_version_or_with_wrong_bytes_are_rejected(monkeypatch):
     monkeypatch.setattr(library, "ABI", library.ABI + 1)
     assert "another version" in dispatch.load_native.__wrapped__()
     monkeypatch.undo()
@@ -141,7 +141,7 @@ def off_by_one_bit(a: torch.Tensor, m: torch.Tensor, options: QuantizerOptions) 
     ],
     ids=["no compiler", "a bare error", "other bytes"],
 )
-def test_triton_is_tried_before_it_is_chosen(fresh_choice, first_call, why):
+def test_triton_is_checked_before_it_is_chosen(fresh_choice, first_call, why):
     triton = pytest.importorskip("triton", reason="triton is not installed")
     fake = SimpleNamespace(delta_quantize_=reference.delta_quantize_)
     fresh_choice.setattr(triton.knobs.runtime, "interpret", True)  # then it takes tensors of any device
@@ -186,7 +186,7 @@ def test_threads_follow_torch_and_calls_may_overlap():
 
 @needs_native
 @pytest.mark.parametrize("block", [library.QuantizeArgs, library.DequantizeArgs])
-def test_an_argument_block_is_filled_alike_at_once_and_field_by_field(block):
+def test_struct_packing_equals_setting_fields(block):
     names = [name for name, *_ in block._fields_]
     layout, filled = library.struct_of(block), (block * 2)()
     layout.pack_into(filled, layout.size, *range(1, len(names) + 1))
@@ -218,7 +218,7 @@ def environment(**changes: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **changes}
 
 
-def test_no_compiler_is_a_sentence_not_a_trace(monkeypatch, tmp_path):
+def test_a_missing_compiler_is_reported(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     assert build.find_compiler() is None
@@ -233,7 +233,7 @@ def test_no_compiler_is_a_sentence_not_a_trace(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("compiler", ["missing", "failing"])
 def test_the_extension_is_optional(compiler, tmp_path):
-    """The build succeeds without the library where the compiler is absent or cannot compile it."""
+    """The build succeeds without the library if the compiler is absent or fails."""
     fake = tmp_path / "cxx"
     if compiler == "failing":
         fake.write_text("#!/bin/sh\nexit 1\n")
@@ -251,7 +251,7 @@ def test_the_extension_is_optional(compiler, tmp_path):
     assert not list((tmp_path / "lib").rglob("*.so"))
 
 
-def test_a_library_that_was_built_before_is_taken(tmp_path):
+def test_a_prebuilt_library_is_used(tmp_path):
     built = tmp_path / "built.so"
     built.write_bytes(b"as it is")
     command = [sys.executable, "setup.py", "build_ext", "--build-lib", tmp_path / "lib", "--build-temp", tmp_path]
@@ -260,7 +260,7 @@ def test_a_library_that_was_built_before_is_taken(tmp_path):
     assert made.read_bytes() == b"as it is"
 
 
-def test_build_flags_forbid_contraction_and_are_the_extensions():
+def test_build_flags_forbid_contraction():
     for source in build.SOURCES:
         assert "-ffp-contract=off" in build.source_flags(source)
         assert not {"-ffast-math", "-Ofast", "-march=native"} & set(build.source_flags(source))

@@ -114,7 +114,7 @@ def test_golden_bytes(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_delta_moves_m_to_what_the_other_end_computes(backend, dtype):
+def test_delta_moves_m_as_the_receiver_does(backend, dtype):
     torch.manual_seed(0)
     a, m = torch.randn(4, 3, 37).to(dtype), torch.randn(4, 3, 37)
     before, other_end = m.clone(), m.clone()
@@ -131,7 +131,7 @@ def test_delta_moves_m_to_what_the_other_end_computes(backend, dtype):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 2.0**101, -3e38])
-def test_what_is_not_finite_is_an_error_and_m_stays(backend, value):
+def test_non_finite_values_raise_and_m_is_unchanged(backend, value):
     torch.manual_seed(0)
     a, m = torch.randn(300, 50), torch.randn(300, 50)
     for broken in (a, m):

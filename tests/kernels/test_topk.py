@@ -78,7 +78,7 @@ def test_large_rows_and_not_finite_values(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("H", "K"), [(1, 1), (8, 8), (100, 1), (100, 14), (100, 15), (1600, 3), (1600, 320), (65, 64)])
-def test_positions_take_the_shorter_form_and_come_back(backend, H, K):
+def test_positions_round_trip_in_the_shorter_form(backend, H, K):
     index = torch.stack([torch.randperm(H)[:K].sort().values for _ in range(3)]).int()
     form, size = ops.position_bytes(H, K)
     bits = max(1, (H - 1).bit_length())
@@ -92,7 +92,7 @@ def test_positions_take_the_shorter_form_and_come_back(backend, H, K):
     assert torch.equal(ops.unpack_positions(packed, H, K, backend=backend), index)
 
 
-def test_positions_that_are_not_are_refused():
+def test_invalid_positions_are_rejected():
     index = torch.arange(30, dtype=torch.int32).unsqueeze(0)
     packed = ops.pack_positions(index, 100)
     with pytest.raises(ShapeError, match="30 positions"):

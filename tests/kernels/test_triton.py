@@ -1,4 +1,4 @@
-"""Triton kernels compiled for a GPU that need not be there: they compile, and nothing in them rounds differently.
+"""Triton kernels compiled without a GPU: they compile, and round every operation.
 
 What they compute is tested in Triton's interpreter (test_backends.py) and on a GPU (../gpu/test_kernels_gpu.py).
 """
@@ -33,7 +33,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def launches() -> dict[str, list[Any]]:
-    """By case what the host side launches: of each compiled kernel the first launch."""
+    """The first launch of each compiled kernel, by case."""
     from tests.kernels import triton_launches
 
     found: dict[str, list[Any]] = {}
@@ -80,7 +80,7 @@ def test_the_check_above_can_fail(launches):
 
 
 def test_norms_may_be_whole_numbers():
-    """To Triton those are integers, by which it does not divide."""
+    """Triton would treat them as integers and not divide by them."""
     pytest.importorskip("triton", reason="triton is not installed")
     from pipecomp.kernels.triton import BACKEND
     from tests.kernels.triton_launches import recorded
@@ -96,8 +96,8 @@ def test_norms_may_be_whole_numbers():
 
 
 @pytest.mark.parametrize("rows", [[5, 1, 40], [8000, 192]], ids=str)
-def test_of_a_batch_the_device_gets_some_numbers_a_sample(rows):
-    """At once, and none a row: a copy of more than 64 KiB would wait for the device."""
+def test_a_batch_copies_a_few_numbers_per_sample(rows):
+    """In one copy, with no numbers per row: a copy of more than 64 KiB would wait for the device."""
     pytest.importorskip("triton", reason="triton is not installed")
     from pipecomp.kernels.triton import BACKEND
     from tests.kernels.triton_launches import recorded
@@ -113,8 +113,8 @@ def test_of_a_batch_the_device_gets_some_numbers_a_sample(rows):
     assert copied.values == [8 * len(rows) + 8] * 2  # two values of w have the bytes of one of the table
 
 
-def test_bits_that_the_device_finds_cost_one_copy():
-    """And nothing else: what is found stays there until the host is sent it."""
+def test_encode_fewest_copies_once():
+    """The result stays on the device."""
     pytest.importorskip("triton", reason="triton is not installed")
     from pipecomp.kernels.triton import BACKEND
     from tests.kernels.triton_launches import recorded
@@ -128,8 +128,8 @@ def test_bits_that_the_device_finds_cost_one_copy():
 
 
 @pytest.mark.parametrize("shift", [0, 1])
-def test_values_are_moved_four_at_a_time_where_they_lie_so(shift):
-    """Elsewhere a GPU would refuse it."""
+def test_aligned_values_are_moved_four_at_a_time(shift):
+    """At other addresses a GPU would raise an error."""
     pytest.importorskip("triton", reason="triton is not installed")
     from pipecomp.kernels.triton import BACKEND
     from tests.kernels.triton_launches import recorded
@@ -149,7 +149,7 @@ def test_values_are_moved_four_at_a_time_where_they_lie_so(shift):
 
 
 def test_kernels_run_where_their_tensors_are(monkeypatch):
-    """Triton launches on the current device, wherever the tensors are."""
+    """Triton launches on the current device, not on that of the tensors."""
     pytest.importorskip("triton", reason="triton is not installed")
     from pipecomp.kernels.triton import BACKEND, rows
 
@@ -175,7 +175,7 @@ def test_kernels_run_where_their_tensors_are(monkeypatch):
 
 
 def test_a_long_row_fits_into_a_grid(monkeypatch):
-    """Its second dimension and its third end at 65,535."""
+    """The second and third dimension end at 65,535."""
     pytest.importorskip("triton", reason="triton is not installed")
     from pipecomp.kernels.triton import BACKEND, gradients, rows
     from tests.kernels.triton_launches import recorded
@@ -188,8 +188,8 @@ def test_a_long_row_fits_into_a_grid(monkeypatch):
         BACKEND.pack_bits(x.to(torch.int32), 8)
         BACKEND.unpack_bits(codes, 4, d)
         BACKEND.select(x, 0.1, 1000)
-        visit = EncodeItem(x, None, o._replace(group_size=1000, scale="max"))
-        BACKEND.encode_batch([visit], torch.empty(d, dtype=torch.uint8, device="meta"), None)
+        item = EncodeItem(x, None, o._replace(group_size=1000, scale="max"))
+        BACKEND.encode_batch([item], torch.empty(d, dtype=torch.uint8, device="meta"), None)
         BACKEND.decode_batch(torch.empty(d, dtype=torch.uint8, device="meta"), [DecodeItem(x, o)])
     assert gradients.flat_grid(d, 10) == rows.grid(1, d, 10) == (d // 10,)
     assert {launch.name for launch in launches} == {

@@ -1,7 +1,7 @@
-"""What the host side of the Triton kernels would launch, without a GPU: with meta tensors, and compiled for any target.
+"""Recorded launches of Triton kernels, with meta tensors and without a GPU, compiled for any target.
 
-Signatures are made as Triton makes them at a launch: an integer of 1 is a constant, others have the width that they
-need, and what 16 divides is known to be so.
+Signatures are those of a real launch: an integer of 1 is a constant, others have the width that they need, and
+divisibility by 16 is marked.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Launch(NamedTuple):
     options: dict[str, Any]
 
     def source(self) -> ASTSource:
-        """What Triton would compile for it."""
+        """The source that Triton would compile."""
         signature, constants, attributes = {}, {}, {}
         for parameter in KERNELS[self.name].params:
             value = self.arguments[parameter.name]
@@ -56,12 +56,12 @@ class Launch(NamedTuple):
         return ASTSource(KERNELS[self.name], signature, constants, attributes)
 
     def key(self) -> str:
-        """The same for launches of one compiled kernel."""
+        """Identify the compiled kernel."""
         source = self.source()
         return f"{self.name} {source.signature} {source.constants} {source.attrs} {self.options}"
 
     def ptx(self, capability: int = 80, **options: Any) -> str:
-        """Compile it for a GPU. options: in place of the launch's own."""
+        """Compile it for a GPU. options: override the launch's own."""
         target = GPUTarget("cuda", capability, 32)
         compiled = triton.compile(self.source(), target=target, options={**self.options, **options})
         text: str = compiled.asm["ptx"]
@@ -95,7 +95,7 @@ class _Recorder:
 
 @contextmanager
 def recorded() -> Iterator[list[Launch]]:
-    """From here on, launches are noted and do not happen."""
+    """Record launches instead of executing them."""
     launches: list[Launch] = []
     with pytest.MonkeyPatch.context() as patched:
         for module in MODULES:
@@ -120,8 +120,8 @@ def launch_all(x: torch.Tensor, options: QuantizerOptions) -> None:
         BACKEND.encode_batch([EncodeItem(x, m, options, delta)], payload, None)
         BACKEND.decode_batch(payload, [DecodeItem(m, options, delta)])
     BACKEND.encode_batch([EncodeItem(x, None, options)], payload, None)
-    for visit in (EncodeItem(x, m, options, True), EncodeItem(x, None, options)):
-        BACKEND.encode_fewest([visit], 0.1, 2, 4 if visit.delta else 8, payload)
+    for item in (EncodeItem(x, m, options, True), EncodeItem(x, None, options)):
+        BACKEND.encode_fewest([item], 0.1, 2, 4 if item.delta else 8, payload)
     _launch_gradients(g_d, m.reshape(-1))
 
 

@@ -1,4 +1,4 @@
-"""Staging of a GPU over the double of torch.cuda, tests/fake_cuda.py; on a real one: tests/gpu/test_staging_gpu.py."""
+"""CudaStaging on the fake torch.cuda of tests/fake_cuda.py; on a real GPU: tests/gpu/test_staging_gpu.py."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 
 
 def elsewhere(function: Callable[..., Any], *args: Any) -> Any:
-    """What a function returns on a thread of its own."""
+    """Call a function on another thread."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(function, *args).result(HANG_S)
 
 
 @pytest.mark.parametrize("pinned_bytes", [1 << 20, 1], ids=["pinned", "pageable"])
-def test_threads_say_which_gpu_they_mean(cuda, pinned_bytes):
+def test_threads_select_their_gpu(cuda, pinned_bytes):
     staging, x = CudaStaging(DEVICE, pinned_bytes), torch.randn(3000)
     out = elsewhere(staging.to_host, x)
     assert torch.equal(elsewhere(out.wait), x)
@@ -42,7 +42,7 @@ def test_threads_say_which_gpu_they_mean(cuda, pinned_bytes):
 
 
 def test_copies_wait_for_computing_and_computing_for_copies(cuda):
-    """And what a stream still uses is not given to another, as torch would once nobody on the host refers to it."""
+    """Memory that a stream still uses is not given to another."""
     staging, x = CudaStaging(DEVICE), torch.randn(3)
     out = staging.to_host(x)
     assert cuda.did == [("wait", "copying", "computing"), ("keep", "copying")]
@@ -54,7 +54,7 @@ def test_copies_wait_for_computing_and_computing_for_copies(cuda):
     assert cuda.did[3:] == [("wait", "computing", "copying"), ("keep", "computing")]
 
 
-def test_averages_say_which_gpu_they_mean(cuda):
+def test_averages_select_their_gpu(cuda):
     state = State("double_squeeze", group=LoopbackGroup(0, 1, {}))
     state.staging = CudaStaging(DEVICE)
     x, out = torch.ones(100), torch.empty(100)
@@ -63,7 +63,7 @@ def test_averages_say_which_gpu_they_mean(cuda):
     assert torch.allclose(job.future.wait(), x, atol=0.2)
 
 
-def test_where_pinned_memory_is_used_up_the_waiting_thread_copies(cuda):
+def test_without_pinned_memory_the_waiting_thread_copies(cuda):
     staging = CudaStaging(DEVICE, 1 << 14)
     x, targets = torch.arange(4096, dtype=torch.float32), []
     for pinned in (True, False):
@@ -83,8 +83,8 @@ def test_where_pinned_memory_is_used_up_the_waiting_thread_copies(cuda):
     assert copies[1].wait()[0] == 5, "what was waited for is the caller's"
 
 
-def test_late_copies_do_not_wait_for_work_that_was_asked_for_later(cuda, monkeypatch):
-    """The stream of other copies already waits for what the host has only asked for."""
+def test_pageable_copies_do_not_wait_for_later_work(cuda, monkeypatch):
+    """The stream of other copies already waits for work launched later."""
     staging, used = CudaStaging(DEVICE, 1), list[Any]()
     copy = staging.to_host(torch.ones(3))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: used.append(stream) or cuda.on(stream))
@@ -95,7 +95,7 @@ def test_late_copies_do_not_wait_for_work_that_was_asked_for_later(cuda, monkeyp
     assert all(late is not stream for stream in used[:others])
 
 
-def test_unused_pinned_memory_of_another_size_makes_way(cuda):
+def test_idle_pinned_memory_of_another_size_is_released(cuda):
     staging = CudaStaging(DEVICE, 1 << 16)
     large = [staging.buffer(1 << 15) for _ in range(2)]
     assert not torch.from_numpy(staging.buffer(1 << 12)).is_pinned()
@@ -105,8 +105,8 @@ def test_unused_pinned_memory_of_another_size_makes_way(cuda):
     assert cuda.emptied == 2  # torch would keep it beside the new one
 
 
-def test_pinned_memory_is_used_again_as_soon_as_the_gpu_is_done_with_it(cuda):
-    """And not only once something else is copied the same way."""
+def test_pinned_memory_is_reused_once_its_copy_is_done(cuda):
+    """Not only at the next copy in the same direction."""
     staging, x = CudaStaging(DEVICE, 1 << 15), torch.randn(1 << 12)
     cuda.come = False
     for copy in (staging.to_device, staging.to_host):
@@ -121,7 +121,7 @@ def test_pinned_memory_is_used_again_as_soon_as_the_gpu_is_done_with_it(cuda):
     assert copied.wait().is_pinned()  # nothing is copied to what stands for the GPU
 
 
-def test_where_the_system_refuses_pinned_memory_pageable_memory_takes_its_place(cuda, monkeypatch):
+def test_pageable_memory_replaces_refused_pinned_memory(cuda, monkeypatch):
     def refused(size: int) -> np.ndarray:
         raise RuntimeError("CUDA error: out of memory\nCompile with ...")
 
@@ -133,7 +133,7 @@ def test_where_the_system_refuses_pinned_memory_pageable_memory_takes_its_place(
     assert not torch.from_numpy(staging.buffer(1 << 12)).is_pinned(), "nobody asks again"
 
 
-def test_what_the_gpu_copies_from_is_kept_until_it_has(cuda):
+def test_sources_of_copies_stay_alive_until_done(cuda):
     x, cuda.come = torch.randn(1000), False
     for pinned_bytes in (1 << 20, 1):
         staging = CudaStaging(DEVICE, pinned_bytes)
@@ -142,8 +142,8 @@ def test_what_the_gpu_copies_from_is_kept_until_it_has(cuda):
         assert used.is_pinned() == (used is not x) == (pinned_bytes > 1)
 
 
-def test_buffers_go_back_without_the_lock(cuda):
-    """Whoever copies next would wait for what their last owner does then."""
+def test_buffers_return_without_the_lock(cuda):
+    """Finalizers of buffers would block the next copy."""
     staging, locked, host = CudaStaging(DEVICE), [], torch.empty(8)
     weakref.finalize(host, lambda: locked.append(staging._lock.locked()))
     cuda.come = False
