@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pipecomp.errors import SplitError
+from pipecomp.stages.partition.architectures import Architecture
 
 # In transformers' own order: a single file is preferred to an index beside it.
 WEIGHT_FILES = (
@@ -74,6 +75,45 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
                 return sample.dtype
         return torch.float32
 
+    def match(
+        self, names: Iterable[str], base: str, architecture: Architecture, ignored: Iterable[str]
+    ) -> tuple[dict[str, str], tuple[str, ...]]:
+        """Match the model's names with the checkpoint's.
+
+        Args:
+            names: the model's.
+            base: name of the base model (`transformer`), which names lack in the checkpoint of a base model.
+            architecture: with the modules that checkpoints may lack (`optional`) or name differently (`renamed`).
+            ignored: patterns of tensors that the model's class ignores.
+
+        Returns:
+            {model's name: checkpoint's name}, and the checkpoint's names that belong to another head.
+
+        Raises:
+            SplitError: the base model has no place for a tensor: the checkpoint is of another model or size.
+        """
+        known = set(names)
+        patterns = [*IGNORED, *ignored]
+        inner = tuple(f"{base}.{path}." for path in architecture.optional)
+        is_bare = not any(raw.startswith(base + ".") for raw in self.files)
+        found: dict[str, str] = {}
+        others: list[str] = []
+        for raw in self.files:
+            name = raw
+            for old, new in OLD_NAMES:
+                name = name.replace(old, new)
+            for old, new in architecture.renamed.items():
+                name = new + name[len(old) :] if name.startswith(f"{old}.") else name
+            match = next((n for n in (name, f"{base}.{name}") if n in known), None)
+            full = f"{base}.{name}" if is_bare else name
+            if match is not None:
+                found[match] = raw
+            elif not any(re.search(pattern, full) for pattern in patterns):
+                if full.startswith(base + ".") and not full.startswith(inner):
+                    raise SplitError(f"{raw} in {Path(self.source) / self.files[raw]}: the model has no such tensor")
+                others.append(raw)
+        return found, tuple(others)
+
     def _file_of(self, name: str) -> Any:
         file = self._file(self.files[name])
         if name not in file.keys():  # noqa: SIM118 (safetensors' files are no dicts)
@@ -126,53 +166,3 @@ def find_file(source: str, name: str, *, cached: bool = False) -> str | None:
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
     )
-
-
-def match_names(
-    files: Mapping[str, str],
-    known: Iterable[str],
-    *,
-    source: str,
-    base: str,
-    optional: Iterable[str],
-    ignored: Iterable[str],
-    renamed: Mapping[str, str],
-) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Match the tensors of a checkpoint with the model's.
-
-    Args:
-        files: of a Checkpoint.
-        known: the model's names.
-        source: of the checkpoint, for errors.
-        base: name of the base model (`transformer`), which names lack in the checkpoint of a base model.
-        optional: modules of the base model that this model may lack.
-        ignored: patterns of tensors that the model's class ignores.
-        renamed: the model's names of modules that checkpoints name differently, by the latter.
-
-    Returns:
-        {model's name: checkpoint's name}, and the checkpoint's names that belong to another head.
-
-    Raises:
-        SplitError: the base model has no place for a tensor: the checkpoint is of another model or size.
-    """
-    known = set(known)
-    patterns = [*IGNORED, *ignored]
-    inner = tuple(f"{base}.{path}." for path in optional)
-    is_bare = not any(raw.startswith(base + ".") for raw in files)
-    found: dict[str, str] = {}
-    others: list[str] = []
-    for raw in files:
-        name = raw
-        for old, new in OLD_NAMES:
-            name = name.replace(old, new)
-        for old, new in renamed.items():
-            name = new + name[len(old) :] if name.startswith(f"{old}.") else name
-        match = next((n for n in (name, f"{base}.{name}") if n in known), None)
-        full = f"{base}.{name}" if is_bare else name
-        if match is not None:
-            found[match] = raw
-        elif not any(re.search(pattern, full) for pattern in patterns):
-            if full.startswith(base + ".") and not full.startswith(inner):
-                raise SplitError(f"{raw} in {Path(source) / files[raw]}: the model has no such tensor")
-            others.append(raw)
-    return found, tuple(others)

@@ -18,10 +18,10 @@ from torch import nn
 from pipecomp.errors import SplitError
 from pipecomp.stages.partition import adapters
 from pipecomp.stages.partition.adapters import Adapter
-from pipecomp.stages.partition.architectures import Architecture, architecture_of, head_name
-from pipecomp.stages.partition.checkpoints import Checkpoint, find_file, match_names
+from pipecomp.stages.partition.architectures import architecture_of, head_name
+from pipecomp.stages.partition.checkpoints import Checkpoint, find_file
 from pipecomp.stages.partition.modules import Modules, ModuleStage, plan_modules
-from pipecomp.stages.partition.planning import SplitPlan, aliases, part_of, plan_model
+from pipecomp.stages.partition.planning import ModelParts, SplitPlan, aliases, plan_model
 from pipecomp.stages.partition.splitting import Stage, replace_parameter, shallow_copy, take_stage
 
 _log = logging.getLogger(__name__)
@@ -234,17 +234,11 @@ def _class_for(config: Any, model_class: str | type | None) -> type:
 
 def _read_stage(whole: Any, stage: Stage, checkpoint: Checkpoint, adapter: Adapter | None, seed: int) -> Stage:
     """Fill a stage on the meta device from a checkpoint, and its adapter's weights from their folder."""
-    architecture = architecture_of(whole.config)
+    parts = ModelParts(whole)
+    architecture, source = parts.architecture, checkpoint.source
     base_names = {name: adapters.base_name(name) for name in whole.state_dict()}
-    matched, others = match_names(
-        checkpoint.files,
-        base_names.values(),
-        source=checkpoint.source,
-        base=whole.base_model_prefix,
-        optional=architecture.optional,
-        ignored=getattr(whole, "_keys_to_ignore_on_load_unexpected", None) or (),
-        renamed=architecture.renamed,
-    )
+    ignored = getattr(whole, "_keys_to_ignore_on_load_unexpected", None) or ()
+    matched, others = checkpoint.match(base_names.values(), parts.base, architecture, ignored)
     found = {name: matched[plain] for name, plain in base_names.items() if plain in matched}
     # By names in the base: a copy that peft trains beside a tied weight starts with that weight's value.
     tied_names: dict[str, list[str]] = {}
@@ -261,7 +255,7 @@ def _read_stage(whole: Any, stage: Stage, checkpoint: Checkpoint, adapter: Adapt
             origin = next((found[n] for n in (name, *tied_names[adapters.base_name(name)]) if n in found), None)
             if origin is None or not torch.equal(checkpoint.read(origin).to(value.dtype), value):
                 raise SplitError(
-                    f"{name} in {adapter.weights}: allowed: the values of {checkpoint.source}, since it is neither "
+                    f"{name} in {adapter.weights}: allowed: the values of {source}, since it is neither "
                     "trained nor saved beside the adapter; save a base model that has these, and give its folder"
                 )
     new: set[str] = set()
@@ -275,25 +269,25 @@ def _read_stage(whole: Any, stage: Stage, checkpoint: Checkpoint, adapter: Adapt
         tied = tied_names[base_names[name]]
         candidates = tied if stage.plan.tie else [name, *tied]
         origin = next((candidate for candidate in candidates if candidate in found), None)
+        in_head = parts.part_of(name) == "head"
         if origin is None:
-            if name not in adapted:
-                _check_may_be_new(whole, architecture, name, found, checkpoint)
+            # Only an adapter, or a head as a whole, may be missing.
+            beside = any(other.rpartition(".")[0] == name.rpartition(".")[0] for other in found)
+            optional = any(name.startswith(f"{parts.base}.{path}.") for path in architecture.optional)
+            if name not in adapted and (beside or not (optional or in_head)):
+                raise SplitError(f"{name} is missing in {source}")
             new.add(name)
             continue
-        if _has_other_classes(whole, stage.plan, name, checkpoint.shape(found[origin])):
-            new.add(name)
+        saved, own = checkpoint.shape(found[origin]), tuple(whole.get_parameter(name).shape)
+        if in_head and not architecture.heads[parts.head].per_token and saved != own and saved[1:] == own[1:]:
+            new.add(name)  # a head for another number of classes
             continue
         tensor = _read_like(checkpoint, found[origin], like)
-        for other in names if stage.plan.tie else ():
-            if (
-                other != origin
-                and other in found
-                and not torch.equal(_read_like(checkpoint, found[other], like), tensor)
-            ):
-                raise SplitError(
-                    f"{found[origin]} and {found[other]} in {checkpoint.source} are tied by the config but differ; "
-                    "tie=False loads both"
-                )
+        copies = [other for other in names if other != origin and other in found] if stage.plan.tie else []
+        for other in copies:
+            if not torch.equal(_read_like(checkpoint, found[other], like), tensor):
+                both = f"{found[origin]} and {found[other]} in {source}"
+                raise SplitError(f"{both} are tied by the config but differ; tie=False loads both")
         _set_parameter(stage, names, nn.Parameter(tensor, requires_grad=like.requires_grad))
     _initialize(stage, whole, new, seed)
     stage.newly_initialized = tuple(sorted(new))
@@ -301,7 +295,7 @@ def _read_stage(whole: Any, stage: Stage, checkpoint: Checkpoint, adapter: Adapt
     if lacking:
         _log.warning(
             "%s lacks %s, newly initialized%s",
-            checkpoint.source,
+            source,
             ", ".join(f"{name} for these classes" if name in found else name for name in lacking),
             f"; it also holds another head's {', '.join(sorted(others))}" if others else "",
         )
@@ -316,25 +310,6 @@ def _read_like(checkpoint: Checkpoint, raw: str, like: nn.Parameter) -> torch.Te
             f"{tuple(like.shape)}"
         )
     return checkpoint.read(raw).to(like.dtype)
-
-
-def _has_other_classes(whole: Any, plan: SplitPlan, name: str, shape: tuple[int, ...]) -> bool:
-    """Return whether a parameter belongs to a classification head with another number of classes than saved."""
-    architecture, own = architecture_of(whole.config), tuple(whole.get_parameter(name).shape)
-    in_head = part_of(architecture, whole.base_model_prefix, name) == "head"
-    return in_head and not architecture.heads[plan.model_class].per_token and shape != own and shape[1:] == own[1:]
-
-
-def _check_may_be_new(
-    whole: Any, architecture: Architecture, name: str, found: dict[str, str], checkpoint: Checkpoint
-) -> None:
-    """Raise SplitError for a missing tensor that is not part of a head that is missing as a whole."""
-    base = whole.base_model_prefix
-    module = name.rpartition(".")[0]
-    beside = [n for n in found if n.rpartition(".")[0] == module]
-    optional = any(name.startswith(f"{base}.{path}.") for path in architecture.optional)
-    if beside or not (optional or part_of(architecture, base, name) == "head"):
-        raise SplitError(f"{name} is missing in {checkpoint.source}")
 
 
 def hub_unreachable(name: str) -> bool:

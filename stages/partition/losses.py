@@ -23,7 +23,7 @@ def causal_lm(config: Any) -> LossFn:
     vocabulary = int(config.vocab_size)
 
     def loss(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
-        _check_leading_shape(logits_BSV, labels_BS)
+        _require_places(logits_BSV, labels_BS)
         next_BS = F.pad(labels_BS, (0, 1), value=-100)[..., 1:].contiguous().to(logits_BSV.device)
         return F.cross_entropy(logits_BSV.float().view(-1, vocabulary), next_BS.view(-1), ignore_index=-100)
 
@@ -35,7 +35,7 @@ def masked_lm(config: Any) -> LossFn:
     vocabulary = int(config.vocab_size)
 
     def loss(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
-        _check_leading_shape(logits_BSV, labels_BS)
+        _require_places(logits_BSV, labels_BS)
         return F.cross_entropy(logits_BSV.view(-1, vocabulary), labels_BS.to(logits_BSV.device).view(-1))
 
     return loss
@@ -53,22 +53,19 @@ def classification(config: Any) -> LossFn:
         labels = labels.to(logits_BC.device)
         problem = config.problem_type or infer_problem(classes, labels)
         if problem == "regression":
-            _check_float(labels)
+            _require_float(labels)
             if classes == 1:
-                _check_count(logits_BC, labels)
+                _require_count(labels, logits_BC)
                 return F.mse_loss(logits_BC.squeeze(), labels.squeeze())
-            _check_shape(logits_BC, labels)
+            _require_shape(labels, logits_BC)
             return F.mse_loss(logits_BC, labels)
         if problem == "single_label_classification":
-            if labels.numel() != len(logits_BC):
-                raise DataError(
-                    f"labels: got {labels.dtype} {tuple(labels.shape)} for {len(logits_BC)} samples, each of one "
-                    "class; for several classes of a sample (multi_label_classification) labels are floating-point"
-                )
+            got = f"got {labels.dtype} {tuple(labels.shape)} for {len(logits_BC)} samples, each of one class"
+            _require(labels.numel() == len(logits_BC), f"{got}; for several classes give floating-point labels")
             return F.cross_entropy(logits_BC.view(-1, classes), labels.view(-1))
         if problem == "multi_label_classification":
-            _check_float(labels, problem)
-            _check_shape(logits_BC, labels)
+            _require_float(labels, problem)
+            _require_shape(labels, logits_BC)
             return F.binary_cross_entropy_with_logits(logits_BC, labels)
         raise DataError(
             f"config.problem_type: got {problem!r}, allowed: 'regression', 'single_label_classification', "
@@ -88,8 +85,8 @@ def deberta_classification(config: Any) -> LossFn:
             return common(logits_BC, labels)
         labels = labels.to(logits_BC.device)
         if classes == 1:
-            _check_float(labels)
-            _check_count(logits_BC, labels)
+            _require_float(labels)
+            _require_count(labels, logits_BC)
             return F.mse_loss(logits_BC.view(-1).to(labels.dtype), labels.view(-1))
         if labels.dim() == 1 or labels.size(-1) == 1:
             labels = labels.view(-1)
@@ -133,75 +130,55 @@ def check_labels(
     Raises:
         DataError: names the sample, the label and its place.
     """
+    by_class = make_loss in (classification, deberta_classification)
+    if not by_class and make_loss not in (causal_lm, masked_lm):
+        return
     shift = int(make_loss is causal_lm)  # places from a label to the token that predicts it
-    if shift or make_loss is masked_lm:
-        _check_classes(make_loss, config, model, ids, labels[..., shift:], "vocab_size", first=shift)
-    elif make_loss in (classification, deberta_classification):
-        _check_classes(make_loss, config, model, ids, labels, "num_labels")
+    key, read = ("num_labels", labels) if by_class else ("vocab_size", labels[..., shift:])
+    classes, problem = int(getattr(config, key)), "single_label_classification"
+    if by_class:
+        problem = config.problem_type or infer_problem(classes, labels)
+    if problem == "single_label_classification" and not read.is_floating_point() and read.device.type == "cpu":
+        wrong = read >= classes  # torch would call it a target out of bounds
+        if make_loss is not deberta_classification or config.problem_type:  # which ignores negative labels
+            wrong |= (read < 0) & (read != -100)
+        if bool(wrong.any()):
+            row, *place = wrong.nonzero()[0].tolist()
+            at = "" if by_class else f" at place {place[0] + shift}"
+            raise DataError(
+                f"labels: sample {ids[row]} has {int(read[wrong][0])}{at}; this {model} has {classes} classes "
+                f"({key} of its config): from 0 to {classes - 1}, and -100 for no label"
+            )
+    if mask_BS is None or by_class or labels.shape != mask_BS.shape:
         return
-    else:
-        return
-    if mask_BS is None or labels.shape != mask_BS.shape:
-        return
-    wanted, read = labels[:, shift:], mask_BS[:, : labels.shape[1] - shift]
-    wrong = (wanted != -100) & (read == 0)
+    wrong = (read != -100) & (mask_BS[:, : labels.shape[1] - shift] == 0)
     if bool(wrong.any()):
         row, place = wrong.nonzero()[0].tolist()
         raise DataError(
-            f"labels: sample {ids[row]} has {int(wanted[row, place])} at place {place + shift}, to be predicted from "
+            f"labels: sample {ids[row]} has {int(read[row, place])} at place {place + shift}, to be predicted from "
             "padding, which links do not carry; allowed: -100 where attention_mask is 0, as "
             "DataCollatorForLanguageModeling makes them"
         )
 
 
-def _check_classes(
-    make_loss: Callable[[Any], LossFn],
-    config: Any,
-    model: str,
-    ids: Sequence[int],
-    labels: Tensor,
-    key: str,
-    first: int | None = None,
-) -> None:
-    """Raise DataError for a class that torch would call a target out of bounds.
-
-    key: of the config, with the number of classes. first: place of the first label, if a sample has several.
-    """
-    classes = int(getattr(config, key))
-    if labels.is_floating_point() or labels.device.type != "cpu":
-        return
-    if first is None and (config.problem_type or infer_problem(classes, labels)) != "single_label_classification":
-        return
-    wrong = labels >= classes
-    if make_loss is not deberta_classification or config.problem_type:  # it ignores negative labels
-        wrong |= (labels < 0) & (labels != -100)
-    if bool(wrong.any()):
-        row, *place = wrong.nonzero()[0].tolist()
-        at = "" if first is None else f" at place {place[0] + first}"
-        raise DataError(
-            f"labels: sample {ids[row]} has {int(labels[wrong][0])}{at}; this {model} has {classes} classes "
-            f"({key} of its config): from 0 to {classes - 1}, and -100 for no label"
-        )
+def _require(ok: bool, message: str) -> None:
+    if not ok:
+        raise DataError(f"labels: {message}")
 
 
-def _check_leading_shape(logits: Tensor, labels: Tensor) -> None:
-    if logits.shape[:-1] != labels.shape:
-        raise DataError(f"labels: got shape {tuple(labels.shape)}, the logits need {tuple(logits.shape[:-1])}")
+def _require_places(logits_BSV: Tensor, labels_BS: Tensor) -> None:
+    got, needed = tuple(labels_BS.shape), tuple(logits_BSV.shape[:-1])
+    _require(got == needed, f"got shape {got}, the logits need {needed}")
 
 
-def _check_count(logits: Tensor, labels: Tensor) -> None:
-    if logits.numel() != labels.numel():
-        raise DataError(f"labels: got {labels.numel()} values for {logits.numel()} outputs")
+def _require_float(labels: Tensor, problem: str = "regression") -> None:
+    _require(labels.is_floating_point(), f"got {labels.dtype}, {problem} needs floating-point labels")
 
 
-def _check_shape(logits: Tensor, labels: Tensor) -> None:
-    if logits.shape != labels.shape:
-        raise DataError(
-            f"labels: got {labels.dtype} {tuple(labels.shape)}, the outputs are {tuple(logits.shape)}: floating-point "
-            "labels are values of outputs, a class is a whole number"
-        )
+def _require_shape(labels: Tensor, outputs: Tensor) -> None:
+    got = f"got {labels.dtype} {tuple(labels.shape)}, the outputs are {tuple(outputs.shape)}"
+    _require(labels.shape == outputs.shape, f"{got}: float labels are values of outputs, a class is an integer")
 
 
-def _check_float(labels: Tensor, problem: str = "regression") -> None:
-    if not labels.is_floating_point():
-        raise DataError(f"labels: got {labels.dtype}, {problem} needs floating-point labels")
+def _require_count(labels: Tensor, outputs: Tensor) -> None:
+    _require(labels.numel() == outputs.numel(), f"got {labels.numel()} values for {outputs.numel()} outputs")

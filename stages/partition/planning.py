@@ -6,7 +6,7 @@ n blocks, K stages. No weight is allocated. Costs are in multiply-adds per token
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from pipecomp.errors import SplitError
-from pipecomp.stages.partition.architectures import Architecture, architecture_of, head_name
+from pipecomp.stages.partition.architectures import architecture_of, head_name
 
 UPDATE_COST = 0.05
 """Cost of a parameter that no token is multiplied with (an embedding), in multiply-adds per token.
@@ -177,30 +177,39 @@ def plan_model(
     if not hasattr(model, "config"):
         allowed = "a Hugging Face model, or the result of pipecomp.stages.modules for an nn.Sequential"
         raise SplitError(f"model: got {type(model).__name__}, allowed: {allowed}")
-    architecture = architecture_of(model.config)
-    head = head_name(architecture, type(model))
+    parts = ModelParts(model)
     named = dict(model.named_parameters(remove_duplicate=False))
-    costs, first, last = _costs(model, architecture, block_seconds, end_seconds)
+    costs, first, last = _costs(named, parts, block_seconds, end_seconds)
     balanced = partial(balance, costs, first=first, last=last, slowdowns=slowdowns)
-    bounds = complete_cuts(len(costs), num_stages, cuts, balanced)
-    tied, held = _tied_groups(model, architecture, bounds)
-    if not tie:
-        one_name = [group.name for group in tied if len(set(group.parameters)) < len(group.stages)]
-        if one_name:
-            raise SplitError(
-                f"tie=False: several stages of {head} use {', '.join(one_name)}; stages that each have their own could "
-                "not be saved as one Hugging Face model"
-            )
-        tied = []
-        held = [[n for n in named if k in _owners(model, architecture, bounds, n)] for k in range(len(bounds) - 1)]
+    bounds = complete_cuts(parts.blocks, num_stages, cuts, balanced)
+    stages = range(len(bounds) - 1)
+    tied: list[TiedGroup] = []
+    held: list[list[str]] = [[] for _ in stages]  # one name for each parameter of a stage
+    for names in aliases(model) if tie else [[name] for name in named]:
+        first_name: dict[int, str] = {}
+        for name in names:
+            for stage in parts.owners(bounds, name):
+                first_name.setdefault(stage, name)
+        for stage, name in first_name.items():
+            held[stage].append(name)
+        if len(first_name) > 1:
+            owners = tuple(sorted(first_name))
+            parameters = tuple(first_name[stage] for stage in owners)
+            trained = named[names[0]].requires_grad
+            tied.append(TiedGroup(name=names[0], stages=owners, parameters=parameters, trained=trained))
+    if tied and not tie:
+        raise SplitError(
+            f"tie=False: several stages of {parts.head} use {', '.join(group.name for group in tied)}; stages with "
+            "copies of their own could not be saved as one Hugging Face model"
+        )
     of_stages = [sum(costs[lo:hi]) for lo, hi in pairwise(bounds)]
     of_stages[0] += first
     of_stages[-1] += last
     return SplitPlan(
-        architecture=architecture.model_type,
-        model_class=head,
+        architecture=parts.architecture.model_type,
+        model_class=parts.head,
         cuts=tuple(bounds),
-        blocks=len(costs),
+        blocks=parts.blocks,
         parameters=tuple(sum(named[name].numel() for name in names) for names in held),
         trained=tuple(sum(named[name].numel() for name in names if named[name].requires_grad) for names in held),
         costs=tuple(of_stages),
@@ -210,8 +219,8 @@ def plan_model(
 
 
 def _costs(
-    model: Any,
-    architecture: Architecture,
+    named: Mapping[str, nn.Parameter],
+    parts: ModelParts,
     block_seconds: Sequence[float] | None,
     end_seconds: tuple[float, float] | None,
 ) -> tuple[list[float], float, float]:
@@ -219,53 +228,79 @@ def _costs(
 
     An embedding's update costs by its parameters, also where blocks were timed.
     """
-    base, blocks = model.base_model_prefix, block_count(model, architecture)
-    per_token = architecture.heads[head_name(architecture, type(model))].per_token
-    reads = modules_read(model, architecture)
-    per_block, embeddings, matrix = [0.0] * blocks, 0, 0
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        part, size = part_of(architecture, base, name), parameter.numel()
+    per_token = parts.architecture.heads[parts.head].per_token
+    per_block, embeddings, matrix = [0.0] * parts.blocks, 0, 0
+    for name, parameter in named.items():
+        part, size = parts.part_of(name), parameter.numel()
         if part == "block":
-            per_block[_block_of(architecture, base, name)] += size
+            per_block[parts.block_of(name)] += size
         if part == "before":
             embeddings += size
-        if per_token and (part == "head" or _is_under(name, reads)):
+        if per_token and (part == "head" or _is_under(name, parts.read_by_head)):
             matrix += size
     if block_seconds is None:
         return per_block, UPDATE_COST * embeddings, matrix
     measured = [float(s) for s in block_seconds]
-    if len(measured) != blocks or not all(0 < s < float("inf") for s in measured):
-        raise SplitError(f"block_seconds: got {block_seconds!r}, allowed: {blocks} positive times, one per block")
+    if len(measured) != parts.blocks or not all(0 < s < float("inf") for s in measured):
+        raise SplitError(f"block_seconds: got {block_seconds!r}, allowed: {parts.blocks} positive times, one per block")
     rate = sum(measured) / sum(per_block)
     first, last = end_seconds or (0.0, matrix * rate)
     return measured, first + UPDATE_COST * embeddings * rate, last
 
 
-def block_count(model: Any, architecture: Architecture) -> int:
-    """Return the number of blocks. SplitError if there is no list at the architecture's path."""
-    try:
-        return len(getattr(model, model.base_model_prefix).get_submodule(architecture.blocks))
-    except (AttributeError, TypeError) as error:
-        raise SplitError(
-            f"{architecture.model_type}: {type(model).__name__} has no list of blocks at "
-            f"{model.base_model_prefix}.{architecture.blocks}"
-        ) from error
+class ModelParts:
+    """Parts of a Hugging Face model, by the names of its parameters.
 
+    Attributes:
+        architecture: the entry for its config.
+        head: name of its class among the entry's heads.
+        base: name of the base model in it.
+        blocks: n.
+        read_by_head: paths of the first stage's modules that the head reads too.
+    """
 
-def part_of(architecture: Architecture, base: str, name: str) -> str:
-    """Return a parameter's part of the model: block, before, after, shared or head. SplitError if it has none."""
-    if not name.startswith(base + "."):
-        return "head"
-    inner = name[len(base) + 1 :]
-    for part, paths in (
-        ("block", (architecture.blocks,)),
-        ("before", architecture.before),
-        ("after", architecture.after),
-        ("shared", architecture.shared),
-    ):
-        if _is_under(inner, paths):
-            return part
-    raise SplitError(f"{architecture.model_type}: the architecture's entry assigns {name} to no stage")
+    def __init__(self, model: Any) -> None:
+        self.architecture = architecture_of(model.config)
+        self.head = head_name(self.architecture, type(model))
+        self.base = str(model.base_model_prefix)
+        path = f"{self.base}.{self.architecture.blocks}"
+        try:
+            self.blocks = len(model.get_submodule(path))
+        except (AttributeError, TypeError) as error:
+            message = f"{self.architecture.model_type}: {type(model).__name__} has no list of blocks at {path}"
+            raise SplitError(message) from error
+        reads = self.architecture.heads[self.head].reads(model.config)
+        self.read_by_head = tuple(f"{self.base}.{path}" for path in reads)
+
+    def part_of(self, name: str) -> str:
+        """Return a parameter's part of the model: block, before, after, shared or head. SplitError if it has none."""
+        if not name.startswith(self.base + "."):
+            return "head"
+        inner, architecture = name[len(self.base) + 1 :], self.architecture
+        for part, paths in (
+            ("block", (architecture.blocks,)),
+            ("before", architecture.before),
+            ("after", architecture.after),
+            ("shared", architecture.shared),
+        ):
+            if _is_under(inner, paths):
+                return part
+        raise SplitError(f"{architecture.model_type}: the architecture's entry assigns {name} to no stage")
+
+    def block_of(self, name: str) -> int:
+        """Return the number of the block of a parameter whose part is "block"."""
+        return int(name.removeprefix(f"{self.base}.{self.architecture.blocks}.").split(".", 1)[0])
+
+    def owners(self, cuts: Sequence[int], name: str) -> Sequence[int]:
+        """Return the stages that hold a parameter of this name, rising."""
+        last, part = len(cuts) - 2, self.part_of(name)
+        if part == "shared":
+            return range(last + 1)
+        if part == "before":
+            return sorted({0, last}) if _is_under(name, self.read_by_head) else [0]
+        if part == "block":
+            return [bisect_right(cuts, self.block_of(name)) - 1]
+        return [last]
 
 
 def aliases(model: nn.Module) -> list[list[str]]:
@@ -276,49 +311,5 @@ def aliases(model: nn.Module) -> list[list[str]]:
     return list(names.values())
 
 
-def modules_read(model: Any, architecture: Architecture) -> tuple[str, ...]:
-    """Return the paths of the first stage's modules that the head reads too."""
-    head = architecture.heads[head_name(architecture, type(model))]
-    return tuple(f"{model.base_model_prefix}.{path}" for path in head.reads(model.config))
-
-
-def _block_of(architecture: Architecture, base: str, name: str) -> int:
-    return int(name.removeprefix(f"{base}.{architecture.blocks}.").split(".", 1)[0])
-
-
 def _is_under(name: str, paths: Iterable[str]) -> bool:
     return any(name == path or name.startswith(path + ".") for path in paths)
-
-
-def _owners(model: Any, architecture: Architecture, cuts: Sequence[int], name: str) -> Sequence[int]:
-    """Return the stages that hold a parameter of this name, rising."""
-    last, base = len(cuts) - 2, str(model.base_model_prefix)
-    part = part_of(architecture, base, name)
-    if part == "shared":
-        return range(last + 1)
-    if part == "before":
-        return sorted({0, last}) if _is_under(name, modules_read(model, architecture)) else [0]
-    if part == "block":
-        return [bisect_right(cuts, _block_of(architecture, base, name)) - 1]
-    return [last]
-
-
-def _tied_groups(
-    model: Any, architecture: Architecture, cuts: Sequence[int]
-) -> tuple[list[TiedGroup], list[list[str]]]:
-    """Return the weights that several stages need, and per stage one name for each parameter that it holds."""
-    groups: list[TiedGroup] = []
-    held: list[list[str]] = [[] for _ in cuts[1:]]
-    for names in aliases(model):
-        first_name: dict[int, str] = {}
-        for name in names:
-            for stage in _owners(model, architecture, cuts, name):
-                first_name.setdefault(stage, name)
-        for stage, name in first_name.items():
-            held[stage].append(name)
-        if len(first_name) > 1:
-            stages = tuple(sorted(first_name))
-            parameters = tuple(first_name[stage] for stage in stages)
-            trained = model.get_parameter(names[0]).requires_grad
-            groups.append(TiedGroup(name=names[0], stages=stages, parameters=parameters, trained=trained))
-    return groups, held

@@ -19,8 +19,8 @@ from pipecomp.errors import DataError, SplitError
 from pipecomp.stages.link.boundary import Crossing, Layout
 from pipecomp.stages.partition import losses
 from pipecomp.stages.partition.adapters import adapter_of, check_saved, without_peft
-from pipecomp.stages.partition.architectures import Architecture, SkippedBlock, architecture_of, head_name
-from pipecomp.stages.partition.planning import SplitPlan, TiedGroup, aliases, block_count, modules_read, plan_model
+from pipecomp.stages.partition.architectures import SkippedBlock, architecture_of
+from pipecomp.stages.partition.planning import ModelParts, SplitPlan, TiedGroup, aliases, plan_model
 
 
 class PipelineStage(nn.Module):
@@ -92,7 +92,7 @@ class Stage(PipelineStage):
     config: Any
 
     def __init__(self, model: Any, plan: SplitPlan, index: int) -> None:
-        """model: cut to this stage by `cut`; the stage takes over its children."""
+        """model: cut to this stage; the stage takes over its children."""
         super().__init__(plan, index)
         # The same dictionaries, so that both see a parameter that .to() or an optimizer wrapper replaces. The model is
         # not a child, whose name would prefix every parameter's.
@@ -124,20 +124,30 @@ class Stage(PipelineStage):
         """
         if self.is_first:
             return
+        architecture, base = self._architecture, self._model.base_model_prefix
+        where = f"{architecture.model_type}: past the first stage {self.plan.model_class}"
+        top: Any = shallow_copy(self._model)
+        blocks: Any = top.get_submodule(f"{base}.{architecture.blocks}")
+        skip = SkippedBlock(architecture.block_returns_tuple)
+        _replace_module(top, f"{base}.{architecture.blocks}", nn.ModuleList(skip for _ in blocks))
+        for path in architecture.after:
+            _replace_module(top, f"{base}.{path}", nn.Identity())
+        like = next(self._model.parameters())
+        in_BSH = torch.linspace(-1, 1, 2 * self.hidden_size, dtype=like.dtype, device=like.device).view(1, 2, -1)
         try:
-            changed = _changes_input(self._model, self._architecture)
+            with torch.no_grad():
+                out_BSH = top.base_model(inputs_embeds=in_BSH, **architecture.forward_options).last_hidden_state
+                changed = not torch.equal(out_BSH, in_BSH)
         except Exception as error:  # raised by the model's code if the architecture's entry does not fit
             raise SplitError(
-                f"{self._architecture.model_type}: past the first stage {self.plan.model_class} fails with "
-                f"{type(error).__name__}: {error}. Replacements in `before` of its entry must accept the arguments of "
-                "the modules that they replace, and `block_returns_tuple` must fit its blocks"
+                f"{where} fails with {type(error).__name__}: {error}. Replacements in `before` of its entry must "
+                "accept the arguments of the modules that they replace, and `block_returns_tuple` must fit its blocks"
             ) from error
         if changed:
             raise SplitError(
-                f"{self._architecture.model_type}: past the first stage {self.plan.model_class} changes hidden states "
-                "before its first block or after its last one, such as by a dropout or a factor of the embeddings, and "
-                "every stage would do it again. `before` and `after` of its entry must name that module; code without "
-                "a module of its own cannot be split"
+                f"{where} changes hidden states outside its blocks, such as by a dropout or a factor of the "
+                "embeddings, and every stage would do it again. `before` and `after` of its entry must name that "
+                "module; code without a module of its own cannot be split"
             )
 
     def train(self, mode: bool = True) -> Stage:
@@ -375,19 +385,17 @@ def split(
 
 def take_stage(model: Any, plan: SplitPlan, index: int) -> Stage:
     """Make stage `index` of a plan from the model's own modules, without other stages' weights."""
-    architecture = architecture_of(model.config)
-    found = (head_name(architecture, type(model)), block_count(model, architecture))
-    if found != (plan.model_class, plan.blocks):
-        raise SplitError(
-            f"the plan is for {plan.model_class} with {plan.blocks} blocks, the model is {found[0]} with {found[1]}"
-        )
+    parts = ModelParts(model)
+    if (parts.head, parts.blocks) != (plan.model_class, plan.blocks):
+        planned, found = f"{plan.model_class} with {plan.blocks} blocks", f"{parts.head} with {parts.blocks}"
+        raise SplitError(f"the plan is for {planned}, the model is {found}")
     if not 0 <= index < plan.num_stages:
         raise SplitError(f"index: got {index}, allowed: 0 to {plan.num_stages - 1}")
     check_saved(model)
-    return Stage(cut(model, architecture, plan, index), plan, index)
+    return Stage(_cut(model, parts, plan, index), plan, index)
 
 
-def cut(model: Any, architecture: Architecture, plan: SplitPlan, index: int) -> Any:
+def _cut(model: Any, parts: ModelParts, plan: SplitPlan, index: int) -> Any:
     """Make a model of the same class with only what stage `index` needs, sharing modules and weights with `model`.
 
     Modules on the path to a removed one are copied shallowly, so `model` itself does not change. Tied weights whose
@@ -395,7 +403,7 @@ def cut(model: Any, architecture: Architecture, plan: SplitPlan, index: int) -> 
     """
     lo, hi = plan.cuts[index], plan.cuts[index + 1]
     top: Any = shallow_copy(model)
-    base = model.base_model_prefix
+    architecture, base = parts.architecture, parts.base
     ties = [names for names in aliases(model) if len(names) > 1]
     top.config = copy.deepcopy(model.config)
     top.config.architectures = [plan.model_class]
@@ -410,7 +418,7 @@ def cut(model: Any, architecture: Architecture, plan: SplitPlan, index: int) -> 
     if index > 0:
         for path, replacement in architecture.before.items():
             _replace_module(top, f"{base}.{path}", None if replacement is None else replacement())
-        for path in modules_read(model, architecture) if index == plan.num_stages - 1 else ():
+        for path in parts.read_by_head if index == plan.num_stages - 1 else ():
             _replace_module(top, path, model.get_submodule(path))
     if index < plan.num_stages - 1:
         for path in architecture.after:
@@ -432,23 +440,6 @@ def cut(model: Any, architecture: Architecture, plan: SplitPlan, index: int) -> 
         for name in names:
             replace_parameter(top, name, new)
     return top
-
-
-def _changes_input(model: Any, architecture: Architecture) -> bool:
-    """Run a later stage's model without its blocks; return whether its input comes out changed."""
-    top: Any = shallow_copy(model)
-    base = model.base_model_prefix
-    blocks: Any = top.get_submodule(f"{base}.{architecture.blocks}")
-    skip = SkippedBlock(architecture.block_returns_tuple)
-    _replace_module(top, f"{base}.{architecture.blocks}", nn.ModuleList(skip for _ in blocks))
-    for path in architecture.after:
-        _replace_module(top, f"{base}.{path}", nn.Identity())
-    like = next(model.parameters())
-    in_BSH = torch.linspace(-1, 1, 2 * int(model.config.hidden_size), dtype=like.dtype, device=like.device)
-    in_BSH = in_BSH.view(1, 2, -1)
-    with torch.no_grad():
-        out_BSH = top.base_model(inputs_embeds=in_BSH, **architecture.forward_options).last_hidden_state
-    return not torch.equal(out_BSH, in_BSH)
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:
