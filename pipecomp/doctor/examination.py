@@ -1,4 +1,4 @@
-"""The whole examination: this machine, and the others where several ranks were started."""
+"""The examination: all checks of this machine, and of the links between ranks if there are several."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipecomp.distributed.local_launcher import RankFailedError, run_ranks
 from pipecomp.doctor.finding import PROBLEM, WARNING, Finding, has_problem
 from pipecomp.doctor.machine import GPU_SHARING, MOUNT_SHM, compute_findings, limit_findings, network_findings
 from pipecomp.doctor.packages import package_findings
-from pipecomp.doctor.ranks import RankSession, RendezvousError, check_met, check_rank_0
+from pipecomp.doctor.ranks import RankSession, RendezvousError, check_rank_0, check_rendezvous
 from pipecomp.doctor.storage import storage_findings
 from pipecomp.errors import ConfigError
 from pipecomp.netlab.software import VARIABLE as SOFTWARE_LAB
@@ -33,17 +33,18 @@ def examine(
     environ: Mapping[str, str] = os.environ,
     limit_s: float = 30.0,
 ) -> bool:
-    r"""Examine this machine and the links between ranks, and report.
+    r"""Check this machine and the links between ranks, and report.
 
-    Under a launcher every rank must call this; rank 0 reports for all (every rank for itself, if they do not meet).
+    Under a launcher every rank must call it. Rank 0 reports for all; every rank reports for itself if they cannot
+    rendezvous.
 
     Args:
-        report: takes the findings.
-        store: folder of the message store, which need not exist.
-        ranks: whether to measure between ranks; None: if a launcher started several; True also without one, between
-            two ranks on this machine.
-        environ: the variables that launchers set.
-        limit_s: seconds that ranks wait for each other.
+        report: Receives the findings.
+        store: Folder of the message store, which need not exist.
+        ranks: Whether to measure between ranks: those of the launcher, or without one two on this machine. None: only
+            under a launcher.
+        environ: Environment variables, as set by launchers.
+        limit_s: Timeout of the rendezvous.
 
     Returns:
         Whether any finding is a problem.
@@ -57,13 +58,12 @@ def examine(
     except ConfigError as error:
         advice = "Start with torchrun or deepspeed, or unset the variable."
         findings = [Finding("launcher", PROBLEM, str(error), advice), *machine_findings(Launch(), store)]
-        report(findings)
-        return has_problem(findings)
-    if launch.started and ranks is not False:
-        return _examine_ranks(report, launch, store, limit_s)
-    findings = machine_findings(launch, store)
-    if ranks:
-        findings += _local_ranks()
+    else:
+        if launch.started and ranks is not False:
+            return _examine_ranks(report, launch, store, limit_s)
+        findings = machine_findings(launch, store)
+        if ranks:
+            findings += _examine_local_ranks()
     report(findings)
     return has_problem(findings)
 
@@ -82,54 +82,50 @@ def machine_findings(launch: Launch, store: Path) -> list[Finding]:
 
 def _examine_ranks(report: Callable[[list[Finding]], None], launch: Launch, store: Path, limit_s: float) -> bool:
     try:
-        meeting = RankSession(launch, versions(), limit_s=limit_s)
+        session = RankSession(launch, versions(), limit_s=limit_s)
     except RendezvousError as error:
-        findings = [check_met(launch, error, limit_s)]
-        if launch.local_rank == 0:
-            findings = machine_findings(launch, store) + findings
-        report(findings)
+        own = machine_findings(launch, store) if launch.local_rank == 0 else []
+        report([*own, check_rendezvous(launch, error, limit_s)])
         return True
-    # Measured first: the machines' own checks would disturb.
-    between = meeting.measure() + check_software_lab(os.environ)
+    # Links come first: the machines' own checks would disturb their measurement.
+    between = session.measure() + check_software_lab(os.environ)
     own = machine_findings(launch, store) if launch.local_rank == 0 else []
-    if meeting.abandoned:
+    if session.rank_0_lost:
         report([*own, check_rank_0(launch)])
         return True
-    # The meeting has compared the GPUs themselves; their number alone says less.
+    # The session has compared the GPUs themselves, which is better than their number.
     own = [finding for finding in own if finding.check != GPU_SHARING]
-    findings = meeting.collect(own, _MACHINE_LIMIT_S) + meeting.routes() + between
-    if meeting.rank == 0:
+    findings = session.collect(own, _MACHINE_LIMIT_S) + session.route_findings() + between
+    if session.rank == 0:
         report(findings)
-    return meeting.finish(findings, 2 * _MACHINE_LIMIT_S)
+    return session.finish(findings, 2 * _MACHINE_LIMIT_S)
 
 
 def check_software_lab(environ: Mapping[str, str]) -> list[Finding]:
-    """Check whether a lab slows, in software, what training sends, and not what is measured here."""
+    """Check whether a software lab throttles training only, and not these measurements."""
     text = environ.get(SOFTWARE_LAB)
     if text is None:
         return []
     lab = ThrottleSettings.read(text)
     slowed = "rates and delays" if any(rate is not None for rate in (*lab.up, *lab.down)) else "delays"
-    found = (
-        f"pipecomp netlab simulates {slowed} in software, for training alone: the figures above are this machine's own"
-    )
-    return [Finding("netlab", WARNING, found, "comm_stats() of a training run shows what its links do.")]
+    found = f"pipecomp netlab simulates {slowed} for training only: the figures above are this machine's own"
+    return [Finding("netlab", WARNING, found, "comm_stats() of a training run shows its links.")]
 
 
-def _local_ranks() -> list[Finding]:
+def _examine_local_ranks() -> list[Finding]:
     try:
-        found = run_ranks(_LOCAL_RANKS, _measure_here, timeout_s=_LOCAL_LIMIT_S)[0]
+        found = run_ranks(_LOCAL_RANKS, _measure_local_rank, timeout_s=_LOCAL_LIMIT_S)[0]
     except ConfigError as error:
         advice = {"TMPDIR": "export TMPDIR=/tmp", "ulimit -n": "ulimit -n 65536"}.get(error.key, MOUNT_SHM)
         return [Finding("ranks", PROBLEM, str(error), advice)]
     except RankFailedError as error:
-        advice = "Two ranks on this machine could not talk over the loopback interface: see the lines above."
+        advice = "Two ranks on this machine could not communicate over the loopback interface: see the lines above."
         return [Finding("ranks", PROBLEM, str(error).strip().splitlines()[-1], advice)]
     return [Finding(*values) for values in found]
 
 
-def _measure_here(rank: int, world: int, note: Callable[[Any], None]) -> list[Finding]:
-    meeting = RankSession(read_launch(os.environ), versions(), limit_s=30.0)
-    findings = meeting.measure()
-    meeting.finish(findings, _LOCAL_LIMIT_S)
+def _measure_local_rank(rank: int, world: int, note: Callable[[Any], None]) -> list[Finding]:
+    session = RankSession(read_launch(os.environ), versions(), limit_s=30.0)
+    findings = session.measure()
+    session.finish(findings, _LOCAL_LIMIT_S)
     return findings

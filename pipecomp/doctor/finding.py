@@ -1,4 +1,4 @@
-"""What checks found, and the report of it for people: a line for each check, what to do below it, and a summary."""
+"""Findings of checks and their report: a line per check, advice below it, and a summary."""
 
 from __future__ import annotations
 
@@ -13,16 +13,19 @@ from rich.text import Text
 from pipecomp.utils.units import format_count
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
-WIDTH = 100
-_CHECK = 30
+_MAX_WIDTH, _MAX_CHECK_WIDTH = 100, 30
 _STYLES = {OK: "green", WARNING: "yellow", PROBLEM: "red"}
 
 
 class Finding(NamedTuple):
-    """What one check found.
+    """Result of one check.
 
-    check: what was looked at. verdict: "ok"; "warning" (it runs, but slowly, or not everything runs); "problem" (a run
-    fails or its results are wrong). found: the fact and what it means. advice: what to do, empty if nothing.
+    Attributes:
+        check: Subject of the check.
+        verdict: "ok"; "warning" (training runs, but slowly, or not everything runs); "problem" (a run fails or its
+            results are wrong).
+        found: The fact and its consequence.
+        advice: The remedy; empty if none is needed.
     """
 
     check: str
@@ -32,38 +35,36 @@ class Finding(NamedTuple):
 
 
 def judge(check: str, found: str, *faults: tuple[bool, str, str, str]) -> Finding:
-    """Judge a fact by the first fault that it has.
+    """Make the finding for the first fault that applies, "ok" if none does.
 
     Args:
-        check: What was looked at.
+        check: Subject of the check.
         found: The fact.
-        faults: Whether the fact is like that, the verdict then, what it means, and advice; the gravest first.
-
-    Returns:
-        The finding, "ok" if there is no fault.
+        faults: Whether the fault applies, its verdict, its consequence, and the advice; the gravest first.
     """
-    for applies, verdict, meaning, advice in faults:
+    for applies, verdict, consequence, advice in faults:
         if applies:
-            return Finding(check, verdict, f"{found}: {meaning}", advice)
+            return Finding(check, verdict, f"{found}: {consequence}", advice)
     return Finding(check, OK, found)
 
 
 def has_problem(findings: Iterable[Finding]) -> bool:
-    """Say whether any finding is a problem."""
+    """Return whether any finding is a problem."""
     return any(finding.verdict == PROBLEM for finding in findings)
 
 
-def mib(size_bytes: float) -> str:
-    """Write a size in bytes for people, in MiB or GiB."""
+def format_bytes(size_bytes: float) -> str:
+    """Format a size in MiB or GiB."""
     value = size_bytes / 2**20
     return f"{value:.0f} MiB" if value < 1024 else f"{value / 1024:.1f} GiB"
 
 
 def print_report(findings: Sequence[Finding], console: Console) -> None:
-    """Print the report at most 100 columns wide, without colours where the console has none."""
-    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False, width=min(WIDTH, console.width))
+    """Print the findings and a summary, at most 100 columns wide."""
+    width = min(_MAX_WIDTH, console.width)
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False, width=width)
     table.add_column(no_wrap=True)
-    table.add_column(max_width=_CHECK, overflow="fold")  # a host's name is in some, which may be long
+    table.add_column(max_width=_MAX_CHECK_WIDTH, overflow="fold")  # some contain a host name, which may be long
     table.add_column(overflow="fold", ratio=1)
     for finding in findings:
         text = Text(finding.found)
@@ -72,18 +73,17 @@ def print_report(findings: Sequence[Finding], console: Console) -> None:
             text.append(finding.advice, style="bold" if finding.verdict != OK else "")
         table.add_row(Text(finding.verdict, style=_STYLES[finding.verdict]), Text(finding.check), text)
     console.print(table)
-    console.print(summary(findings), highlight=False, width=min(WIDTH, console.width))
+    console.print(summary(findings), highlight=False, width=width)
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """Say in a sentence what all of it comes to."""
+    """Summarize the findings in a sentence."""
     count = Counter(finding.verdict for finding in findings)
     total = ", ".join(
-        [f"{format_count(count[OK], 'check')} ok", *(format_count(count[kind], kind) for kind in (WARNING, PROBLEM))]
+        (f"{format_count(count[OK], 'check')} ok", *(format_count(count[kind], kind) for kind in (WARNING, PROBLEM)))
     )
-    total += "."
     if count[PROBLEM]:
-        return f"{total} A problem makes runs fail or give wrong results; the arrows (→) say what to do."
+        return f"{total}. A problem makes runs fail or give wrong results; the arrows (→) show the remedy."
     if count[WARNING]:
-        return f"{total} Training works; the arrows (→) say how to make it better."
-    return f"{total} Training can start."
+        return f"{total}. Training works; the arrows (→) show how to improve it."
+    return f"{total}. Training can start."

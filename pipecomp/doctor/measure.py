@@ -1,6 +1,7 @@
-"""Bandwidth, round trip and clock difference between two ranks, over gloo point-to-point or over a pipeline's link.
+"""Measurements between two ranks: bandwidth, round trip and clocks of a connection; loss, jitter and MTU of its path.
 
-The lower rank of a pair leads: it sends commands, the other one answers them.
+The lower rank of a pair leads: it sends commands, the other one answers them. A connection is gloo's, TLS, or a link of
+a pipeline. Loss, jitter and MTU are measured with UDP beside it: the other rank sends everything back.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from pipecomp.doctor.finding import OK, WARNING, Finding, judge
 from pipecomp.utils.serialization import serializable
 from pipecomp.utils.units import format_rate, format_time
 
+# -- connections
+
 _PINGS, _PING_SECONDS = 30, 0.5
 _FIRST_BYTES, _MOST_BYTES = 1 << 16, 1 << 26
 _LONG_ENOUGH_S, _AIM_S, _GROWTH = 0.25, 0.5, 8
@@ -36,10 +39,14 @@ _LONG_ENOUGH_S, _AIM_S, _GROWTH = 0.25, 0.5, 8
 
 @serializable
 class LinkMeasurement(NamedTuple):
-    """Between two ranks, seen from the leading one.
+    """Measurement of a connection, seen from the leading rank.
 
-    out_bit_s, back_bit_s: bits per second to the other rank and from it. round_trip_s: median of small packets.
-    clock_ahead_s: how far the other rank's clock is ahead; known to within clock_error_s.
+    Attributes:
+        out_bit_s: Bits per second to the other rank.
+        back_bit_s: Bits per second from the other rank.
+        round_trip_s: Median round trip of small packets.
+        clock_ahead_s: Time by which the other rank's clock is ahead.
+        clock_error_s: Uncertainty of `clock_ahead_s`.
     """
 
     out_bit_s: float
@@ -54,46 +61,44 @@ class _Command(IntEnum):
 
 
 class Peer(Protocol):
-    """The other rank: takes tensors in order. `receive` fills the tensor or returns another one with what came."""
+    """The other rank, an ordered channel of tensors. `receive` fills the given tensor or returns another one."""
 
     def send(self, tensor: Tensor) -> None:
         """Send a tensor."""
 
     def receive(self, tensor: Tensor) -> Tensor:
-        """Receive a tensor."""
+        """Receive a tensor of the same size and dtype."""
 
 
 class GlooPeer:
-    """A rank of the world group. RuntimeError, torch's own, from any call if nothing comes for limit_s seconds."""
+    """A rank of the default process group. torch's RuntimeError if nothing arrives within `limit_s` seconds."""
 
     def __init__(self, rank: int, limit_s: float) -> None:
         self._rank, self._limit = rank, timedelta(seconds=limit_s)
 
-    def send(self, tensor: Tensor) -> None:
-        """See Peer."""
+    def send(self, tensor: Tensor) -> None:  # noqa: D102 (inherited)
         work = dist.isend(tensor, self._rank)
-        assert work is not None, "ranks of the world group only"
+        assert work is not None, "ranks of the default group only"
         work.wait(self._limit)
 
-    def receive(self, tensor: Tensor) -> Tensor:
-        """See Peer."""
+    def receive(self, tensor: Tensor) -> Tensor:  # noqa: D102 (inherited)
         work = dist.irecv(tensor, self._rank)
-        assert work is not None, "ranks of the world group only"
+        assert work is not None, "ranks of the default group only"
         work.wait(self._limit)
         return tensor
 
 
 def lead(peer: Peer) -> LinkMeasurement:
-    """Measure between this rank and another, which must call `follow`; takes some two seconds."""
+    """Measure the connection to another rank, which must call `follow`; takes about two seconds."""
     round_trip_s, ahead_s, error_s = _ping(peer)
-    out = _rate(peer, _Command.TAKE, round_trip_s)
-    back = _rate(peer, _Command.GIVE, round_trip_s)
-    _command(peer, _Command.END)
+    out = _measure_rate(peer, _Command.TAKE, round_trip_s)
+    back = _measure_rate(peer, _Command.GIVE, round_trip_s)
+    _send_command(peer, _Command.END)
     return LinkMeasurement(out, back, round_trip_s, ahead_s, error_s)
 
 
 def follow(peer: Peer) -> None:
-    """Answer the leading rank until it is done; see `lead`."""
+    """Answer the leading rank until it is done."""
     while True:
         command, size = peer.receive(torch.empty(2, dtype=torch.int64)).tolist()
         arrived = time.time_ns()
@@ -108,38 +113,38 @@ def follow(peer: Peer) -> None:
             return
 
 
-def _command(peer: Peer, command: _Command, size: int = 0) -> None:
+def _send_command(peer: Peer, command: _Command, size: int = 0) -> None:
     peer.send(torch.tensor([command, size]))
 
 
 def _ping(peer: Peer) -> tuple[float, float, float]:
-    """Round trip, how far the other clock is ahead, and how far off that may be; in seconds."""
+    """Return the round trip, the time by which the other clock is ahead, and its uncertainty, in seconds."""
     trips: list[float] = []
     clocks: list[tuple[float, float]] = []
     answer = torch.empty(2, dtype=torch.int64)
     began = time.perf_counter()
-    # The first one sets the connection up. Two more even on the slowest link.
+    # The first one opens the connection. Two more even on the slowest link.
     while len(trips) < 3 or (len(trips) <= _PINGS and time.perf_counter() - began < _PING_SECONDS):
         left, start = time.time_ns(), time.perf_counter()
-        _command(peer, _Command.PING)
+        _send_command(peer, _Command.PING)
         arrived, answered = peer.receive(answer).tolist()
         trip = time.perf_counter() - start
         trips.append(trip)
-        # As NTP does: if both ways take equally long, the clocks differ by the mean of the two differences.
+        # As in NTP: if both directions take equally long, the clocks differ by the mean of the two differences.
         ahead = ((arrived - left) + (answered - time.time_ns())) / 2e9
         clocks.append((trip / 2, ahead))
     error_s, ahead_s = min(clocks[1:])
     return statistics.median(trips[1:]), ahead_s, error_s
 
 
-def _rate(peer: Peer, command: _Command, round_trip_s: float) -> float:
-    """Bits per second, from transfers that grow until one takes long enough."""
+def _measure_rate(peer: Peer, command: _Command, round_trip_s: float) -> float:
+    """Return bits per second, from transfers that grow until one takes long enough."""
     size = _FIRST_BYTES
     buffer = torch.zeros(_FIRST_BYTES, dtype=torch.uint8)
     while True:
         if buffer.numel() < size:
             buffer = torch.zeros(size, dtype=torch.uint8)
-        _command(peer, command, size)
+        _send_command(peer, command, size)
         began = time.perf_counter()
         if command == _Command.TAKE:
             peer.send(buffer[:size])
@@ -147,7 +152,7 @@ def _rate(peer: Peer, command: _Command, round_trip_s: float) -> float:
         else:
             peer.receive(buffer[:size])
         whole_s = time.perf_counter() - began
-        # How long a byte travels is no matter of bandwidth, and must be the smaller part to be taken off.
+        # Note: latency is not bandwidth. It can be subtracted only while it is the smaller part.
         seconds = max(whole_s - round_trip_s, 1e-6)
         if seconds >= max(_LONG_ENOUGH_S, round_trip_s) or size == _MOST_BYTES:
             return 8 * size / max(seconds, whole_s / 2)
@@ -155,26 +160,31 @@ def _rate(peer: Peer, command: _Command, round_trip_s: float) -> float:
         size = min(_MOST_BYTES, int(size * min(_GROWTH, max(2.0, growth))))
 
 
-# -- What a way between two machines does to packets: loss, jitter, and the largest packet that gets through whole.
+# -- packets
 
 _PROBES, _EVERY_S, _PROBE_BYTES = 100, 0.01, 128  # 100 kbit/s for a second
 _COPIES = 4  # of a packet whose size is tried: one may be lost
 _SIZES = (9000, 8900, 4000, 1500, 1492, 1480, 1460, 1440, 1420, 1400, 1380, 1360, 1320, 1280, 1200, 1000, 800, 576)
-_HEADERS = {4: 28, 6: 48}  # of IP and UDP
+_HEADERS = {4: 28, 6: 48}  # bytes of IP and UDP
 _NUMBER = struct.Struct("<q")
 _LATE_S, _MOST_LATE_S = 0.1, 1.0
 _LOSSY, _JITTERY_S = 0.005, 0.02
-# Linux's numbers, which Python's socket module does not name: whether a packet may be cut up on its way.
-_DISCOVER = {4: (socket.IPPROTO_IP, 10), 6: (socket.IPPROTO_IPV6, 23)}
-_MAY_BE_CUT, _NEVER_CUT = 0, 3
+# Linux's numbers of the socket option for fragmentation, which Python's socket module does not name.
+_MTU_DISCOVER = {4: (socket.IPPROTO_IP, 10), 6: (socket.IPPROTO_IPV6, 23)}
+_FRAGMENT, _NEVER_FRAGMENT = 0, 3
 
 
 class PacketPath(NamedTuple):
-    """A way there and back between two ranks of different machines.
+    """Path of packets between two machines, there and back.
 
-    sent, came: small packets. round_trip_s: the median of theirs. jitter_s: how much their times differ from one to the
-    next, the mean. mtu: bytes of the largest IP packet that came through whole, 0 where that cannot be tried.
-    interface_mtu: what the interface takes. cut: whether larger ones come through in pieces; None if none are larger.
+    Attributes:
+        sent: Small packets sent.
+        came: Small packets that came back.
+        round_trip_s: Median of their round trips.
+        jitter_s: Mean difference between round trips of consecutive packets.
+        mtu: Bytes of the largest IP packet that came back unfragmented, 0 if unknown.
+        interface_mtu: MTU of the interface.
+        cut: Whether larger packets come back in fragments; None if there are none larger.
     """
 
     sent: int
@@ -187,17 +197,22 @@ class PacketPath(NamedTuple):
 
 
 def lead_path(peer: Peer, address: str) -> PacketPath | None:
-    """Measure the way to a rank of another machine, which must call `follow_path`; takes some three seconds.
+    """Measure the path to a rank of another machine, which must call `follow_path`; takes about three seconds.
 
-    address: this machine's on the way to the other. None where no UDP socket can be had there.
+    Args:
+        peer: The other rank.
+        address: This machine's address on the way to the other.
+
+    Returns:
+        The measurement; None if no UDP socket can be opened.
     """
     length, port, *packed = peer.receive(torch.empty(18, dtype=torch.int64)).tolist()
     try:
         if not length:
             return None
-        with _socket(address) as udp:
+        with _open_udp(address) as udp:
             udp.connect((str(ipaddress.ip_address(bytes(packed[:length]))), port))
-            return _measured(udp)
+            return _measure_path(udp)
     except OSError:
         return None
     finally:
@@ -205,9 +220,9 @@ def lead_path(peer: Peer, address: str) -> PacketPath | None:
 
 
 def follow_path(peer: Peer, address: str) -> None:
-    """Send back what the leading rank sends, until it is done; see `lead_path`."""
+    """Echo the leading rank's packets until it is done. The arguments are those of `lead_path`."""
     try:
-        udp = _socket(address)
+        udp = _open_udp(address)
     except OSError:
         peer.send(torch.zeros(18, dtype=torch.int64))
         peer.receive(torch.empty(1, dtype=torch.int64))
@@ -226,10 +241,8 @@ def follow_path(peer: Peer, address: str) -> None:
             echo.join()
 
 
-def _socket(address: str) -> socket.socket:
-    """A UDP socket at one of this machine's addresses."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    udp = socket.socket(family, socket.SOCK_DGRAM)
+def _open_udp(address: str) -> socket.socket:
+    udp = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM)
     udp.bind((address, 0))
     return udp
 
@@ -237,48 +250,44 @@ def _socket(address: str) -> socket.socket:
 def _echo(udp: socket.socket, done: threading.Event) -> None:
     while not done.is_set():
         if select.select([udp], [], [], 0.05)[0]:
-            with contextlib.suppress(OSError):  # too large for the way back: it does not come through, then
+            with contextlib.suppress(OSError):  # too large for the way back: then it does not come through
                 packet, sender = udp.recvfrom(1 << 16)
-                _let_be_cut(udp, packet[-1:] == b"c")
+                _allow_fragments(udp, packet[-1:] == b"c")
                 udp.sendto(packet, sender)
 
 
-def _let_be_cut(udp: socket.socket, allowed: bool) -> None:
-    """Let routers cut packets into pieces, or not; only Linux can be told."""
-    if sys.platform != "linux":
-        return
-    level, option = _DISCOVER[6 if udp.family == socket.AF_INET6 else 4]
-    udp.setsockopt(level, option, _MAY_BE_CUT if allowed else _NEVER_CUT)
+def _ip_version(udp: socket.socket) -> int:
+    return 6 if udp.family == socket.AF_INET6 else 4
 
 
-def _measured(udp: socket.socket) -> PacketPath:
-    trips = _trips(udp)
+def _allow_fragments(udp: socket.socket, allowed: bool) -> None:
+    if sys.platform == "linux":
+        udp.setsockopt(*_MTU_DISCOVER[_ip_version(udp)], _FRAGMENT if allowed else _NEVER_FRAGMENT)
+
+
+def _measure_path(udp: socket.socket) -> PacketPath:
+    trips = _round_trips(udp)
     steps = [abs(b - a) for a, b in itertools.pairwise(trips)]
     own = udp.getsockname()[0].split("%")[0]
     limit = next((i.mtu for i in list_interfaces().values() if own in i.addresses), 0)
     mtu, cut = 0, None
     if trips and limit and sys.platform == "linux":
-        late_s = _late(max(trips))
-        mtu = _largest(udp, limit, late_s)
-        cut = _comes(udp, limit, late_s, cut=True) if mtu < limit else None
+        wait_s = min(_MOST_LATE_S, _LATE_S + 2 * max(trips))  # for a packet that may be lost
+        mtu = _largest_packet(udp, limit, wait_s)
+        cut = _comes_back(udp, limit, wait_s, fragments=True) if mtu < limit else None
     trip_s = statistics.median(trips) if trips else 0.0
     return PacketPath(_PROBES, len(trips), trip_s, statistics.mean(steps) if steps else 0.0, mtu, limit, cut)
 
 
-def _late(round_trip_s: float) -> float:
-    """How long to wait for a packet that may be lost."""
-    return min(_MOST_LATE_S, _LATE_S + 2 * round_trip_s)
-
-
-def _trips(udp: socket.socket) -> list[float]:
-    """Seconds there and back of the small packets that came, in the order in which they were sent."""
+def _round_trips(udp: socket.socket) -> list[float]:
+    """Return the round trips of the small packets that came back, in the order in which they were sent."""
     left: dict[int, float] = {}
     trips: dict[int, float] = {}
 
-    def take(until: float) -> None:
+    def receive(until: float) -> None:
         while (wait := until - time.perf_counter()) > 0 and len(trips) < _PROBES:
             if select.select([udp], [], [], wait)[0]:
-                with contextlib.suppress(ConnectionError):  # of an earlier packet, which nobody took
+                with contextlib.suppress(ConnectionError):  # of an earlier packet, which nobody received
                     number = _NUMBER.unpack_from(udp.recv(1 << 16))[0]
                     trips.setdefault(number, time.perf_counter() - left[number])
 
@@ -287,34 +296,33 @@ def _trips(udp: socket.socket) -> list[float]:
         left[number] = time.perf_counter()
         with contextlib.suppress(ConnectionError):
             udp.send(_NUMBER.pack(number).ljust(_PROBE_BYTES, b"."))
-        take(began + (number + 1) * _EVERY_S)
-    take(time.perf_counter() + _MOST_LATE_S)
+        receive(began + (number + 1) * _EVERY_S)
+    receive(time.perf_counter() + _MOST_LATE_S)
     return [trips[number] for number in sorted(trips)]
 
 
-def _largest(udp: socket.socket, limit: int, late_s: float) -> int:
-    """The largest size that comes through whole, of the interface's own and of _SIZES; 0 if none does."""
+def _largest_packet(udp: socket.socket, limit: int, wait_s: float) -> int:
+    """Return the largest of `limit` and _SIZES that comes back unfragmented; 0 if none does."""
     sizes = [limit, *(size for size in _SIZES if size < limit)]
-    low, high = 0, len(sizes)  # sizes[high:] come through
+    low, high = 0, len(sizes)  # sizes[high:] come back
     while low < high:
         middle = 0 if high == len(sizes) and low == 0 else (low + high) // 2  # the interface's own first: often it does
-        if _comes(udp, sizes[middle], late_s, cut=False):
+        if _comes_back(udp, sizes[middle], wait_s, fragments=False):
             high = middle
         else:
             low = middle + 1
     return sizes[low] if low < len(sizes) else 0
 
 
-def _comes(udp: socket.socket, size: int, late_s: float, *, cut: bool) -> bool:
-    """Whether an IP packet of so many bytes comes back. cut: whether it may be cut into pieces."""
-    _let_be_cut(udp, cut)
-    content = size - _HEADERS[6 if udp.family == socket.AF_INET6 else 4]
-    number = -size - (1 << 20) * cut
-    packet = _NUMBER.pack(number).ljust(content - 1, b".") + (b"c" if cut else b"w")
+def _comes_back(udp: socket.socket, size: int, wait_s: float, *, fragments: bool) -> bool:
+    """Return whether an IP packet of this size comes back. fragments: whether it may be fragmented."""
+    _allow_fragments(udp, fragments)
+    number = -size - (1 << 20) * fragments
+    packet = _NUMBER.pack(number).ljust(size - _HEADERS[_ip_version(udp)] - 1, b".") + (b"c" if fragments else b"w")
     for _ in range(_COPIES):
         with contextlib.suppress(OSError):  # too large for this machine already
             udp.send(packet)
-    until = time.perf_counter() + late_s
+    until = time.perf_counter() + wait_s
     while (wait := until - time.perf_counter()) > 0:
         if select.select([udp], [], [], wait)[0]:
             with contextlib.suppress(OSError):
@@ -323,69 +331,51 @@ def _comes(udp: socket.socket, size: int, late_s: float, *, cut: bool) -> bool:
     return False
 
 
-# -- what it means
-
-
 def check_path(ranks: tuple[int, int], path: PacketPath | None) -> list[Finding]:
     """Check loss, jitter and size of packets between two ranks; path: None if it could not be measured."""
-    between = f"packets {ranks[0]}–{ranks[1]}"
+    check = f"packets {ranks[0]}–{ranks[1]}"
     if path is None or not path.came:
-        found = "UDP does not get through, so loss, jitter and the largest packet are not known"
-        return [Finding(between, OK, found, "Training needs TCP only; a firewall may stop UDP.")]
-    return [_check_loss(between, path), *_check_mtu(f"MTU {ranks[0]}–{ranks[1]}", path)]
-
-
-def _check_loss(check: str, path: PacketPath) -> Finding:
+        found = "UDP does not get through, so that loss, jitter and the largest packet are not known"
+        return [Finding(check, OK, found, "Training needs TCP only; a firewall may block UDP.")]
     lost = 1 - path.came / path.sent
     limit = tcp_limit_bit_s(path.mtu or 1500, path.round_trip_s, lost)
-    many = (
+    lossy = (
         f"each lost one halves TCP's rate for a while, at this round trip to about {format_rate(limit)} for a "
-        "connection with Reno's control; cubic and bbr lose less"
+        "connection with Reno's congestion control; cubic and bbr lose less"
     )
-    uneven = f"a stage waits some {format_time(path.jitter_s)} longer for packets than the plan says"
-    return judge(
+    remedy = "Use a cable instead of a radio link; sysctl -w net.ipv4.tcp_congestion_control=bbr"
+    uneven = f"a stage waits some {format_time(path.jitter_s)} longer for packets than planned"
+    loss = judge(
         check,
         f"{path.sent - path.came} of {path.sent} lost there and back, jitter {format_time(path.jitter_s)}",
-        (
-            lost > _LOSSY,
-            WARNING,
-            many,
-            "Use a cable instead of a radio link; sysctl -w net.ipv4.tcp_congestion_control=bbr",
-        ),
+        (lost > _LOSSY, WARNING, lossy, remedy),
         (path.jitter_s > _JITTERY_S, WARNING, uneven, "Use more micro-batches (gradient_accumulation_steps)."),
     )
+    return [loss, *_check_mtu(f"MTU {ranks[0]}–{ranks[1]}", path)]
 
 
 def _check_mtu(check: str, path: PacketPath) -> list[Finding]:
     if not path.interface_mtu or sys.platform != "linux":
         return []
     pieces = -(-path.interface_mtu // max(path.mtu, 1))
-    in_pieces = (
-        f"larger ones are cut up on the way, as by a tunnel: {pieces} packets for one, and if one is lost, all are"
-    )
-    gone = (
+    fragmented = f"larger ones are fragmented, as by a tunnel: {pieces} packets for one, and if one is lost, all are"
+    dropped = (
         "larger ones vanish, as in a tunnel whose MTU is set too high: connections start, and stand still for seconds "
-        "with the first large packet unless routers say so by ICMP"
+        "with the first large packet unless routers report it by ICMP"
     )
-    advice = f"ip link set dev NAME mtu {path.mtu}, on both machines, for the interface that leads to the other."
+    advice = f"ip link set dev NAME mtu {path.mtu or 576}, on both machines, for the interface that leads to the other."
+    consequence = fragmented if path.cut else dropped
     if path.mtu == 0:
-        found = f"the interface takes {path.interface_mtu} bytes, and none that were tried come through whole"
-        return [Finding(check, WARNING, f"{found}: {in_pieces if path.cut else gone}", advice.replace(" 0,", " 576,"))]
-    smaller = path.mtu < path.interface_mtu
-    return [
-        judge(
-            check,
-            f"{path.mtu} bytes come through whole, the interface takes {path.interface_mtu}",
-            (smaller and bool(path.cut), WARNING, in_pieces, advice),
-            (smaller, WARNING, gone, advice),
-        )
-    ]
+        found = f"the interface takes {path.interface_mtu} bytes, and no size that was tried comes through unfragmented"
+        return [Finding(check, WARNING, f"{found}: {consequence}", advice)]
+    found = f"{path.mtu} bytes come through whole, the interface takes {path.interface_mtu}"
+    return [judge(check, found, (path.mtu < path.interface_mtu, WARNING, consequence, advice))]
 
 
 def tcp_limit_bit_s(mtu: int, round_trip_s: float, lost: float) -> float:
-    """What a TCP connection reaches with this share of packets lost: 1.22 · MSS / (round trip · √lost).
+    """Return the rate of a TCP connection with a share of lost packets: 1.22 · MSS / (round trip · √lost).
 
-    M. Mathis et al., The macroscopic behavior of the TCP congestion avoidance algorithm, 1997.
+    Source: M. Mathis et al., The macroscopic behavior of the TCP congestion avoidance algorithm, 1997.
     """
     if lost <= 0 or round_trip_s <= 0:
         return math.inf

@@ -1,4 +1,4 @@
-"""Installed packages: their versions, whether they fit each other, and whether they can be imported."""
+"""Checks of installed packages: their versions, conflicts between them, and whether they can be imported."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from packaging.utils import canonicalize_name
 
 from pipecomp.doctor.finding import OK, PROBLEM, WARNING, Finding
 
-# Versions that the project's own tests ran with.
+# Versions that the project's tests ran with.
 TESTED = {
     "torch": "2.13.0",
     "deepspeed": "0.19.8",
@@ -30,12 +30,12 @@ TESTED = {
 }
 IMPORTED = ("lmdb", "transformers.modeling_utils", "deepspeed", "accelerate", "datasets")
 _IMPORT_TIMEOUT_S = 240.0
-# Whose own requirements matter: transformers, or a run, imports them where they are installed.
-_IMPORTED_TOO = ("torchvision", "torchaudio", "peft", *TESTED)
+# Packages whose requirements matter: transformers, or a run, imports them if they are installed.
+_ALSO_IMPORTED = ("torchvision", "torchaudio", "peft", *TESTED)
 
 
 class PackageConflict(NamedTuple):
-    """Two packages that do not work together in these versions, whatever their own requirements say."""
+    """Two packages that do not work together in these versions, whatever their requirements say."""
 
     first: str
     first_versions: str
@@ -45,16 +45,13 @@ class PackageConflict(NamedTuple):
     advice: str
 
 
-KNOWN_BAD = (
+KNOWN_CONFLICTS = (
     PackageConflict(
-        "deepspeed", "<=0.18.6", "torch", ">=2.10", "importing DeepSpeed fails", "pip install 'deepspeed>=0.19.8,<0.20'"
+        *("deepspeed", "<=0.18.6", "torch", ">=2.10", "importing DeepSpeed fails"),
+        "pip install 'deepspeed>=0.19.8,<0.20'",
     ),
     PackageConflict(
-        "transformers",
-        "<=5.10",
-        "kernels",
-        ">=0.15",
-        "importing parts of transformers fails",
+        *("transformers", "<=5.10", "kernels", ">=0.15", "importing parts of transformers fails"),
         "pip uninstall kernels (pipecomp does not use it), or pip install -U transformers",
     ),
     PackageConflict("torch", "<2.3", "numpy", ">=2", "torch cannot exchange arrays with NumPy", "pip install -U torch"),
@@ -62,27 +59,30 @@ KNOWN_BAD = (
 
 
 def package_findings(*, gpu: bool) -> list[Finding]:
-    """All checks of installed packages. gpu: whether torch sees one, so that Triton is needed."""
+    """Check installed packages. gpu: whether torch sees one, so that Triton is needed."""
     installed, required = _installed()
     own = required.get("pipecomp")
     if own is None:
-        found = "not installed but run from a folder: nothing says which versions of other packages it needs"
+        found = "not installed but run from a folder: the versions of packages that it needs are unknown"
         findings = [Finding("pipecomp", WARNING, found, "pip install -e . in that folder, or make setup")]
     else:
         findings = check_versions(own, installed, gpu=gpu)
-    return [*findings, check_pairs(installed, required), check_imports(try_imports(IMPORTED, gpu=gpu))]
+    return [*findings, check_conflicts(installed, required), check_imports(try_imports(IMPORTED, gpu=gpu))]
 
 
 def check_versions(requirements: Iterable[str], installed: Mapping[str, str], *, gpu: bool) -> list[Finding]:
-    """Each requirement of pipecomp against what is installed; of its extras only Triton, and only GPUs need that.
+    """Check pipecomp's requirements; of its extras only Triton, which only GPUs need.
 
-    requirements: as in a package's metadata. installed: versions by normalized name.
+    Args:
+        requirements: As in a package's metadata.
+        installed: Versions by normalized name.
+        gpu: Whether torch sees one.
     """
     findings = []
     for wanted in _parse(requirements):
         name = canonicalize_name(wanted.name)
         for_extra = wanted.marker is not None and "extra" in str(wanted.marker)
-        if not (name == "triton" if for_extra else _applies(wanted)):
+        if not (name == "triton" if for_extra else (wanted.marker is None or wanted.marker.evaluate({"extra": ""}))):
             continue
         version, allowed = installed.get(name), _versions(wanted)
         install = f"pip install '{wanted.name}{wanted.specifier}'"
@@ -91,7 +91,7 @@ def check_versions(requirements: Iterable[str], installed: Mapping[str, str], *,
             findings.append(Finding(name, WARNING if gpu else OK, found, install if gpu else ""))
         elif version is None:
             findings.append(Finding(name, PROBLEM, f"not installed; pipecomp needs {allowed}", install))
-        elif not _fits(wanted.specifier, version):
+        elif not wanted.specifier.contains(version, prereleases=True):
             verdict = WARNING if for_extra and not gpu else PROBLEM
             findings.append(Finding(name, verdict, f"{version}; pipecomp needs {allowed}", install))
         else:
@@ -101,18 +101,23 @@ def check_versions(requirements: Iterable[str], installed: Mapping[str, str], *,
     return findings
 
 
-def check_pairs(installed: Mapping[str, str], required: Mapping[str, Sequence[str]]) -> Finding:
-    """Whether packages fit each other: the table of known-bad pairs, and what other packages ask of pipecomp's own.
+def check_conflicts(installed: Mapping[str, str], required: Mapping[str, Sequence[str]]) -> Finding:
+    """Check the known conflicts, and other packages' requirements of those that pipecomp needs.
 
-    required: each installed package's requirements. torchvision, for one, asks for one exact torch; with another one
-    importing transformers fails. What nothing here imports is a warning only.
+    torchvision, for example, requires one exact torch; with another one importing transformers fails. Requirements of a
+    package that nothing here imports are only a warning.
+
+    Args:
+        installed: Versions by normalized name.
+        required: Requirements of each installed package.
     """
     bad, advice, breaks = [], [], False
-    for pair in KNOWN_BAD:
+    for pair in KNOWN_CONFLICTS:
         first, second = installed.get(pair.first), installed.get(pair.second)
         if first is None or second is None:
             continue
-        if _fits(SpecifierSet(pair.first_versions), first) and _fits(SpecifierSet(pair.second_versions), second):
+        sides = ((pair.first_versions, first), (pair.second_versions, second))
+        if all(SpecifierSet(versions).contains(version, prereleases=True) for versions, version in sides):
             breaks = True
             bad.append(f"{pair.first} {first} with {pair.second} {second}: {pair.meaning}")
             advice.append(pair.advice)
@@ -121,28 +126,28 @@ def check_pairs(installed: Mapping[str, str], required: Mapping[str, Sequence[st
             continue
         for wanted in _parse(requirements):
             name = canonicalize_name(wanted.name)
-            if name not in TESTED or name not in installed or not _applies(wanted):
+            if (
+                name not in TESTED
+                or name not in installed
+                or not (wanted.marker is None or wanted.marker.evaluate({"extra": ""}))
+            ):
                 continue
-            if not _fits(wanted.specifier, installed[name]):
-                breaks |= canonicalize_name(package) in _IMPORTED_TOO
+            if not wanted.specifier.contains(installed[name], prereleases=True):
+                breaks |= canonicalize_name(package) in _ALSO_IMPORTED
                 which = f"{package} {installed.get(package, '')}".strip()
-                bad.append(f"{which} needs {name} {_versions(wanted)}, here is {installed[name]}")
+                bad.append(f"{which} needs {name} {_versions(wanted)}, installed is {installed[name]}")
                 advice.append(f"pip install -U {package}, or pip uninstall {package} if nothing needs it")
     if bad:
         verdict = PROBLEM if breaks else WARNING
         return Finding("packages together", verdict, "; ".join(bad), "; ".join(dict.fromkeys(advice)))
-    return Finding("packages together", OK, "no installed package is known to break one that pipecomp needs")
+    return Finding("packages together", OK, "no known conflicts with packages that pipecomp needs")
 
 
 def check_imports(errors: Mapping[str, str] | None) -> Finding:
-    """errors: what importing a module raised, by name; None if it took too long."""
+    """Check that the packages can be imported. errors: by module; None if the imports took too long."""
     if errors is None:
-        return Finding(
-            "imports",
-            WARNING,
-            f"importing the packages took over {_IMPORT_TIMEOUT_S:.0f} s, which every run spends",
-            "Check this machine's load and the disk that Python is on.",
-        )
+        found = f"importing the packages took over {_IMPORT_TIMEOUT_S:.0f} s, as it will in every run"
+        return Finding("imports", WARNING, found, "Check this machine's load and the disk that Python is on.")
     if errors:
         found = "; ".join(f"import {name} fails: {error}" for name, error in errors.items())
         top = " ".join(dict.fromkeys(name.split(".")[0] for name in errors))
@@ -150,7 +155,7 @@ def check_imports(errors: Mapping[str, str] | None) -> Finding:
     return Finding("imports", OK, "all packages can be imported")
 
 
-_TRY = """
+_IMPORT_SCRIPT = """
 import importlib, json, sys
 errors = {}
 for name in sys.argv[1:]:
@@ -164,11 +169,11 @@ print(json.dumps(errors))
 
 
 def try_imports(modules: Sequence[str], *, gpu: bool) -> dict[str, str] | None:
-    """Import in another process, which may print, crash or hang; what failed, None for too long."""
+    """Import modules in another process, which may print, crash or hang; errors by module, None for a timeout."""
     environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     if not gpu:
         environ.setdefault("DS_ACCELERATOR", "cpu")
-    command = [sys.executable, "-P", "-c", _TRY, *modules]  # without the working directory, as of ranks
+    command = [sys.executable, "-P", "-c", _IMPORT_SCRIPT, *modules]  # without the working directory, as in ranks
     try:
         done = subprocess.run(
             command, env=environ, capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_S, check=False
@@ -182,7 +187,7 @@ def try_imports(modules: Sequence[str], *, gpu: bool) -> dict[str, str] | None:
 
 
 def _installed() -> tuple[dict[str, str], dict[str, list[str]]]:
-    """Version and requirements of every installed package, by normalized name."""
+    """Return versions and requirements of all installed packages, by normalized name."""
     versions: dict[str, str] = {}
     requirements: dict[str, list[str]] = {}
     for found in importlib.metadata.distributions():
@@ -201,17 +206,9 @@ def _parse(requirements: Iterable[str]) -> list[Requirement]:
         try:
             parsed.append(Requirement(text))
         except InvalidRequirement:
-            continue  # of some other package, and old; pip ignores it too
+            continue  # an old one of another package; pip ignores it, too
     return parsed
-
-
-def _applies(requirement: Requirement) -> bool:
-    return requirement.marker is None or requirement.marker.evaluate({"extra": ""})
 
 
 def _versions(requirement: Requirement) -> str:
     return ",".join(sorted(str(requirement.specifier).split(","), reverse=True)) or "any version"
-
-
-def _fits(allowed: SpecifierSet, version: str) -> bool:
-    return allowed.contains(version, prereleases=True)

@@ -1,8 +1,8 @@
-"""The ranks of one run, together: they meet in a key-value store, measure in turn, and hand in what they found.
+"""Checks between the ranks of a run: they rendezvous in a key-value store, measure in turn, and hand in findings.
 
-The store comes first and is all that the rest needs: where gloo cannot connect, or a rank is gone, the others can
-still say so. With keys (PIPECOMP_KEYS) all of it goes over TLS, as training does. Rank 0 gives the turns and notes who
-is lost, so that nothing waits for a lost rank twice.
+The store comes first and is all that the rest needs: if gloo cannot connect, or a rank is gone, the others can still
+report it. With keys (PIPECOMP_KEYS) everything goes over TLS, as in training. Rank 0 assigns the turns and remembers
+lost ranks, so that nothing waits for a lost rank twice.
 """
 
 from __future__ import annotations
@@ -41,16 +41,29 @@ from pipecomp.tls.mesh import Mesh
 from pipecomp.tls.process_group import BACKEND, current_mesh
 from pipecomp.utils.units import format_rate, format_time
 
-# -- What the ranks know of each other: who shares a machine, which pairs are measured, and what that says."""
+_PREFIX = "pipecomp/doctor"
+_GLOO_S = 6.0  # gloo waits five times as long for a connection
+_SILENCE_S = 10.0  # timeout of a rank that is being measured
+_PAIR_S = 30.0  # timeout of one measurement
+_POLL_S = 1.0
+_MEASURE_S = 120.0  # no measurement starts after that
+_NO_ANSWER = "it did not answer"
 
-_MOST_PAIRS = 28  # four seconds each
-_ALL_PAIRS_RANKS = 4
-_SKEW_S = 1.0
-_SLOW_BIT_S, _SLOW_TRIP_S, _LOPSIDED = 1e6, 0.5, 5.0
+
+class RendezvousError(RuntimeError):
+    """The ranks could not rendezvous; the message is that of the cause, of torch's errors the first line."""
 
 
 class RankIdentity(NamedTuple):
-    """A rank, for the others. machine: the same for ranks that share their network. gpu: its unique name, if any."""
+    """A rank as the others see it.
+
+    Attributes:
+        rank: Its number.
+        host: Its host name.
+        machine: Equal for ranks that share their network.
+        gpu: Unique name of its GPU, if any.
+        versions: Versions of packages.
+    """
 
     rank: int
     host: str
@@ -59,149 +72,36 @@ class RankIdentity(NamedTuple):
     versions: Mapping[str, Any]
 
 
-def pairs(machines: Sequence[str]) -> list[tuple[int, int]]:
-    """Choose the ranks that are measured with each other, lower one first; machines: that of each rank.
-
-    All, of up to four ranks. Otherwise the first two ranks of each machine, and the first rank of each machine with
-    that of each other one, or of the next one only where that would take too long.
-    """
-    if len(machines) <= _ALL_PAIRS_RANKS:
-        return list(itertools.combinations(range(len(machines)), 2))
-    ranks: dict[str, list[int]] = {}
-    for rank, name in enumerate(machines):
-        ranks.setdefault(name, []).append(rank)
-    inside = [(members[0], members[1]) for members in ranks.values() if len(members) > 1]
-    firsts = [members[0] for members in ranks.values()]
-    between = list(itertools.combinations(firsts, 2))
-    if len(inside) + len(between) > _MOST_PAIRS:
-        between = list(itertools.pairwise(firsts))
-    return sorted(inside + between)[:_MOST_PAIRS]
-
-
-def check_pair(
-    first: RankIdentity, second: RankIdentity, measured: LinkMeasurement | str | None, over: str = "gloo"
-) -> Finding:
-    """Check the connection of two ranks. measured: None if there was no time for it, a sentence if it went wrong.
-
-    over: what it goes over, "gloo" or "TLS".
-    """
-    check = f"ranks {first.rank} and {second.rank}"
-    where = f"{first.host} and {second.host}" if first.machine != second.machine else f"both on {first.host}"
-    if measured is None:
-        found = f"{where}: not measured, as earlier pairs took too long"
-        return Finding(check, WARNING, found, "Look at the slow ranks, then measure again with fewer ranks.")
-    if isinstance(measured, str):
-        found = f"{where}: no data came through: {measured}"
-        return Finding(check, PROBLEM, found, _firewall(first, second, over))
-    out, back = measured.out_bit_s, measured.back_bit_s
-    least, most = sorted((out, back))
-    slow, fast = (first, second) if out < back else (second, first)
-    return judge(
-        check,
-        f"{where}: {format_rate(out)} from {first.rank} to {second.rank}, {format_rate(back)} back, "
-        f"{format_time(measured.round_trip_s)} there and back",
-        (
-            least < _SLOW_BIT_S,
-            WARNING,
-            f"1 MB takes {8e6 / least:.0f} s",
-            "Use few bits and large micro-batches, or look for a faster connection.",
-        ),
-        (
-            most > _LOPSIDED * least,
-            WARNING,
-            "one direction is much slower",
-            f"Look at what {slow.host} may send, or what {fast.host} receives; fewer bits for that direction help.",
-        ),
-        (
-            measured.round_trip_s > _SLOW_TRIP_S,
-            WARNING,
-            "a stage waits that long for each micro-batch that it has not been sent ahead",
-            "Use more micro-batches (gradient_accumulation_steps) for each step.",
-        ),
-    )
-
-
-def check_clocks(first: RankIdentity, second: RankIdentity, measured: LinkMeasurement) -> Finding:
-    """Check whether the clocks of two machines agree."""
-    ahead, error = measured.clock_ahead_s, measured.clock_error_s
-    fast, slow = (second, first) if ahead > 0 else (first, second)
-    found = f"rank {fast.rank}'s is {format_time(abs(ahead))} ahead of rank {slow.rank}'s (± {format_time(error)})"
-    meaning = (
-        "training itself does not need clocks, but times in logs and traces cannot be compared, and keys are refused "
-        "on a machine whose clock is far behind"
-    )
-    advice = "timedatectl set-ntp true, on both machines"
-    return judge("clocks", found, (abs(ahead) > _SKEW_S + error, WARNING, meaning, advice))
-
-
-def check_same_versions(identities: Sequence[RankIdentity]) -> Finding:
-    """Check whether all ranks run the same versions; stages exchange bytes whose meaning a version may change."""
-    if differ := differences([identity.versions for identity in identities]):
-        found = f"{'. '.join(differ)}. Their checkpoints and packets may be incompatible"
-        return Finding("same versions", WARNING, found, "Install the same versions on all machines.")
-    return Finding("same versions", OK, f"the same on all {len(identities)} ranks")
-
-
-def check_joined(errors: Mapping[int, str], identities: Sequence[RankIdentity], over: str = "gloo") -> Finding:
-    """Check whether the ranks could connect to each other. errors: of each rank that could not, in its words."""
-    if not errors:
-        return Finding(f"{over} connections", OK, f"all {len(identities)} ranks are connected")
-    who = ", ".join(map(str, sorted(errors)))
-    error = max(errors.values(), key=lambda text: "remote=" in text)  # the side that called says where it called
-    found = f"ranks meet, but {'rank' if len(errors) == 1 else 'ranks'} {who} cannot connect to the others: {error}"
-    return Finding(f"{over} connections", PROBLEM, found, _firewall(identities[0], identities[1], over))
-
-
-def _firewall(first: RankIdentity, second: RankIdentity, over: str) -> str:
-    if over == "TLS":
-        return "Every rank must reach rank 0 by TCP at PIPECOMP_ADDRESS, or MASTER_ADDR and MASTER_PORT; no other port."
-    if first.machine == second.machine:
-        return f"Look at the line gloo interface; GLOO_SOCKET_IFNAME={loopback()} serves ranks on one machine."
-    return (
-        "GLOO_SOCKET_IFNAME must name, on each machine, the interface that leads to the others (see the line gloo "
-        "interface), and all TCP ports must be open between the machines: gloo uses random ones."
-    )
-
-
-_PREFIX = "pipecomp/doctor"
-_GLOO_S = 6.0  # gloo waits five times that for a connection
-_SILENCE_S = 10.0  # of a rank that is being measured
-_PAIR_S = 30.0  # that one measurement may take
-_LOOK_S = 1.0
-_MEASURE_S = 120.0  # no measurement begins after that
-_SAID_NOTHING = "it did not answer"
-
-
-class RendezvousError(RuntimeError):
-    """The ranks did not meet; the message is that of its cause, of torch's the first line."""
-
-
 class RankSession:
-    """This rank's part in a meeting of all ranks; call the methods in their order, on every rank.
+    """This rank's part in a joint examination; every rank calls the methods in their order.
 
-    Ranks that torch has joined already use what they have, and keep it.
+    An existing process group is used and kept.
 
-    limit_s: how long to wait for the other ranks to come. Raises MeetingError if they do not.
+    Args:
+        launch: The launcher's ranks.
+        versions: Versions of this rank's packages.
+        limit_s: Timeout of the rendezvous.
+
+    Raises:
+        RendezvousError: The ranks could not rendezvous in time.
     """
 
     def __init__(self, launch: Launch, versions: Mapping[str, Any], *, limit_s: float) -> None:
         self.rank, self.world = launch.place
         self._lost: set[int] = set()
         try:
-            self._mesh, store = self._meet(limit_s)
+            self._mesh, store = self._join(limit_s)
             self._store = dist.PrefixStore(_PREFIX, store)
             gpu = own_gpu(launch.local_rank)
             gpu_name = None if gpu is None else gpu.name
-            mine = RankIdentity(self.rank, socket.gethostname(), machine(), gpu_name, versions)
-            self._say("identity", mine)
+            self._publish("identity", RankIdentity(self.rank, socket.gethostname(), machine(), gpu_name, versions))
             self.identities = [
                 RankIdentity(*self._read(rank, f"identity/{rank}", limit_s)) for rank in range(self.world)
             ]
         except (RuntimeError, ValueError) as error:
-            text = str(error) if isinstance(error, PipecompError) else first_line(error)
-            raise RendezvousError(text) from error
+            raise RendezvousError(str(error) if isinstance(error, PipecompError) else first_line(error)) from error
 
-    def _meet(self, limit_s: float) -> tuple[Mesh | None, Any]:
+    def _join(self, limit_s: float) -> tuple[Mesh | None, Any]:
         self._joined = dist.is_initialized()
         if self._joined:
             mesh = current_mesh() if dist.get_backend() == BACKEND else None
@@ -212,15 +112,24 @@ class RankSession:
             return mesh, mesh.store
         return None, find_store(self.rank, self.world, wait_s=limit_s)
 
-    def routes(self) -> list[Finding]:
-        """Tell how this rank's connections under TLS go; nothing over gloo."""
+    @property
+    def rank_0_lost(self) -> bool:
+        """Whether rank 0, which collects and reports, is lost."""
+        return 0 in self._lost
+
+    @property
+    def _transport(self) -> str:
+        return "gloo" if self._mesh is None else "TLS"
+
+    def route_findings(self) -> list[Finding]:
+        """Describe the routes of this rank's TLS connections; nothing over gloo."""
         if self._mesh is None:
             return []
-        ways = "; ".join(f"rank {rank} {way}" for rank, way in sorted(self._mesh.routes.items()))
-        return [Finding("routes", OK, f"under TLS with this run's keys, to {ways}")]
+        routes = "; ".join(f"rank {rank} {route}" for rank, route in sorted(self._mesh.routes.items()))
+        return [Finding("routes", OK, f"under TLS with this run's keys, to {routes}")]
 
     def measure(self) -> list[Finding]:
-        """Connect all ranks and measure, pair after pair; the findings on rank 0, nothing on the others."""
+        """Connect all ranks and measure them pair by pair; findings on rank 0, nothing on the others."""
         error, limit = None, timedelta(seconds=_GLOO_S)
         try:
             if not self._joined:
@@ -229,34 +138,24 @@ class RankSession:
                 dist.init_process_group(backend, store=self._store, timeout=limit, **place)
         except (RuntimeError, ValueError) as caught:
             error = first_line(caught)
-        self._say("joined", error)
+        self._publish("joined", error)
         if self.rank == 0:
-            return self._direct()
+            return self._coordinate()
         for number, pair in enumerate(self._ask(0, "pairs/0", 12 * _GLOO_S, ())):
             if self.rank in pair and self._ask(0, f"turn/{number}", _MEASURE_S + _PAIR_S, False):
-                self._take_turn(number, pair)
-        if not self.abandoned:
-            self._say("measured", True)
+                self._measure_pair(number, pair)
+        if not self.rank_0_lost:
+            self._publish("measured", True)
         return []
 
-    @property
-    def abandoned(self) -> bool:
-        """Say whether rank 0 is lost, which collects and reports."""
-        return 0 in self._lost
-
-    @property
-    def _over(self) -> str:
-        """What connects the ranks."""
-        return "gloo" if self._mesh is None else "TLS"
-
-    def _direct(self) -> list[Finding]:
-        """Rank 0: give every pair its turn, one after the other, so that no two share a cable."""
-        joined = {rank: self._ask(rank, f"joined/{rank}", 6 * _GLOO_S, _SAID_NOTHING) for rank in range(self.world)}
+    def _coordinate(self) -> list[Finding]:
+        """On rank 0, give each pair its turn, so that no two share a cable."""
+        joined = {rank: self._ask(rank, f"joined/{rank}", 6 * _GLOO_S, _NO_ANSWER) for rank in range(self.world)}
         errors = {rank: error for rank, error in joined.items() if error is not None}
-        findings = [check_joined(errors, self.identities, self._over), check_same_versions(self.identities)]
+        findings = [check_joined(errors, self.identities, self._transport), check_same_versions(self.identities)]
         findings += check_shared_gpus((i.rank, i.gpu) for i in self.identities if i.gpu is not None)
-        chosen = [] if errors else pairs([i.machine for i in self.identities])
-        self._say("pairs", chosen)
+        chosen = [] if errors else choose_pairs([i.machine for i in self.identities])
+        self._publish("pairs", chosen)
         until = time.monotonic() + _MEASURE_S
         for number, pair in enumerate(chosen):
             result: Any = None
@@ -264,35 +163,35 @@ class RankSession:
             self._put(f"turn/{number}", in_time)
             if in_time:
                 if self.rank in pair:
-                    self._take_turn(number, pair)
-                result = self._ask(pair[0], f"pair/{number}", _PAIR_S, f"rank {pair[0]}: {_SAID_NOTHING}")
-            findings += self._judged(pair, result)
+                    self._measure_pair(number, pair)
+                result = self._ask(pair[0], f"pair/{number}", _PAIR_S, f"rank {pair[0]}: {_NO_ANSWER}")
+            findings += self._check_turn(pair, result)
         for rank in range(1, self.world):
             self._ask(rank, f"measured/{rank}", _SILENCE_S, None)
         return findings
 
-    def _judged(self, pair: Sequence[int], result: Any) -> list[Finding]:
-        """Rank 0: what a turn has found. result: [of `lead` or why it failed, of `lead_path`], an error, or None."""
+    def _check_turn(self, pair: Sequence[int], result: Any) -> list[Finding]:
+        """Check the result of a turn: [of `lead` or its error, of `lead_path`], an error, or None."""
         a, b = self.identities[pair[0]], self.identities[pair[1]]
         found, path = result if isinstance(result, list) else (result, None)
         measured = LinkMeasurement(*found) if isinstance(found, list) else found
-        findings = [check_pair(a, b, measured, self._over)]
+        findings = [check_pair(a, b, measured, self._transport)]
         if a.machine != b.machine and isinstance(result, list):
             findings += check_path((a.rank, b.rank), None if path is None else PacketPath(*path))
             if isinstance(measured, LinkMeasurement):
                 findings.append(check_clocks(a, b, measured))
         return findings
 
-    def _take_turn(self, number: int, pair: Sequence[int]) -> None:
-        """Lead as the lower rank, and say what came of it, or follow.
+    def _measure_pair(self, number: int, pair: Sequence[int]) -> None:
+        """Lead as the lower rank and publish the result, or follow.
 
-        The packets' way first: where large ones vanish, no rate can be measured afterwards.
+        The path comes first: if large packets vanish, no rate can be measured afterwards.
         """
         apart = len({self.identities[rank].machine for rank in pair}) > 1
         if self.rank == pair[0]:
             peer, path = GlooPeer(pair[1], _SILENCE_S), None
             try:
-                path = lead_path(peer, self._address()) if apart else None
+                path = lead_path(peer, self._own_address()) if apart else None
                 measured: object = lead(peer)
             except RuntimeError as error:
                 measured = first_line(error)
@@ -301,46 +200,46 @@ class RankSession:
             with contextlib.suppress(RuntimeError):  # the leading rank reports it
                 peer = GlooPeer(pair[0], _SILENCE_S)
                 if apart:
-                    follow_path(peer, self._address())
+                    follow_path(peer, self._own_address())
                 follow(peer)
 
-    def _address(self) -> str:
-        """This machine's address on the way to the others: gloo's, or the one that leads to rank 0."""
+    def _own_address(self) -> str:
+        """Return this machine's address on the way to the others: gloo's, or the one that leads to rank 0."""
         if self._mesh is None:
             return gloo_address()
         return address_towards(rendezvous.meeting(self.rank, self.world).address.host) or "127.0.0.1"
 
     def collect(self, own: Sequence[Finding], wait_s: float) -> list[Finding]:
-        """Hand in what each rank found on its machine; all of it on rank 0, nothing on the others.
+        """Hand in the findings on each rank's machine; all of them on rank 0, nothing on the others.
 
-        Of the machines of other ranks, only what is not well, and how much is. wait_s: for each rank.
+        Other machines' findings that are ok are only counted. wait_s: timeout per rank.
         """
         if self.rank != 0:
-            self._say("found", own)
+            self._publish("found", own)
             return []
         collected = list(own)
         for identity in self.identities[1:]:
             where = f"rank {identity.rank} on {identity.host}"
             found = [Finding(*values) for values in self._ask(identity.rank, f"found/{identity.rank}", wait_s, [])]
             collected += [f._replace(found=f"{where}: {f.found}") for f in found if f.verdict != OK]
-            well = sum(f.verdict == OK for f in found)
             if identity.rank in self._lost:
-                advice = "Look at what that rank printed, and whether its machine is still up."
+                advice = "Look at the output of that rank, and whether its machine is still up."
                 collected.append(Finding(where, PROBLEM, "it no longer answers", advice))
             elif found:
-                collected.append(Finding(where, OK, f"{well} of {len(found)} checks of its machine are ok"))
+                count = sum(f.verdict == OK for f in found)
+                collected.append(Finding(where, OK, f"{count} of {len(found)} checks of its machine are ok"))
         return collected
 
     def finish(self, findings: Sequence[Finding], wait_s: float) -> bool:
-        """End together, once rank 0 has reported; on every rank whether anything is a problem. wait_s: for that."""
+        """End together after rank 0's report. Returns on every rank whether anything is a problem."""
         problem = has_problem(findings)
         if self.rank == 0:
-            self._say("problem", problem)
+            self._publish("problem", problem)
             for rank in range(1, self.world):
-                self._ask(rank, f"left/{rank}", _SILENCE_S, None)  # this process may serve the store: it goes last
+                self._ask(rank, f"left/{rank}", _SILENCE_S, None)  # this process may serve the store: it ends last
         else:
             problem = self._ask(0, "problem/0", wait_s, True)
-            self._say("left", True)
+            self._publish("left", True)
         if self._joined:
             return problem
         if dist.is_initialized():
@@ -351,49 +250,155 @@ class RankSession:
 
     # -- the key-value store
 
-    def _say(self, key: str, value: object) -> None:
+    def _publish(self, key: str, value: object) -> None:
         self._put(f"{key}/{self.rank}", value)
 
     def _put(self, key: str, value: object) -> None:
         try:
             self._store.set(key, json.dumps(value))
         except RuntimeError:
-            self._lost.add(0)  # whose process serves the store
+            self._lost.add(0)  # its process serves the store
 
     def _read(self, rank: int, key: str, wait_s: float) -> Any:
-        """Wait for what a rank says. RuntimeError if it says nothing.
+        """Wait for a rank's value. RuntimeError on a timeout.
 
-        Over TLS rank 0, which has the store, looks now and then whether the connection to the other has ended.
+        Over TLS, rank 0, which serves the store, also watches the connection to the other rank.
         """
         link = None if self._mesh is None or self.rank else self._mesh.connections.get(rank)
         until = time.monotonic() + wait_s
         while True:
             try:
-                self._store.wait([key], timedelta(seconds=wait_s if link is None else min(wait_s, _LOOK_S)))
+                self._store.wait([key], timedelta(seconds=wait_s if link is None else min(wait_s, _POLL_S)))
                 return json.loads(self._store.get(key))
             except RuntimeError:
                 if link is None or link.failure is not None or time.monotonic() > until:
                     raise
 
-    def _ask(self, rank: int, key: str, wait_s: float, otherwise: Any) -> Any:
-        """Wait for what a rank says; `otherwise` if it says nothing, and from then on at once."""
+    def _ask(self, rank: int, key: str, wait_s: float, default: Any) -> Any:
+        """Wait for a rank's value; the default on a timeout, and from then on at once."""
         try:
             return self._read(rank, key, 0.1 if rank in self._lost else wait_s)
         except RuntimeError:
             self._lost.add(rank)
-            return otherwise
+            return default
+
+
+# -- which ranks measure, and checks of the results
+
+_MAX_PAIRS = 28  # four seconds each
+_ALL_PAIRS_RANKS = 4
+_SKEW_S = 1.0
+_SLOW_BIT_S, _SLOW_TRIP_S, _LOPSIDED = 1e6, 0.5, 5.0
+
+
+def choose_pairs(machines: Sequence[str]) -> list[tuple[int, int]]:
+    """Choose the pairs of ranks that are measured, lower rank first. machines: that of each rank.
+
+    Up to four ranks: all pairs. More: the first two ranks of each machine, and the first ranks of every two machines,
+    or only of neighbouring ones if all would take too long.
+    """
+    if len(machines) <= _ALL_PAIRS_RANKS:
+        return list(itertools.combinations(range(len(machines)), 2))
+    ranks: dict[str, list[int]] = {}
+    for rank, name in enumerate(machines):
+        ranks.setdefault(name, []).append(rank)
+    inside = [(members[0], members[1]) for members in ranks.values() if len(members) > 1]
+    firsts = [members[0] for members in ranks.values()]
+    between = list(itertools.combinations(firsts, 2))
+    if len(inside) + len(between) > _MAX_PAIRS:
+        between = list(itertools.pairwise(firsts))
+    return sorted(inside + between)[:_MAX_PAIRS]
+
+
+def check_pair(
+    first: RankIdentity, second: RankIdentity, measured: LinkMeasurement | str | None, transport: str = "gloo"
+) -> Finding:
+    """Check the connection of two ranks.
+
+    Args:
+        first: The lower rank.
+        second: The other rank.
+        measured: The measurement; an error if it failed, None if there was no time for it.
+        transport: "gloo" or "TLS".
+    """
+    check = f"ranks {first.rank} and {second.rank}"
+    where = f"{first.host} and {second.host}" if first.machine != second.machine else f"both on {first.host}"
+    if measured is None:
+        found = f"{where}: not measured, as earlier pairs took too long"
+        return Finding(check, WARNING, found, "Look at the slow ranks, then measure again with fewer ranks.")
+    if isinstance(measured, str):
+        advice = _firewall_advice(first, second, transport)
+        return Finding(check, PROBLEM, f"{where}: no data came through: {measured}", advice)
+    out, back = measured.out_bit_s, measured.back_bit_s
+    least, most = sorted((out, back))
+    slow, fast = (first, second) if out < back else (second, first)
+    few_bits = "Use few bits and large micro-batches, or a faster connection."
+    lopsided = f"Look at the upload of {slow.host} and the download of {fast.host}; fewer bits in that direction help."
+    latency = "a stage waits that long for each micro-batch that was not sent ahead"
+    more = "Use more micro-batches (gradient_accumulation_steps) per step."
+    return judge(
+        check,
+        f"{where}: {format_rate(out)} from {first.rank} to {second.rank}, {format_rate(back)} back, "
+        f"{format_time(measured.round_trip_s)} there and back",
+        (least < _SLOW_BIT_S, WARNING, f"1 MB takes {8e6 / least:.0f} s", few_bits),
+        (most > _LOPSIDED * least, WARNING, "one direction is much slower", lopsided),
+        (measured.round_trip_s > _SLOW_TRIP_S, WARNING, latency, more),
+    )
+
+
+def check_clocks(first: RankIdentity, second: RankIdentity, measured: LinkMeasurement) -> Finding:
+    """Check whether the clocks of two machines agree."""
+    ahead, error = measured.clock_ahead_s, measured.clock_error_s
+    fast, slow = (second, first) if ahead > 0 else (first, second)
+    found = f"rank {fast.rank}'s is {format_time(abs(ahead))} ahead of rank {slow.rank}'s (± {format_time(error)})"
+    consequence = (
+        "training itself needs no clocks, but times in logs and traces cannot be compared, and a machine whose clock "
+        "is far behind rejects keys"
+    )
+    advice = "timedatectl set-ntp true, on both machines"
+    return judge("clocks", found, (abs(ahead) > _SKEW_S + error, WARNING, consequence, advice))
+
+
+def check_same_versions(identities: Sequence[RankIdentity]) -> Finding:
+    """Check whether all ranks run the same versions, which may give packets and checkpoints another meaning."""
+    if differ := differences([identity.versions for identity in identities]):
+        found = f"{'. '.join(differ)}. Their checkpoints and packets may be incompatible"
+        return Finding("same versions", WARNING, found, "Install the same versions on all machines.")
+    return Finding("same versions", OK, f"the same on all {len(identities)} ranks")
+
+
+def check_joined(errors: Mapping[int, str], identities: Sequence[RankIdentity], transport: str = "gloo") -> Finding:
+    """Check whether the ranks could connect to each other. errors: of each rank that could not."""
+    check = f"{transport} connections"
+    if not errors:
+        return Finding(check, OK, f"all {len(identities)} ranks are connected")
+    who = ("rank " if len(errors) == 1 else "ranks ") + ", ".join(map(str, sorted(errors)))
+    error = max(errors.values(), key=lambda text: "remote=" in text)  # the connecting side names the address
+    found = f"ranks share a store, but {who} cannot connect to the others: {error}"
+    return Finding(check, PROBLEM, found, _firewall_advice(identities[0], identities[1], transport))
+
+
+def _firewall_advice(first: RankIdentity, second: RankIdentity, transport: str) -> str:
+    if transport == "TLS":
+        return "Every rank must reach rank 0 by TCP at PIPECOMP_ADDRESS, or MASTER_ADDR and MASTER_PORT; no other port."
+    if first.machine == second.machine:
+        return f"See the line gloo interface; GLOO_SOCKET_IFNAME={loopback()} is enough for ranks on one machine."
+    return (
+        "GLOO_SOCKET_IFNAME must name, on each machine, the interface that leads to the others (see the line gloo "
+        "interface), and all TCP ports must be open between the machines: gloo uses random ones."
+    )
 
 
 def check_rank_0(launch: Launch) -> Finding:
-    """Make the finding for a rank 0 that met the others, and then was lost."""
+    """Make the finding for a rank 0 that was lost after the rendezvous."""
     found = f"rank 0 at {launch.master} no longer answers, so this is only about rank {launch.rank}'s machine"
-    return Finding("meeting", PROBLEM, found, "Look at what rank 0 printed, and whether its machine is still up.")
+    return Finding("rendezvous", PROBLEM, found, "Look at the output of rank 0, and whether its machine is still up.")
 
 
-def check_met(launch: Launch, error: Exception, limit_s: float) -> Finding:
-    """Make the finding for ranks that did not meet. error: why, as Meeting raises it."""
+def check_rendezvous(launch: Launch, error: Exception, limit_s: float) -> Finding:
+    """Make the finding for ranks that did not rendezvous. error: from `RankSession`."""
     if isinstance(error.__cause__, PipecompError) and not isinstance(error.__cause__, LinkTimeoutError):
-        found = f"rank {launch.rank} cannot meet the others: {error}"
-        return Finding("meeting", PROBLEM, found, "Mend that first, then start all ranks again.")
-    found = f"the {launch.world} ranks did not meet in {limit_s:.0f} s: {error}"
-    return Finding("meeting", PROBLEM, found, f"Start all ranks within {limit_s:.0f} s of each other.")
+        found = f"rank {launch.rank} cannot join the others: {error}"
+        return Finding("rendezvous", PROBLEM, found, "Fix that first, then start all ranks again.")
+    found = f"the {launch.world} ranks did not join in {limit_s:.0f} s: {error}"
+    return Finding("rendezvous", PROBLEM, found, f"Start all ranks within {limit_s:.0f} s of each other.")

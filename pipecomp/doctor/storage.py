@@ -1,4 +1,4 @@
-"""The disk of the message store: space, speed, file system, and whether LMDB works there."""
+"""Checks of the message store's disk: space, file system, speed, and whether LMDB works there."""
 
 from __future__ import annotations
 
@@ -18,52 +18,36 @@ from typing import NamedTuple
 import psutil
 import torch
 
-from pipecomp.doctor.finding import OK, PROBLEM, WARNING, Finding, judge, mib
+from pipecomp.doctor.finding import OK, PROBLEM, WARNING, Finding, format_bytes, judge
 from pipecomp.errors import StoreError
 
-NETWORK = {
-    "nfs",
-    "nfs4",
-    "cifs",
-    "smb3",
-    "smbfs",
-    "9p",
-    "afs",
-    "beegfs",
-    "ceph",
-    "fuse.ceph",
-    "fuse.glusterfs",
-    "fuse.sshfs",
-    "gfs2",
-    "glusterfs",
-    "gpfs",
-    "lustre",
-    "ocfs2",
-    "virtiofs",
+_NETWORK = {
+    *("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "beegfs", "ceph", "fuse.ceph", "fuse.glusterfs"),
+    *("fuse.sshfs", "gfs2", "glusterfs", "gpfs", "lustre", "ocfs2", "virtiofs"),
 }
-IN_MEMORY = {"tmpfs", "ramfs"}
-_FREE_LEAST, _FREE_WANTED = 256 << 20, 4 << 30
+_IN_MEMORY = {"tmpfs", "ramfs"}
+_MIN_FREE, _ENOUGH_FREE = 256 << 20, 4 << 30
 _SLOW_BYTES_S = 30e6
 _CHUNK, _CHUNKS, _SECONDS = 4 << 20, 8, 2.0
 _ANOTHER_PATH = "Set store.path to a folder on a local disk."
 
 
 class DiskSpeed(NamedTuple):
-    """Bytes per second, each write followed by fsync, reads past the page cache where the system lets us."""
+    """Bytes per second: writes with fsync, reads past the page cache where the system allows it."""
 
     write: float
     read: float
 
 
 def storage_findings(path: Path) -> list[Finding]:
-    """Make all checks of this module for a store in `path`, which need not be there; nothing is left behind."""
+    """Check the disk for a store in `path`, which need not exist; nothing is left behind."""
     folder = existing_parent(path)
     if folder != path.absolute() and os.path.lexists(path):
         return [check_writable(path, NotADirectoryError(errno.ENOTDIR, "it is not a folder"))]
     free = shutil.disk_usage(folder).free
     mounts = [(part.mountpoint, part.fstype) for part in psutil.disk_partitions(all=True)]
     findings = [check_space(path, free), check_file_system(path, file_system(folder, mounts))]
-    if free < _FREE_LEAST:
+    if free < _MIN_FREE:
         return findings
     try:
         with tempfile.TemporaryDirectory(dir=folder, prefix=".pipecomp-doctor-") as top:
@@ -74,58 +58,58 @@ def storage_findings(path: Path) -> list[Finding]:
 
 
 def check_space(path: Path, free_bytes: int) -> Finding:
-    """Check the free space for the store."""
+    """Check the free space."""
     advice = "Free some space, set store.max_bytes, or set store.path to a folder on another disk."
-    many = "4 bytes per token and hidden unit of every sample, 8 with changes both ways, may not fit"
+    many = "4 bytes per token and hidden unit of every sample, 8 with deltas both ways, may not fit"
     return judge(
         "disk space",
-        f"{mib(free_bytes)} free for {path}",
-        (free_bytes < _FREE_LEAST, PROBLEM, "a message store does not fit", advice),
-        (free_bytes < _FREE_WANTED, WARNING, many, advice),
+        f"{format_bytes(free_bytes)} free for {path}",
+        (free_bytes < _MIN_FREE, PROBLEM, "a message store does not fit", advice),
+        (free_bytes < _ENOUGH_FREE, WARNING, many, advice),
     )
 
 
 def check_file_system(path: Path, kind: str | None) -> Finding:
-    """Check the kind of file system. kind: as the system calls it, None where it does not say."""
-    if kind in NETWORK:
+    """Check the file system. kind: its name in the system's table of mounts, None if unknown."""
+    if kind in _NETWORK:
         found = f"{path} is on a network file system ({kind}): LMDB's locks and memory maps cannot be trusted there"
         return Finding("file system", WARNING, found, _ANOTHER_PATH)
-    if kind in IN_MEMORY:
+    if kind in _IN_MEMORY:
         found = f"{path} is on {kind}, in memory: the store takes memory, and restarting the machine empties it"
         return Finding("file system", WARNING, found, _ANOTHER_PATH)
     return Finding("file system", OK, kind or "unknown")
 
 
 def check_speed(speed: DiskSpeed) -> Finding:
-    """Check how fast the disk is, without the system's cache."""
-    meaning = "training waits if activations keep coming faster than that"
+    """Check the disk's speed, without the system's cache."""
+    consequence = "training waits if activations arrive faster than that"
     advice = "Use another disk, or store.bits 8 for a quarter of the bytes."
     found = f"writes {speed.write / 1e6:.0f} MB/s with fsync, reads {speed.read / 1e6:.0f} MB/s"
-    return judge("disk speed", found, (min(speed) < _SLOW_BYTES_S, WARNING, meaning, advice))
+    return judge("disk speed", found, (min(speed) < _SLOW_BYTES_S, WARNING, consequence, advice))
 
 
 def check_lmdb(problem: str | None) -> Finding:
-    """Check whether a message store can be used in the folder. problem: of `try_lmdb`."""
+    """Check whether a message store works in the folder. problem: from `try_lmdb`."""
     if problem is not None:
         return Finding("LMDB", PROBLEM, problem, _ANOTHER_PATH)
     return Finding("LMDB", OK, "a message store was written, closed and read again; memory maps and locks work")
 
 
 def check_writable(folder: Path, error: OSError) -> Finding:
-    """Make the finding for a folder that could not be written."""
+    """Make the finding for a folder that cannot be written."""
     found = f"cannot write in {folder}: {error.strerror or error}"
     advice = f"Change its permissions (chmod, chown), or choose another store.path; you are user {os.getuid()}."
     return Finding("store folder", PROBLEM, found, advice)
 
 
 def existing_parent(path: Path) -> Path:
-    """Find the folder `path`, or the first one above it that is there."""
+    """Return the folder `path`, or its first parent that exists."""
     path = path.absolute()
     return next(folder for folder in (path, *path.parents) if os.path.isdir(folder))
 
 
 def file_system(folder: Path, mounts: Iterable[tuple[str, str]]) -> str | None:
-    """Tell the kind of file system that a folder is on. mounts: (folder, kind) in the order of mounting."""
+    """Return the kind of a folder's file system. mounts: (folder, kind) in the order of mounting."""
     found, depth = None, -1
     real = folder.resolve()
     for where, kind in mounts:
@@ -136,7 +120,7 @@ def file_system(folder: Path, mounts: Iterable[tuple[str, str]]) -> str | None:
 
 
 def measure_disk(folder: Path) -> DiskSpeed:
-    """Write up to 32 MiB in two seconds, and read them."""
+    """Write up to 32 MiB in at most two seconds, and read them."""
     block = os.urandom(_CHUNK)  # some disks compress
     file, written = folder / "speed", 0
     began = time.perf_counter()
@@ -157,38 +141,38 @@ def measure_disk(folder: Path) -> DiskSpeed:
 
 
 def try_lmdb(folder: Path) -> str | None:
-    """Try memory maps, locks between processes, and a message store that is opened twice; say what does not work."""
-    for part, words in (
+    """Try memory maps, locks between processes, and a message store that is opened twice; return the first failure."""
+    for attempt, message in (
         (_map, "files cannot be mapped into memory here ({}), which LMDB needs"),
         (_lock, "file locks do not work here: {}"),
         (_store, "a message store does not work here: {}"),
     ):
         try:
-            problem = part(folder)
+            problem = attempt(folder)
         except OSError as error:
             problem = error.strerror or str(error)
         except subprocess.TimeoutExpired:
             problem = "no answer within a minute"
         if problem is not None:
-            return words.format(problem)
+            return message.format(problem)
     return None
 
 
 def _map(folder: Path) -> str | None:
-    """Try what LMDB does: read through a shared map what was written to the file."""
+    """Read a write to a file through a shared map of it and the reverse, as LMDB does."""
     with open(folder / "map", "w+b", buffering=0) as handle:
         handle.write(bytes(mmap.PAGESIZE))
         with mmap.mmap(handle.fileno(), mmap.PAGESIZE) as mapped:
             os.pwrite(handle.fileno(), b"pipecomp", 16)
             if mapped[16:24] != b"pipecomp":
-                return "a map does not show what is written to its file"
+                return "a map does not show writes to its file"
             mapped[32:40] = b"pipecomp"
             mapped.flush()
         handle.seek(32)
-        return None if handle.read(8) == b"pipecomp" else "what is written to a map does not reach its file"
+        return None if handle.read(8) == b"pipecomp" else "writes to a map do not reach its file"
 
 
-_TAKE = """
+_LOCK_SCRIPT = """
 import fcntl, sys
 with open(sys.argv[1], "r+b") as handle:
     try:
@@ -204,7 +188,7 @@ def _lock(folder: Path) -> str | None:
             fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             return f"{errno.errorcode.get(error.errno or 0, '')} {error.strerror}"
-        command = [sys.executable, "-S", "-c", _TAKE, str(folder / "lock")]
+        command = [sys.executable, "-S", "-c", _LOCK_SCRIPT, str(folder / "lock")]
         status = subprocess.run(command, capture_output=True, timeout=60, check=False).returncode
     if status == 0:
         return "two processes got the same lock, so two ranks could write to one store"
@@ -229,7 +213,7 @@ def _store(folder: Path) -> str | None:
             (found,) = store.get([7])
             environment.close()
             if found is None or not torch.equal(found.m_nH, m_nH):
-                return "what was read is not what was stored"
+                return "the values read are not the values stored"
     except StoreError as error:
         return str(error).replace(str(folder), "…")
     return None

@@ -108,7 +108,7 @@ def rank_0_dies(rank, world, note):
     from pipecomp.doctor import ranks
 
     if rank == 0:
-        ranks.RankSession._direct = lambda self: os._exit(7)
+        ranks.RankSession._coordinate = lambda self: os._exit(7)
     return examined(rank, world, note, ("ok", "ok"))
 
 
@@ -117,7 +117,7 @@ def test_rank_0_dies_after_the_meeting():
     assert results[1][1] is True
     machine, *_, last = findings_of(results, rank=1)
     assert machine.found == "of rank 1"
-    assert (last.check, last.verdict) == ("meeting", "problem")
+    assert (last.check, last.verdict) == ("rendezvous", "problem")
 
 
 SCRIPT = textwrap.dedent(
@@ -180,7 +180,7 @@ def test_ranks_that_never_come(monkeypatch):
     told: list[Finding] = []
     assert examination.examine(told.extend, store=Path("messages"), limit_s=2.0)
     (finding,) = told
-    assert (finding.check, finding.verdict) == ("meeting", "problem")
+    assert (finding.check, finding.verdict) == ("rendezvous", "problem")
     assert os.environ["MASTER_PORT"] in finding.found
 
 
@@ -298,7 +298,7 @@ def test_keys_of_another_run_do_not_meet(tmp_path):
     (tmp_path / "rank-0").rename(tmp_path / "gone")
     (tmp_path / "ours" / "rank-0").rename(tmp_path / "rank-0")
     (rank_1,) = [findings_of(run_ranks(2, meets, str(tmp_path), timeout_s=HANG_S), rank=1)]
-    ranks = next(f for f in rank_1 if f.check == "meeting")
+    ranks = next(f for f in rank_1 if f.check == "rendezvous")
     assert ranks.verdict == "problem"
     assert "is not rank 0 of this run" in ranks.found
 

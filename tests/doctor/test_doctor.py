@@ -25,9 +25,9 @@ from pipecomp.distributed import placement
 from pipecomp.distributed.launch_env import Launch, read_launch
 from pipecomp.distributed.placement import is_loopback
 from pipecomp.doctor import examination, examine, machine, measure, packages, ranks, storage
-from pipecomp.doctor.finding import OK, PROBLEM, WARNING, Finding, has_problem, mib, print_report
+from pipecomp.doctor.finding import OK, PROBLEM, WARNING, Finding, format_bytes, has_problem, print_report
 from pipecomp.doctor.measure import LinkMeasurement
-from pipecomp.doctor.ranks import RankIdentity, RankSession, RendezvousError, check_met
+from pipecomp.doctor.ranks import RankIdentity, RankSession, RendezvousError, check_rendezvous
 from pipecomp.errors import ConfigError
 from pipecomp.kernels.dispatch import BackendStatus
 from pipecomp.netlab.software import VARIABLE as SOFTWARE_LAB
@@ -90,11 +90,11 @@ def test_triton_matters_with_a_gpu_only():
 
 
 def test_packages_that_break_each_other():
-    fit = packages.check_pairs({**GOOD, "torchvision": "0.28"}, {"torchvision": ["torch==2.13.0"]})
+    fit = packages.check_conflicts({**GOOD, "torchvision": "0.28"}, {"torchvision": ["torch==2.13.0"]})
     expect(fit, OK)
-    bad = packages.check_pairs({"deepspeed": "0.18.5", "torch": "2.11.0"}, {})
+    bad = packages.check_conflicts({"deepspeed": "0.18.5", "torch": "2.11.0"}, {})
     expect(bad, PROBLEM, "deepspeed 0.18.5 with torch 2.11.0", "importing DeepSpeed fails", "deepspeed>=0.19.8")
-    expect(packages.check_pairs({"deepspeed": "0.18.5", "torch": "2.9.1"}, {}), OK)
+    expect(packages.check_conflicts({"deepspeed": "0.18.5", "torch": "2.9.1"}, {}), OK)
 
 
 def test_what_other_packages_ask_of_ours():
@@ -103,12 +103,12 @@ def test_what_other_packages_ask_of_ours():
         "quiet": ['torch==1.0; extra == "old"', "no requirement at all !"],
         "pipecomp": ["torch>=99"],
     }
-    finding = packages.check_pairs({**GOOD, "torchvision": "0.27.0", "quiet": "1", "pillow": "1"}, required)
-    expect(finding, PROBLEM, "torchvision 0.27.0 needs torch ==2.12.0, here is 2.13.0+cpu", "-U torchvision")
+    finding = packages.check_conflicts({**GOOD, "torchvision": "0.27.0", "quiet": "1", "pillow": "1"}, required)
+    expect(finding, PROBLEM, "torchvision 0.27.0 needs torch ==2.12.0, installed is 2.13.0+cpu", "-U torchvision")
     assert "quiet" not in finding.found
     assert "pillow" not in finding.found
     given = {**GOOD, "numpy": "2.4.6", "numba": "0.60.0"}
-    stranger = packages.check_pairs(given, {"numba": ["numpy<2.1"]})
+    stranger = packages.check_conflicts(given, {"numba": ["numpy<2.1"]})
     expect(stranger, WARNING, "numba 0.60.0 needs numpy <2.1")  # nothing here imports it
 
 
@@ -120,10 +120,10 @@ BAD_PAIRS = [
 
 
 def test_every_known_bad_pair_can_be_found():
-    assert len(BAD_PAIRS) == len(packages.KNOWN_BAD)
-    for installed, pair in zip(BAD_PAIRS, packages.KNOWN_BAD, strict=True):
-        expect(packages.check_pairs(installed, {}), PROBLEM, pair.meaning, pair.advice)
-        expect(packages.check_pairs({**installed, pair.first: "99.0"}, {}), OK)
+    assert len(BAD_PAIRS) == len(packages.KNOWN_CONFLICTS)
+    for installed, pair in zip(BAD_PAIRS, packages.KNOWN_CONFLICTS, strict=True):
+        expect(packages.check_conflicts(installed, {}), PROBLEM, pair.meaning, pair.advice)
+        expect(packages.check_conflicts({**installed, pair.first: "99.0"}, {}), OK)
 
 
 def test_imports():
@@ -318,8 +318,8 @@ def gloo(variable=None, address: str | None = "10.0.0.7", launch=TWO_MACHINES, i
 
 
 def test_the_interface_that_gloo_takes():
-    expect(gloo(), OK, "takes eth0: the host name box is 10.0.0.7")
-    expect(gloo("eth0"), OK, "takes eth0 (10.0.0.7), as GLOO_SOCKET_IFNAME says")
+    expect(gloo(), OK, "uses eth0: the host name box is 10.0.0.7")
+    expect(gloo("eth0"), OK, "uses eth0 (10.0.0.7), set by GLOO_SOCKET_IFNAME")
     expect(gloo("lo,eth0"), OK, "lo (127.0.0.1), eth0 (10.0.0.7)")
     expect(gloo(address="127.0.1.1"), WARNING, "loopback", "Other machines cannot", "export GLOO_SOCKET_IFNAME=eth0")
     expect(gloo(address=None), WARNING, "box has no address")
@@ -341,7 +341,7 @@ def test_where_ranks_meet_over_tls(monkeypatch):
     for keys, address, looked_at in ((None, "a:1", True), ("keys", None, True), ("keys", "a:1", False)):
         for name, value in (("PIPECOMP_KEYS", keys), ("PIPECOMP_ADDRESS", address)):
             monkeypatch.setenv(name, value or "")
-        assert ("meeting point" in [f.check for f in machine.network_findings(launch)]) is looked_at
+        assert ("rank 0's address" in [f.check for f in machine.network_findings(launch)]) is looked_at
 
 
 def test_meeting_point():
@@ -522,7 +522,7 @@ def test_a_store_that_forgets(tmp_path, monkeypatch):
 
     forgetful = buffers.MemoryEnvironment
     monkeypatch.setattr(buffers, "open_environment", lambda *a, **k: forgetful())
-    assert storage.try_lmdb(tmp_path) == "a message store does not work here: what was read is not what was stored"
+    assert storage.try_lmdb(tmp_path) == "a message store does not work here: the values read are not the values stored"
 
 
 def test_a_store_that_cannot_be_opened(tmp_path):
@@ -590,8 +590,8 @@ def test_a_pair():
     expect(fine, OK, "anna and bert", "1 Gbit/s from 0 to 1", "900 Mbit/s back", "0.4 ms there and back")
     expect(ranks.check_pair(A, A._replace(rank=1), FINE), OK, "both on anna")
     expect(ranks.check_pair(A, B, FINE._replace(back_bit_s=5e5)), WARNING, "500 kbit/s back", "1 MB takes 16 s")
-    expect(ranks.check_pair(A, B, FINE._replace(back_bit_s=1e8)), WARNING, "one direction", "what bert may send")
-    expect(ranks.check_pair(A, B, FINE._replace(out_bit_s=1e8)), WARNING, "one direction", "what anna may send")
+    expect(ranks.check_pair(A, B, FINE._replace(back_bit_s=1e8)), WARNING, "one direction", "upload of bert")
+    expect(ranks.check_pair(A, B, FINE._replace(out_bit_s=1e8)), WARNING, "one direction", "upload of anna")
     expect(ranks.check_pair(A, B, FINE._replace(round_trip_s=0.8)), WARNING, "800 ms", "gradient_accumulation_steps")
     lost = ranks.check_pair(A, B, "Timed out")
     expect(lost, PROBLEM, "Timed out", "GLOO_SOCKET_IFNAME", "all TCP ports")
@@ -629,7 +629,9 @@ def test_over_tls_no_advice_is_about_gloo():
 
 
 def test_ranks_that_do_not_meet():
-    expect(check_met(TWO_MACHINES, RendezvousError("timed out"), 30.0), PROBLEM, "in 30 s: timed out", "Start all")
+    expect(
+        check_rendezvous(TWO_MACHINES, RendezvousError("timed out"), 30.0), PROBLEM, "in 30 s: timed out", "Start all"
+    )
 
 
 def test_what_keeps_a_rank_from_meeting_others_is_no_matter_of_time(monkeypatch, tmp_path):
@@ -639,20 +641,20 @@ def test_what_keeps_a_rank_from_meeting_others_is_no_matter_of_time(monkeypatch,
     for words in ("PIPECOMP_ADDRESS: got None", "keys/machine.pem cannot be read"):
         with pytest.raises(RendezvousError) as found:
             RankSession(TWO_MACHINES, {}, limit_s=30.0)
-        finding = check_met(TWO_MACHINES, found.value, 30.0)
-        expect(finding, PROBLEM, "rank 0 cannot meet", words)
+        finding = check_rendezvous(TWO_MACHINES, found.value, 30.0)
+        expect(finding, PROBLEM, "rank 0 cannot join", words)
         assert "within" not in finding.advice
         monkeypatch.setenv("PIPECOMP_ADDRESS", "127.0.0.1:29400")
 
 
 def test_pairs_of_few_ranks_are_all_pairs():
-    assert ranks.pairs(["a"]) == []
-    assert ranks.pairs(["a", "a", "b"]) == [(0, 1), (0, 2), (1, 2)]
+    assert ranks.choose_pairs(["a"]) == []
+    assert ranks.choose_pairs(["a", "a", "b"]) == [(0, 1), (0, 2), (1, 2)]
 
 
 @given(st.lists(st.sampled_from("abcdefghijklmnop"), min_size=5, max_size=40))
 def test_pairs_of_many_ranks(machines):
-    chosen = ranks.pairs(machines)
+    chosen = ranks.choose_pairs(machines)
     assert len(chosen) == len(set(chosen)) <= 28
     assert all(first < second for first, second in chosen)
     if len(set(machines)) <= 6:  # then every two machines are joined, and each shared machine has an inner pair
@@ -719,7 +721,7 @@ def test_measuring_a_known_link(out, back, delay, ahead):
 
 
 def test_sizes_for_people():
-    assert (mib(5 * MIB), mib(1.5 * GIB)) == ("5 MiB", "1.5 GiB")
+    assert (format_bytes(5 * MIB), format_bytes(1.5 * GIB)) == ("5 MiB", "1.5 GiB")
 
 
 FINDINGS = [

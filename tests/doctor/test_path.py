@@ -85,7 +85,7 @@ def over(monkeypatch, takes, mtu: int = 1500) -> PacketPath:
     monkeypatch.setattr(measure, "list_interfaces", lambda: {"lo": lo})
     monkeypatch.setattr(measure, "select", way := Way(takes))
     monkeypatch.setattr(measure, "time", way)
-    return measure._measured(way)
+    return measure._measure_path(way)
 
 
 def size(packet: bytes) -> int:
@@ -143,7 +143,7 @@ def test_without_a_socket_nothing_is_known(monkeypatch):
     def refuse(address):
         raise OSError("no socket")
 
-    monkeypatch.setattr(measure, "_socket", refuse)
+    monkeypatch.setattr(measure, "_open_udp", refuse)
     assert measured() is None
 
 
@@ -159,7 +159,7 @@ def test_what_it_costs():
     (_, gone) = check_path((0, 1), fine._replace(mtu=1400, cut=False))
     expect(gone, WARNING, "larger ones vanish", "stand still", "mtu 1400")
     (_, none) = check_path((0, 1), fine._replace(mtu=0, cut=False))
-    expect(none, WARNING, "none that were tried", "mtu 576")
+    expect(none, WARNING, "no size that was tried", "mtu 576")
     (unknown,) = check_path((0, 1), None)
     expect(unknown, OK, "not known")
 
@@ -198,6 +198,6 @@ def test_tunnels_are_interfaces_without_a_cable(monkeypatch, tmp_path):
 def test_a_host_name_that_is_127_0_1_1():
     two = Launch(rank=0, world=2, local_rank=0, local_world=1, master="10.0.0.1")
     found = machine.check_gloo(TUNNELS, None, Choice("box", "127.0.1.1"), two)
-    expect(found, WARNING, "box is 127.0.1.1", "a run over several ends at its start", "GLOO_SOCKET_IFNAME=eth0")
+    expect(found, WARNING, "box is 127.0.1.1", "a run with several fails at the start", "GLOO_SOCKET_IFNAME=eth0")
     expect(found, WARNING, "give box its own address in /etc/hosts, where it is 127.0.1.1")
     assert machine.check_gloo(TUNNELS, "eth0", Choice("box", "127.0.1.1"), two).verdict == OK
