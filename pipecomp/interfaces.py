@@ -164,6 +164,7 @@ class TrainingEngine(Protocol):
     resumed: ResumeState | None
     data_facts: dict[str, Any]
     step_samples: int | None
+    _INSTRUCTION_MAP: dict[Any, Callable[..., None]]
 
     @property
     def stage(self) -> Stage | ModuleStage: ...
@@ -264,7 +265,7 @@ class EngineState(TrainingEngine, Protocol):
     communication_data_type: torch.dtype
     is_data_parallel: bool
     data_iterator: Any
-    checkpoint_engine: Any
+    checkpoint_engine: object  # writes the files of a checkpoint
     progress: TrainingProgress
     loader: TrainLoader | None
 

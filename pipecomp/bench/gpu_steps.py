@@ -28,6 +28,7 @@ from pipecomp.bench.training import (
     through_float32,
     untied_gpt2,
 )
+from pipecomp.interfaces import TrainingEngine
 from pipecomp.netlab import namespaces
 from pipecomp.netlab.lab import Lab
 from pipecomp.plan.search import aqsgd_sections, constant_error_bits
@@ -197,7 +198,9 @@ def examine(rank: int, world: int, note: Any, line: Line, model: Model, folder: 
 
 
 @contextmanager
-def around_instructions(engine: Any, around: Callable[[str], AbstractContextManager[None]]) -> Iterator[None]:
+def around_instructions(
+    engine: TrainingEngine, around: Callable[[str], AbstractContextManager[None]]
+) -> Iterator[None]:
     """Run each instruction of the engine's steps, while inside, within what `around` gives for its name."""
 
     def wrapped(name: str, instruction: Callable[..., None]) -> Callable[..., None]:

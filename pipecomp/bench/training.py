@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pipecomp.interfaces import TrainingEngine
 from pipecomp.distributed.rendezvous import join_processes
 from pipecomp.netlab.software import throttle_to
 from pipecomp.stages import default_loss, split
@@ -68,7 +69,7 @@ class Line:
         """Steps from one averaging of replicas to the next, which are timed together."""
         return int(self.section.get("gradients", {}).get("local_steps") or 1)
 
-    def counts(self, step: int, engine: Any, most_uncounted: int = 8) -> bool:
+    def counts(self, step: int, engine: TrainingEngine, most_uncounted: int = 8) -> bool:
         """Say whether a step is timed. Stock DeepSpeed's are all alike; AQ-SGD's first one sends first visits.
 
         most_uncounted: steps before a timed one, at most, while pipecomp still tries how many micro-batches to have in

@@ -89,7 +89,7 @@ class CollectiveModelWrite(CollectiveWrite):
 class RecordingCheckpointEngine:
     """DeepSpeed's checkpoint engine, which writes the same files through a CollectiveWrite."""
 
-    def __init__(self, engine: Any, write: CollectiveWrite) -> None:
+    def __init__(self, engine: object, write: CollectiveWrite) -> None:
         self._engine, self._write = engine, write
 
     def __getattr__(self, name: str) -> Any:

@@ -23,6 +23,7 @@ from pipecomp.demo.settings import MICRO_BATCH, NAMES, TIMED, WARM_UP, Settings,
 from pipecomp.demo.task import Sequences, Task, documentation_task, gpt2
 from pipecomp.distributed.local_launcher import preload_large_packages, run_ranks, start_server
 from pipecomp.errors import writable
+from pipecomp.interfaces import TrainingEngine
 from pipecomp.netlab.shape import read_shape
 from pipecomp.netlab.software import VARIABLE, SoftwareNetwork
 from pipecomp.report.recorder import Recorder
@@ -172,7 +173,7 @@ class _Rank:
         size = sum(file.stat().st_size for file in (store / f"rank-{self._rank}").rglob("data.mdb"))
         return {"method": method, **found, "store_bytes": size}
 
-    def _train(self, engine: Any, method: str, *, limited: bool, steps: int | None) -> dict[str, Any]:
+    def _train(self, engine: TrainingEngine, method: str, *, limited: bool, steps: int | None) -> dict[str, Any]:
         from pipecomp.data import eval_batches
 
         name = NAMES[method]

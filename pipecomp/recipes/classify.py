@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pipecomp.distributed.collectives import broadcast
 from pipecomp.errors import DataError, require
+from pipecomp.interfaces import TrainingEngine
 from pipecomp.recipes.text import check_sources, dataset_split, read_sources, read_text
 
 LABEL = "label"
@@ -226,7 +227,7 @@ class Padding:
 # -- evaluation
 
 
-def evaluate(engine: Any, batches: list) -> dict[str, float]:
+def evaluate(engine: TrainingEngine, batches: list) -> dict[str, float]:
     """Evaluate held-out data on every replica.
 
     Args:

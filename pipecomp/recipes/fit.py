@@ -17,6 +17,7 @@ from pipecomp.distributed.collectives import gathered
 from pipecomp.distributed.consistency import settings_of
 from pipecomp.distributed.preemption import Interruption, say_here
 from pipecomp.errors import OutputError
+from pipecomp.interfaces import TrainingEngine
 from pipecomp.recipes.report import Report
 from pipecomp.recipes.resume import REPLICAS, SAMPLES, STAGES, RunCheckpoints, hold_folder
 from pipecomp.recipes.steps import Plan, complete
@@ -113,7 +114,7 @@ class Fit:
 
     def run(
         self,
-        engine: Any,
+        engine: TrainingEngine,
         *,
         samples: int,
         held_out: int,
@@ -171,7 +172,7 @@ class Fit:
             report.end(Traffic.of(stats), args.save, None if folder is None else try_write_report([folder]))
         engine.close()
 
-    def _step(self, engine: Any, step: int, units: Callable[[], float]) -> str | None:
+    def _step(self, engine: TrainingEngine, step: int, units: Callable[[], float]) -> str | None:
         """Make and report one optimizer step; returns why the run ends after it, if it does."""
         lr, began = float(engine.optimizer.param_groups[0]["lr"]), time.perf_counter()
         loss = float(engine.train_batch())
@@ -189,7 +190,7 @@ class Fit:
         self._trackers.log(step, {**values, **_curves(self._meter.since_last(stats))})
         return self._interruption.decide(wanted)
 
-    def _exchange(self, engine: Any, units: float = 0.0) -> tuple[list[dict[str, Any]], list[int], float]:
+    def _exchange(self, engine: TrainingEngine, units: float = 0.0) -> tuple[list[dict[str, Any]], list[int], float]:
         """All ranks' counters, wishes to stop, and the sum of their units; all must call it.
 
         What one of them could not write is said on all.
@@ -203,7 +204,7 @@ class Fit:
         stats, wanted, each, _ = zip(*told, strict=True)
         return list(stats), list(wanted), sum(each)
 
-    def _stop(self, engine: Any, step: int, reason: str) -> NoReturn:
+    def _stop(self, engine: TrainingEngine, step: int, reason: str) -> NoReturn:
         """Save and close, as all other ranks do now."""
         saved = self._checkpoints.save_now(engine, evaluation_due=self.plan.ends_epoch(step))
         self._recorder.interrupted()
@@ -211,7 +212,7 @@ class Fit:
         engine.close()
         raise self._interruption.leave(reason)
 
-    def _epoch(self, engine: Any, step: int, measures: dict[str, float] | None) -> None:
+    def _epoch(self, engine: TrainingEngine, step: int, measures: dict[str, float] | None) -> None:
         """Report the end of an epoch or round. measures: of its evaluation, if there is one."""
         stats = engine.gather_comm_stats()
         if measures is not None:

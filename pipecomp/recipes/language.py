@@ -11,6 +11,7 @@ from typing import Any
 
 from pipecomp.distributed import rendezvous
 from pipecomp.errors import DataError, require
+from pipecomp.interfaces import TrainingEngine
 from pipecomp.recipes import run, text
 from pipecomp.recipes.resume import DATA, data_facts, what_is_trained
 
@@ -76,7 +77,7 @@ def fine_tune(
     )
 
 
-def evaluate(engine: Any, batches: list) -> dict[str, float]:
+def evaluate(engine: TrainingEngine, batches: list) -> dict[str, float]:
     """Evaluate held-out data on every replica.
 
     Args:

@@ -22,6 +22,7 @@ from pipecomp.distributed.collectives import gathered, while_others_wait
 from pipecomp.distributed.consistency import differences
 from pipecomp.distributed.preemption import say_here
 from pipecomp.errors import CheckpointError, ConfigError, require, writable
+from pipecomp.interfaces import TrainingEngine
 
 # Arguments that may change where a run goes on: where it writes, how long it trains, what it started from, and those
 # that are compared by their meaning: files by their content, a model and the seed with the configurations.
@@ -277,7 +278,7 @@ class RunCheckpoints:
             anew = f"To begin anew, take another folder than {self.folder}"
             raise ConfigError("--resume", "auto", f"the settings of the checkpoint: {words}. {anew}")
 
-    def load(self, engine: Any) -> str:
+    def load(self, engine: TrainingEngine) -> str:
         """Load what `find` found, if anything; every rank must call this.
 
         Returns:
@@ -294,7 +295,7 @@ class RunCheckpoints:
         both = "with the cached activations that both ends of each link have in common"
         return f"{both}; what differs is forgotten"
 
-    def save(self, engine: Any, step: int, *, ends_epoch: bool, last: bool) -> None:
+    def save(self, engine: TrainingEngine, step: int, *, ends_epoch: bool, last: bool) -> None:
         """Write a checkpoint after step `step` if it is time to; every rank must call this."""
         due = ends_epoch if self._every is None else step % self._every == 0
         if (due or last) and not self.save_now(engine):
@@ -304,7 +305,7 @@ class RunCheckpoints:
                 else "the run goes on without this checkpoint, and tries again when the next one is due"
             )
 
-    def save_now(self, engine: Any, *, evaluation_due: bool = False) -> bool:
+    def save_now(self, engine: TrainingEngine, *, evaluation_due: bool = False) -> bool:
         """Write a checkpoint, if there is a folder for it; every rank must call this.
 
         Where the disk is full, the older ones go, but for the last good one, and it is tried again.

@@ -32,6 +32,7 @@ from pipecomp.data import default_collate, eval_batches
 from pipecomp.distributed import preemption, rendezvous
 from pipecomp.distributed.rendezvous import check_processes, torch_says_nothing
 from pipecomp.errors import PipecompError
+from pipecomp.interfaces import TrainingEngine
 from pipecomp.recipes import resume
 from pipecomp.recipes.fit import Fit
 from pipecomp.recipes.steps import check_config, make_plan, read_config
@@ -259,7 +260,7 @@ def _prepared(args: argparse.Namespace, work: Workload) -> Fit:
     return fit
 
 
-def evaluate(engine: Any, batches: list) -> dict[str, float]:
+def evaluate(engine: TrainingEngine, batches: list) -> dict[str, float]:
     """Evaluate held-out data on every replica.
 
     Args:

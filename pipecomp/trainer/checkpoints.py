@@ -35,6 +35,7 @@ from pipecomp.config import read_json_object
 from pipecomp.distributed.collectives import broadcast, gathered, while_others_wait
 from pipecomp.distributed.rendezvous import all_ranks
 from pipecomp.errors import ConfigError, WireError, require
+from pipecomp.interfaces import TrainingEngine
 from pipecomp.stages.partition.planning import SplitPlan
 from pipecomp.trainer import message_stores
 from pipecomp.utils.files import atomic_write, atomic_write_text
@@ -196,7 +197,7 @@ def _make_youngest(folder: Path) -> None:
             os.utime(folder, (latest + 1, latest + 1))
 
 
-def save_engine(engine: Any, folder: str, scheduler: Any, attempts: CollectiveWrite) -> None:
+def save_engine(engine: TrainingEngine, folder: str, scheduler: Any, attempts: CollectiveWrite) -> None:
     """Write what training needs to go on, but for the cached activations; every rank must call this."""
     engine.save_checkpoint(folder, tag=DEEPSPEED)
     state = {"random": random_state(), "scheduler": scheduler.state_dict()}
@@ -208,7 +209,7 @@ def _write_rank(state: Any, file: Path) -> None:
         write_state(state, part)
 
 
-def load_engine(engine: Any, found: Found, scheduler: Any) -> None:
+def load_engine(engine: TrainingEngine, found: Found, scheduler: Any) -> None:
     """Load weights, optimizer, schedule and, for the same pipeline, random generators; every rank must call this."""
     folder = found.folder
     if found.same:
@@ -233,7 +234,7 @@ def load_engine(engine: Any, found: Found, scheduler: Any) -> None:
         load_schedule(scheduler, engine.basic_optimizer.param_groups, state["scheduler"])
 
 
-def load_weights(engine: Any, folder: str) -> None:
+def load_weights(engine: TrainingEngine, folder: str) -> None:
     """Load the model of a checkpoint, without its optimizer; every rank must call this."""
     path, _ = engine.load_checkpoint(folder, tag=DEEPSPEED, load_module_only=True)
     require(path is not None, "load_best_model_at_end", True, f"True where {folder} has {DEEPSPEED} on every machine")

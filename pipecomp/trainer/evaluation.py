@@ -21,6 +21,7 @@ from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize, sp
 
 from pipecomp.data import MicroBatch
 from pipecomp.errors import PipecompError, require
+from pipecomp.interfaces import TrainingEngine
 from pipecomp.trainer.feeding import EvalLoader
 from pipecomp.trainer.losses import StepLoss
 from pipecomp.trainer.packing import pack, unpack
@@ -71,7 +72,7 @@ class Evaluation:
 
     def __init__(
         self,
-        engine: Any,
+        engine: TrainingEngine,
         group: Any,
         args: Any,
         *,

@@ -12,13 +12,14 @@ from pipecomp.buffers import LmdbEnvironment
 from pipecomp.buffers.admin import forget
 from pipecomp.buffers.lmdb_folder import DATA_FILE, copy_file
 from pipecomp.config import Config
+from pipecomp.interfaces import TrainingEngine
 
 MESSAGES = "messages"  # a checkpoint's folder for them
 
 _log = transformers_logging.get_logger(__name__)
 
 
-def prepare(settings: Config, engine: Any, checkpoint: str | None) -> None:
+def prepare(settings: Config, engine: TrainingEngine | None, checkpoint: str | None) -> None:
     """Let a training begin without cached activations; those of a checkpoint come by `restore`.
 
     Args:
@@ -42,13 +43,14 @@ def needs_closed_engine(settings: Config, checkpoint: str | None) -> bool:
     return settings.activations.method == "aqsgd" and settings.store.backend != "memory" and checkpoint is not None
 
 
-def drop(engine: Any) -> None:
+def drop(engine: TrainingEngine) -> None:
     """Drop all cached activations that an engine holds."""
     engine.links.forget()
-    engine.links.environment.commit()
+    if engine.links.environment is not None:
+        engine.links.environment.commit()
 
 
-def save(engine: Any, folder: str, *, copied: bool) -> None:
+def save(engine: TrainingEngine, folder: str, *, copied: bool) -> None:
     """Copy this rank's message store into a checkpoint, if it is to be and there is one on disk.
 
     Otherwise the checkpoint is left without: an earlier training's of the same step may have been in the folder.
@@ -61,7 +63,7 @@ def save(engine: Any, folder: str, *, copied: bool) -> None:
         _saved(folder).unlink(missing_ok=True)
 
 
-def restore(engine: Any, folder: str) -> None:
+def restore(engine: TrainingEngine, folder: str) -> None:
     """Let this rank's store, which is empty, hold what a checkpoint cached; then the engine loads the checkpoint.
 
     Where there is no copy, or one that is damaged or was made with other settings, it stays empty.

@@ -20,6 +20,7 @@ from transformers.trainer_utils import align_special_tokens, number_of_arguments
 from pipecomp.checkpoint.writing import CollectiveModelWrite, write_state
 from pipecomp.errors import ConfigError, PipecompError, require
 from pipecomp.plan.auto_bits import needs_measuring
+from pipecomp.interfaces import TrainingEngine
 from pipecomp.trainer import arguments, given_model, message_stores
 from pipecomp.trainer.losses import StepLoss
 from pipecomp.trainer.setup import Optimizers, Pipeline
@@ -49,7 +50,7 @@ class EngineHolder:
         self._taken = taken
         self._precision: dict[str, torch.dtype] = {}
         self._trained = self._lost = False  # lost: what was trained of a folder's model, when its engine was closed
-        self.engine: Any = None
+        self.engine: TrainingEngine | None = None
 
     @property
     def model(self) -> Any:
@@ -58,7 +59,7 @@ class EngineHolder:
 
     def open(
         self, args: Any, processing_class: Any, fire: Callable[[str], None], tokens: Callable[[], int | None]
-    ) -> Any:
+    ) -> TrainingEngine:
         """Make the engine; every rank must call this.
 
         Args:
@@ -141,7 +142,7 @@ def make_model(model_init: Callable[..., Any]) -> Any:
     return model
 
 
-def _check_made(engine: Any, args: Any) -> None:
+def _check_made(engine: TrainingEngine, args: Any) -> None:
     """Refuse another device than the one that was asked for, and an optimizer with modes.
 
     Trainer switches modes for evaluation; here weights are also copied, averaged and saved between steps.
@@ -162,7 +163,7 @@ def _check_made(engine: Any, args: Any) -> None:
     )
 
 
-def _watch_optimizer(engine: Any, fire: Callable[[str], None]) -> None:
+def _watch_optimizer(engine: TrainingEngine, fire: Callable[[str], None]) -> None:
     """Let callbacks see gradients before the update, clipped, and after it."""
     step = engine.optimizer.step
 
@@ -174,10 +175,11 @@ def _watch_optimizer(engine: Any, fire: Callable[[str], None]) -> None:
         fire("on_optimizer_step")
         return result
 
-    engine.optimizer.step = types.MethodType(watched, engine.optimizer)  # a method: schedulers unwrap it
+    # A method: schedulers unwrap it.
+    engine.optimizer.step = types.MethodType(watched, engine.optimizer)  # type: ignore[method-assign]
 
 
-def save_model(engine: Any, folder: str, args: Any, processing: Any) -> None:
+def save_model(engine: TrainingEngine, folder: str, args: Any, processing: Any) -> None:
     """Write model, tokenizer and arguments for from_pretrained; every rank must call this. processing: or None.
 
     Raises OutputError on every rank if one of them cannot write.

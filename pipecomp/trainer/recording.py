@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipecomp.distributed.collectives import broadcast
+from pipecomp.interfaces import TrainingEngine
 from pipecomp.report.page import try_write_report
 from pipecomp.report.progress import LinkMeter
 from pipecomp.report.recorder import Recorder
@@ -74,7 +75,7 @@ class Recording:
         self._flush()
         self._recorder.interrupted()
 
-    def end(self, engine: Any, stats: Sequence[Mapping[str, Any]], *, page: bool) -> None:
+    def end(self, engine: TrainingEngine, stats: Sequence[Mapping[str, Any]], *, page: bool) -> None:
         """Write the end of the training, and its page; every rank must call this."""
         last_step = engine.gather_last_step()
         self._flush(stats)

@@ -23,6 +23,7 @@ from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOu
 from pipecomp.data import dataset_facts
 from pipecomp.distributed.rendezvous import all_ranks
 from pipecomp.errors import require, writable
+from pipecomp.interfaces import TrainingEngine
 from pipecomp.trainer import alike, arguments, callbacks, checkpoints, model_io, overrides, setup
 from pipecomp.trainer.callbacks import fire
 from pipecomp.trainer.evaluation import Evaluation, check_ignored, dataset_named
@@ -179,11 +180,12 @@ class PipelineTrainer:
     # -- the engine
 
     @property
-    def engine(self) -> Any:
+    def engine(self) -> TrainingEngine:
         """The engine, made at first use: all ranks must come here together the first time."""
         if self._holder.engine is None:
             engine = self._holder.open(self.args, self.processing_class, partial(fire, self), self._sample_tokens)
             self.callback_handler.model, self.callback_handler.optimizer = engine.stage, engine.optimizer
+            return engine
         return self._holder.engine
 
     @property

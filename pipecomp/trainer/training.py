@@ -14,6 +14,7 @@ from transformers.utils import logging as transformers_logging
 
 from pipecomp.distributed.collectives import broadcast, gathered
 from pipecomp.distributed.preemption import Interruption
+from pipecomp.interfaces import TrainingEngine
 from pipecomp.kernels import ops
 from pipecomp.trainer import callbacks, checkpoints, saving, schedule
 from pipecomp.trainer.callbacks import fire
@@ -56,7 +57,8 @@ class Training:
         report: bool,
         save_on_signal: bool,
     ) -> None:
-        args, engine = trainer.args, trainer.engine
+        args = trainer.args
+        engine: TrainingEngine = trainer.engine
         self._trainer, self._engine, self._loss, self._save_messages = trainer, engine, loss, save_messages
         self._report, self._interruption = report, Interruption(active=save_on_signal)
         # The last stages of all replicas, which average their counts of labels.
