@@ -48,7 +48,7 @@ def test_a_step_of_samples_padded_left_weighs_what_is_trained() -> None:
         engine = SimpleNamespace(
             is_first_stage=lambda: False,
             is_last_stage=lambda: True,
-            local=None,
+            begins_local_step=lambda: False,
             stage=stage,
             device=torch.device("cpu"),
             propagate_failure=nullcontext,
