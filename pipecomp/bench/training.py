@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipecomp.interfaces import TrainingEngine
 from pipecomp.distributed.rendezvous import join_processes
+from pipecomp.interfaces import TrainingEngine
 from pipecomp.netlab.software import throttle_to
 from pipecomp.stages import default_loss, split
 

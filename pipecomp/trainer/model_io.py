@@ -19,8 +19,8 @@ from transformers.trainer_utils import align_special_tokens, number_of_arguments
 
 from pipecomp.checkpoint.writing import CollectiveModelWrite, write_state
 from pipecomp.errors import ConfigError, PipecompError, require
-from pipecomp.plan.auto_bits import needs_measuring
 from pipecomp.interfaces import TrainingEngine
+from pipecomp.plan.auto_bits import needs_measuring
 from pipecomp.trainer import arguments, given_model, message_stores
 from pipecomp.trainer.losses import StepLoss
 from pipecomp.trainer.setup import Optimizers, Pipeline
