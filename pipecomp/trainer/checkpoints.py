@@ -17,7 +17,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,16 +28,27 @@ from transformers import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from transformers.utils import logging as transformers_logging
 
+from pipecomp.buffers import LmdbEnvironment
+from pipecomp.buffers.admin import forget
+from pipecomp.buffers.lmdb_folder import DATA_FILE, copy_file
 from pipecomp.checkpoint import manifest
 from pipecomp.checkpoint.reshard import load_schedule
-from pipecomp.checkpoint.writing import CollectiveWrite, describe_error, random_state, set_random_state, write_state
-from pipecomp.config import read_json_object
+from pipecomp.checkpoint.writing import (
+    CollectiveWrite,
+    describe_error,
+    private_files,
+    random_state,
+    set_random_state,
+    write_state,
+)
+from pipecomp.config import Config, read_json_object
 from pipecomp.distributed.collectives import broadcast, gathered, while_others_wait
+from pipecomp.distributed.preemption import say_here
 from pipecomp.distributed.rendezvous import all_ranks
-from pipecomp.errors import ConfigError, WireError, require
+from pipecomp.errors import ConfigError, OutputError, WireError, require
 from pipecomp.interfaces import TrainingEngine
 from pipecomp.stages.partition.planning import SplitPlan
-from pipecomp.trainer import message_stores
+from pipecomp.trainer import callbacks
 from pipecomp.utils.files import atomic_write, atomic_write_text
 
 STATE_FILE = "trainer_state.json"
@@ -214,7 +225,7 @@ def load_engine(engine: TrainingEngine, found: Found, scheduler: Any) -> None:
     folder = found.folder
     if found.same:
         with all_ranks().collective_errors():
-            message_stores.restore(engine, folder)
+            restore_store(engine, folder)
     path, _ = engine.load_checkpoint(folder, tag=DEEPSPEED)
     file = _rank_file(folder, dist.get_rank() if found.same else 0)
     require(
@@ -299,3 +310,132 @@ def _named(name: Any) -> str:
 
 def _is_name(name: Any) -> bool:
     return isinstance(name, str) and Path(name).name == name and name.startswith(f"{PREFIX_CHECKPOINT_DIR}-")
+
+
+# -- message stores
+
+
+MESSAGES = "messages"  # a checkpoint's folder for them
+
+_log = transformers_logging.get_logger(__name__)
+
+
+def prepare_store(settings: Config, engine: TrainingEngine | None, checkpoint: str | None) -> None:
+    """Let a training begin without cached activations; those of a checkpoint come by `restore`.
+
+    Args:
+        settings: The "pipecomp" section.
+        engine: None, or the one that is open, which must be closed if `needs_closed_engine` says so.
+        checkpoint: Whose they will be; None for none.
+    """
+    if settings.activations.method != "aqsgd":
+        return
+    if engine is not None:
+        drop_cached(engine)
+    if settings.store.backend == "memory":
+        if checkpoint is not None:
+            _log.warning("cached activations in memory are not saved: training goes on without them")
+    elif engine is None:
+        forget(settings.store.path, dist.get_rank())  # what is held is newer than a checkpoint, or of another run
+
+
+def needs_closed_engine(settings: Config, checkpoint: str | None) -> bool:
+    """Say whether a training begins with another store than an engine would have open."""
+    return settings.activations.method == "aqsgd" and settings.store.backend != "memory" and checkpoint is not None
+
+
+def drop_cached(engine: TrainingEngine) -> None:
+    """Drop all cached activations that an engine holds."""
+    engine.links.forget()
+    if engine.links.environment is not None:
+        engine.links.environment.commit()
+
+
+def save_store(engine: TrainingEngine, folder: str, *, copied: bool) -> None:
+    """Copy this rank's message store into a checkpoint, if it is to be and there is one on disk.
+
+    Otherwise the checkpoint is left without: an earlier training's of the same step may have been in the folder.
+    """
+    environment = engine.links.environment
+    if copied and isinstance(environment, LmdbEnvironment):
+        environment.flush()  # nothing is being written from here until the next step
+        copy_file(environment.path / DATA_FILE, _saved(folder))
+    else:
+        _saved(folder).unlink(missing_ok=True)
+
+
+def restore_store(engine: TrainingEngine, folder: str) -> None:
+    """Let this rank's store, which is empty, hold what a checkpoint cached; then the engine loads the checkpoint.
+
+    Where there is no copy, or one that is damaged or was made with other settings, it stays empty.
+    """
+    environment = engine.links.environment
+    if isinstance(environment, LmdbEnvironment) and not environment.restore(_saved(folder).parent):
+        rank = dist.get_rank()
+        _log.warning(f"{folder} has no cached activations that rank {rank} can use: training goes on without them")
+
+
+def _saved(folder: str) -> Path:
+    return Path(folder) / MESSAGES / f"rank-{dist.get_rank()}" / DATA_FILE
+
+
+# -- writing during a training
+
+
+def write_checkpoint(trainer: Any, *, messages: bool, count: Callable[[], Any], due: Sequence[str] = ()) -> bool:
+    """Write checkpoint-N of the step that was made last; every rank must call this.
+
+    Where the disk refuses it, nothing of it is left. It is tried once more if `save_total_limit` lets older ones go
+    before it, which the last good one and the best one do not.
+
+    Args:
+        trainer: Whose.
+        messages: Whether to copy the message store.
+        count: Brings the state's number of tokens up to date, and what is recorded.
+        due: What is still to be done after that step, see `Found`.
+
+    Returns:
+        False if it could not be written, which is said on every rank.
+    """
+    args, state = trainer.args, trainer.state
+    folder = folder_of(args.output_dir, state.global_step)
+    best = state.best_model_checkpoint
+    limit = args.save_total_limit or 0
+    for last in (limit < 2, True):
+        try:
+            with private_files():
+                _write_files(trainer, folder, messages, count, due)
+        except OutputError as error:
+            remove(folder)
+            state.best_model_checkpoint = best
+            if last:
+                say_here(f"{error}. There will be no {Path(folder).name}")
+                return False
+            say_here(f"{error}. It is tried again without the oldest ones, which save_total_limit lets go")
+            rotate(args.output_dir, limit - 1, best, trainer.group)
+        else:
+            rotate(args.output_dir, args.save_total_limit, state.best_model_checkpoint, trainer.group)
+            return True
+    raise AssertionError("the last attempt returns")
+
+
+def _write_files(trainer: Any, folder: str, messages: bool, count: Callable[[], Any], due: Sequence[str]) -> None:
+    """Write all files, the state's last. OutputError on every rank if one cannot."""
+    args, state = trainer.args, trainer.state
+    attempts = CollectiveWrite(folder)
+    if trainer.rank == 0:  # incomplete until everything is there
+        attempts.attempt(lambda: (Path(folder) / STATE_FILE).unlink(missing_ok=True))
+    trainer.save_model(folder)
+    if not args.save_only_model:
+        save_engine(trainer.engine, folder, trainer.lr_scheduler, attempts)
+        attempts.attempt(lambda: save_store(trainer.engine, folder, copied=messages))
+    count()
+    if state.best_global_step:
+        best = folder_of(args.output_dir, state.best_global_step)
+        if broadcast(Path(best).is_dir(), group=trainer.group):
+            state.best_model_checkpoint = best
+    attempts.raise_problems()  # every rank has written its files
+    if trainer.rank == 0:
+        callbacks.save(trainer)
+        attempts.attempt(lambda: complete(folder, state, trainer.plan, trainer.replicas, due))
+    attempts.raise_problems()

@@ -21,9 +21,9 @@ from pipecomp.checkpoint.writing import CollectiveModelWrite, write_state
 from pipecomp.errors import ConfigError, PipecompError, require
 from pipecomp.interfaces import TrainingEngine
 from pipecomp.plan.auto_bits import needs_measuring
-from pipecomp.trainer import arguments, given_model, message_stores
+from pipecomp.trainer import arguments, checkpoints
 from pipecomp.trainer.losses import StepLoss
-from pipecomp.trainer.setup import Optimizers, Pipeline
+from pipecomp.trainer.setup import Optimizers, Pipeline, hide_model, parameter_dtypes, show_model
 
 TRAINING_ARGS_FILE = "training_args.bin"  # Trainer's name
 
@@ -76,8 +76,8 @@ class EngineHolder:
         if self._lost:
             raise PipecompError("end() has closed the trained model: evaluate, predict and save_model come before it")
         own = not self._pipeline.settings.gradients.exchanges_in_optimizer
-        given_model.show(self._given)
-        self._precision = given_model.precision(self._given)
+        show_model(self._given)
+        self._precision = parameter_dtypes(self._given)
         engine = initialize(
             self._given,
             config=self._pipeline.engine_config,
@@ -106,7 +106,7 @@ class EngineHolder:
         """Let the given model no longer pass for the whole one; called when training begins."""
         self._trained = True
         if self._pipeline.plan.num_stages > 1:
-            given_model.hide(self._given, self._pipeline.plan.cuts, self._precision)
+            hide_model(self._given, self._pipeline.plan.cuts, self._precision)
 
     def close(self) -> None:
         """Close the engine, if one is open."""
@@ -127,9 +127,9 @@ class EngineHolder:
             self._given = make_model(self._model_init)
         named = arguments.AT_FIRST if self.engine is None else (*arguments.AT_FIRST, *arguments.BY_ENGINE)
         arguments.check_unchanged(args, {name: self._taken[name] for name in named})
-        if message_stores.needs_closed_engine(self._pipeline.settings, checkpoint):
+        if checkpoints.needs_closed_engine(self._pipeline.settings, checkpoint):
             self.close()
-        message_stores.prepare(self._pipeline.settings, self.engine, checkpoint)
+        checkpoints.prepare_store(self._pipeline.settings, self.engine, checkpoint)
         self._lost = False  # a training may begin with the folder's weights, or with a checkpoint's
 
 

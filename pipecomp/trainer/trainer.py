@@ -24,10 +24,10 @@ from pipecomp.data import dataset_facts
 from pipecomp.distributed.rendezvous import all_ranks
 from pipecomp.errors import require, writable
 from pipecomp.interfaces import TrainingEngine
-from pipecomp.trainer import alike, arguments, callbacks, checkpoints, model_io, overrides, setup
+from pipecomp.trainer import arguments, callbacks, checkpoints, model_io, setup
 from pipecomp.trainer.callbacks import fire
+from pipecomp.trainer.data_loading import EvalLoaders, Samples, check_draws, data_seed, longest_sample, set_epoch
 from pipecomp.trainer.evaluation import Evaluation, check_ignored, dataset_named
-from pipecomp.trainer.feeding import EvalLoaders, Samples, check_draws, data_seed, longest_sample, tell_epoch
 from pipecomp.trainer.losses import StepLoss
 from pipecomp.trainer.training import Training
 
@@ -38,7 +38,7 @@ class PipelineTrainer:
     Every process makes a trainer with the same arguments and data and calls the same methods; what differs is a
     LinkError that names it. Callbacks run on every process and see its stage as `model`; what they decide must be the
     same everywhere, as it is when it comes from metrics, logs and state. Training logs also have link_compression,
-    link_wait_seconds, store_hit_rate and grad_compression, see `reports.TrafficMeter`. A training that is resumed from
+    link_wait_seconds, store_hit_rate and grad_compression, see `meters.TrafficMeter`. A training that is resumed from
     a checkpoint goes on with the same losses; cached activations in memory (store.backend "memory") are not saved, and
     those samples are sent as first visits again.
 
@@ -171,10 +171,10 @@ class PipelineTrainer:
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
-        overrides.check_subclass(cls, PipelineTrainer)
+        arguments.check_subclass(cls, PipelineTrainer)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        overrides.check_attribute(self, name, value)
+        arguments.check_attribute(self, name, value)
         super().__setattr__(name, value)
 
     # -- the engine
@@ -243,10 +243,10 @@ class PipelineTrainer:
             require(trial is None, "trial", trial, "None: hyperparameters are not searched here")
             check_ignored("ignore_keys_for_eval", ignore_keys_for_eval)
             samples = self._samples(self.train_dataset, "train_dataset")
-            tell_epoch(samples.data, 0)  # an earlier training may have left it at another, and facts are compared
+            set_epoch(samples.data, 0)  # an earlier training may have left it at another, and facts are compared
             facts = self._facts(samples, self.args.per_device_train_batch_size, "train_dataset")
         resumes = bool(resume_from_checkpoint) if resume_from_checkpoint in (None, True, False) else "from a folder"
-        alike.check_arguments(ranks, self.args, **facts, resumes=resumes, save_on_signal=self._save_on_signal)
+        setup.check_equal_arguments(ranks, self.args, **facts, resumes=resumes, save_on_signal=self._save_on_signal)
         layout = checkpoints.layout(self.plan, self.replicas)
         found = checkpoints.find(resume_from_checkpoint, self.args.output_dir, layout, self.group)
         self._holder.begin_training(self.args, found.folder if found is not None and found.same else None)
@@ -328,7 +328,7 @@ class PipelineTrainer:
         with ranks.collective_errors():
             samples = self._samples(data, name)
             facts = self._facts(samples, self.args.per_device_eval_batch_size, name)
-        alike.check_arguments(ranks, self.args, **facts)
+        setup.check_equal_arguments(ranks, self.args, **facts)
         engine = self.engine
         engine.allow_evaluation(self.args.per_device_eval_batch_size)
         loader = self._eval_loaders.of(

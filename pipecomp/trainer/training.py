@@ -1,29 +1,114 @@
-"""One training of a `PipelineTrainer`, from its first step to its last."""
+"""One training of a `PipelineTrainer`, from its first step to its last: its length, steps, schedule and events."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from transformers import get_scheduler
 from transformers.trainer_utils import TrainOutput, compare_trainer_and_checkpoint_args, speed_metrics
 from transformers.utils import logging as transformers_logging
 
 from pipecomp.distributed.collectives import broadcast, gathered
 from pipecomp.distributed.preemption import Interruption
+from pipecomp.errors import require
 from pipecomp.interfaces import TrainingEngine
 from pipecomp.kernels import ops
-from pipecomp.trainer import callbacks, checkpoints, saving, schedule
+from pipecomp.trainer import callbacks, checkpoints
 from pipecomp.trainer.callbacks import fire
-from pipecomp.trainer.feeding import Samples, StepLoader, data_seed, loader_options
+from pipecomp.trainer.data_loading import Samples, StepLoader, data_seed, loader_options, make_sampler
 from pipecomp.trainer.losses import StepLoss
-from pipecomp.trainer.recording import Recording
-from pipecomp.trainer.reports import LossMeter, TrafficMeter
-from pipecomp.trainer.sampling import make_sampler
-from pipecomp.trainer.schedule import Length
+from pipecomp.trainer.meters import LossMeter, TrafficMeter, TrainingRecorder
+
+# -- length and schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingLength:
+    """How long a training is. per_epoch: micro-batches of one replica. updates: optimizer steps in an epoch."""
+
+    per_epoch: int
+    accumulation: int
+    updates: int
+    epochs: int
+    max_steps: int
+
+    @classmethod
+    def of(cls, args: Any, per_epoch: int) -> TrainingLength:
+        """Count it as Trainer does."""
+        accumulation, max_steps = args.gradient_accumulation_steps, args.max_steps
+        updates = -(-per_epoch // accumulation)
+        if max_steps > 0:
+            epochs = -(-max_steps // updates)
+        else:
+            epochs = math.ceil(args.num_train_epochs)
+            max_steps = math.ceil(args.num_train_epochs * updates)
+        return cls(per_epoch=per_epoch, accumulation=accumulation, updates=updates, epochs=epochs, max_steps=max_steps)
+
+    def micro_batches(self, update: int) -> int:
+        """Count the micro-batches of optimizer step `update` of an epoch: the last one takes what is left."""
+        return min(self.accumulation, self.per_epoch - update * self.accumulation)
+
+    def differs(self, step: int, epoch: float) -> bool:
+        """Say whether a training in which `step` ended at `epoch` had more or fewer steps in an epoch."""
+        return abs(epoch - step / self.updates) > 1 / self.updates
+
+
+def make_lr_scheduler(args: Any, optimizer: Any, make: Callable[[Any], Any] | None, max_steps: int) -> Any:
+    """Make the schedule of an optimizer: the user's, or the one that `args` names. make: of the optimizer."""
+    if make is not None:
+        return make(optimizer)
+    return get_scheduler(
+        args.lr_scheduler_type,
+        optimizer=optimizer,
+        num_warmup_steps=args.get_warmup_steps(max_steps),
+        num_training_steps=max_steps,
+        scheduler_specific_kwargs=args.lr_scheduler_kwargs,
+    )
+
+
+def follows_metric(scheduler: Any) -> bool:
+    """Whether the schedule steps after evaluations, by a metric."""
+    return isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) or type(scheduler).__name__ == "GreedyLR"
+
+
+def learning_rate(scheduler: Any, optimizer: Any) -> float:
+    """Tell the rate of the step that was just made; ask before the schedule steps."""
+    if follows_metric(scheduler):
+        return float(optimizer.param_groups[0]["lr"])
+    return float(scheduler.get_last_lr()[0])
+
+
+def best_model_metric(args: Any, metrics: dict[str, float]) -> float:
+    """Look up the value of `args.metric_for_best_model`. Raises ConfigError if an evaluation does not have it."""
+    name = str(args.metric_for_best_model)
+    key = name if name.startswith("eval_") else f"eval_{name}"
+    require(key in metrics, "metric_for_best_model", name, f"one of {', '.join(sorted(metrics))}")
+    return metrics[key]
+
+
+def note_best(args: Any, state: Any, metrics: dict[str, float]) -> bool:
+    """Whether this is the best evaluation so far, which `state` then says."""
+    if args.metric_for_best_model is None:
+        return False
+    value = best_model_metric(args, metrics)
+    worst, better = (-math.inf, np.greater) if args.greater_is_better else (math.inf, np.less)
+    if not better(value, worst if state.best_metric is None else state.best_metric):
+        return False
+    state.best_metric = value
+    if args.save_strategy != "no":
+        state.best_global_step = state.global_step
+    return True
+
+
+# -- steps
+
 
 _log = transformers_logging.get_logger(__name__)
 
@@ -72,12 +157,12 @@ class Training:
             replicas=trainer.replicas,
             replica=engine.grid.data_parallel_id,
         )
-        self._length = length = Length.of(args, sampler.per_epoch)
+        self._length = length = TrainingLength.of(args, sampler.per_epoch)
         pad = getattr(trainer.processing_class, "pad_token_id", None)
         seed = ops.mix_seed(data_seed(args), engine.grid.data_parallel_id)  # replicas mask differently
         self._loader = StepLoader(samples, sampler, seed, loader_options(args), pad)
         handler = trainer.callback_handler
-        handler.lr_scheduler = schedule.make_scheduler(args, engine.basic_optimizer, make_scheduler, length.max_steps)
+        handler.lr_scheduler = make_lr_scheduler(args, engine.basic_optimizer, make_scheduler, length.max_steps)
         self._start_state(found)
         self._found = found
         if found is not None:
@@ -89,7 +174,7 @@ class Training:
         self._losses, self._traffic = LossMeter(trainer.state.global_step), TrafficMeter()
         before = self._gather_reports()  # of another training with this engine
         self._traffic.since_last(before)
-        self._recording = Recording(trainer, length.max_steps, before)
+        self._recording = TrainingRecorder(trainer, length.max_steps, before)
 
     def _start_state(self, found: checkpoints.Found | None) -> None:
         """Give the trainer the state of the checkpoint, or a new one."""
@@ -220,7 +305,7 @@ class Training:
         loss = float(engine.train_batch())
         if state.global_step + 1 >= self._length.max_steps:
             engine.average_replicas()
-        logs = {"learning_rate": schedule.learning_rate(scheduler, engine.basic_optimizer)}
+        logs = {"learning_rate": learning_rate(scheduler, engine.basic_optimizer)}
         samples = own * self._trainer.replicas
         self._recording.end_step(state.global_step + 1, loss=loss, lr=logs["learning_rate"], samples=samples)
         if args.logging_nan_inf_filter and not math.isfinite(loss):  # as Trainer: the mean since the last log
@@ -229,7 +314,7 @@ class Training:
         norm = engine.get_global_grad_norm()
         if norm is not None:
             logs["grad_norm"] = float(norm)
-        if engine.was_step_applied() and not schedule.follows_metric(scheduler):
+        if engine.was_step_applied() and not follows_metric(scheduler):
             scheduler.step()
         every = args.torch_empty_cache_steps
         if every is not None and state.global_step % every == 0 and torch.cuda.is_available():
@@ -276,9 +361,9 @@ class Training:
             self._count()  # before the evaluation's line, if it was not logged
             metrics = trainer.evaluate()
             self._recording.evaluated(state.global_step, metrics)
-            if schedule.follows_metric(trainer.lr_scheduler):
-                trainer.lr_scheduler.step(schedule.metric(trainer.args, metrics))
-            new_best = schedule.note_best(trainer.args, state, metrics)
+            if follows_metric(trainer.lr_scheduler):
+                trainer.lr_scheduler.step(best_model_metric(trainer.args, metrics))
+            new_best = note_best(trainer.args, state, metrics)
             if trainer.args.save_strategy == "best":
                 trainer.control.should_save = new_best
 
@@ -347,7 +432,9 @@ class Training:
         due: what is still to be done after this step, see `checkpoints.Found`.
         """
         with self._engine.propagate_failure():
-            saved = saving.save(self._trainer, messages=self._save_messages, count=self._count, due=due)
+            saved = checkpoints.write_checkpoint(
+                self._trainer, messages=self._save_messages, count=self._count, due=due
+            )
         if saved:
             fire(self._trainer, "on_save")
         else:

@@ -21,7 +21,7 @@ from pipecomp.allreduce.local_options import LocalSteps
 from pipecomp.allreduce.loopback import LoopbackGroup, run_threads
 from pipecomp.allreduce.saving import _describe, _rebuild, load, number_parameters, save
 from pipecomp.errors import ConfigError
-from pipecomp.trainer.local_steps import LocalStepsOfTrainer
+from pipecomp.trainer.ddp_callback import LocalStepsOfTrainer
 
 CompressionCallback = pipecomp.CompressionCallback
 

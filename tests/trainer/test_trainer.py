@@ -38,14 +38,20 @@ from pipecomp.checkpoint.writing import random_state, set_random_state
 from pipecomp.data import ShardedSampler, dataset_facts
 from pipecomp.errors import ConfigError, DataError, WireError
 from pipecomp.stages import split
-from pipecomp.trainer import PipelineTrainer, arguments, callbacks, checkpoints, message_stores, model_io
+from pipecomp.trainer import PipelineTrainer, arguments, callbacks, checkpoints, model_io
+from pipecomp.trainer.data_loading import (
+    EvalLoader,
+    LengthSampler,
+    Samples,
+    StepLoader,
+    check_draws,
+    lengths_of,
+    loader_options,
+)
 from pipecomp.trainer.deepspeed_config import engine_config
-from pipecomp.trainer.evaluation import _joined
-from pipecomp.trainer.feeding import EvalLoader, Samples, StepLoader, check_draws, loader_options
+from pipecomp.trainer.evaluation import _joined, pack, unpack
 from pipecomp.trainer.losses import StepLoss, labels_in
-from pipecomp.trainer.packing import pack, unpack
-from pipecomp.trainer.reports import TrafficMeter
-from pipecomp.trainer.sampling import LengthSampler, lengths_of
+from pipecomp.trainer.meters import TrafficMeter
 from tests.dist.small import gpt2
 
 NO_WORKERS: dict[str, Any] = {"num_workers": 0}
@@ -999,7 +1005,7 @@ def test_every_machine_deletes_its_own_old_checkpoints(tmp_path: Path, monkeypat
 
 
 def test_messages_of_a_checkpoint_take_the_place_of_newer_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(message_stores.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(checkpoints.dist, "get_rank", lambda: 0)
     store, folder = tmp_path / "messages", tmp_path / "checkpoint-1"
     settings_of_link: dict[str, Any] = {"bits": 3}
 
@@ -1008,7 +1014,7 @@ def test_messages_of_a_checkpoint_take_the_place_of_newer_ones(tmp_path: Path, m
     link.put(7, 1, torch.randn(3, 16))
     environment.commit()
     saved = link.inventory()
-    message_stores.save(SimpleNamespace(links=SimpleNamespace(environment=environment)), str(folder), copied=True)
+    checkpoints.save_store(SimpleNamespace(links=SimpleNamespace(environment=environment)), str(folder), copied=True)
     link.put(7, 2, torch.randn(3, 16))
     link.put(8, 3, torch.randn(3, 16))
     environment.commit()
@@ -1017,9 +1023,9 @@ def test_messages_of_a_checkpoint_take_the_place_of_newer_ones(tmp_path: Path, m
     environment = open_environment("lmdb", store, 0, bits=2)
     link = environment.link("link-0", settings_of_link)
     engine = SimpleNamespace(links=SimpleNamespace(environment=environment))
-    message_stores.restore(engine, str(tmp_path / "checkpoint-2"))
+    checkpoints.restore_store(engine, str(tmp_path / "checkpoint-2"))
     assert link.inventory() == []
-    message_stores.restore(engine, str(folder))
+    checkpoints.restore_store(engine, str(folder))
     assert link.inventory() == saved
     environment.close()
 

@@ -20,14 +20,11 @@ from pipecomp.errors import ConfigError, DataError
 from pipecomp.report.reader import read_runs
 from pipecomp.stages import split
 from pipecomp.trainer import checkpoints, setup
+from pipecomp.trainer.data_loading import EvalLoader, LengthSampler, Samples, StepLoader, data_seed, make_sampler
 from pipecomp.trainer.evaluation import BatchResult, Evaluation
-from pipecomp.trainer.feeding import EvalLoader, Samples, StepLoader, data_seed
 from pipecomp.trainer.losses import StepLoss
-from pipecomp.trainer.recording import Recording
-from pipecomp.trainer.reports import LossMeter
-from pipecomp.trainer.sampling import LengthSampler, make_sampler
-from pipecomp.trainer.schedule import Length, follows_metric, make_scheduler, note_best
-from pipecomp.trainer.training import Training
+from pipecomp.trainer.meters import LossMeter, TrainingRecorder
+from pipecomp.trainer.training import Training, TrainingLength, follows_metric, make_lr_scheduler, note_best
 from tests.dist.small import gpt2
 from tests.report.runs import AQSGD, counters, made_step
 
@@ -99,13 +96,13 @@ def test_a_run_records_the_true_loss_and_samples_of_a_step(loss: float) -> None:
 def test_a_steps_line_says_when_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is written with the next one, unless there are counters before."""
     clock = [0.0]
-    for module in ("report.recorder", "trainer.recording"):
+    for module in ("report.recorder", "trainer.meters"):
         monkeypatch.setattr(f"pipecomp.{module}.time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    monkeypatch.setattr("pipecomp.trainer.recording.broadcast", lambda value, group: value)
+    monkeypatch.setattr("pipecomp.trainer.meters.broadcast", lambda value, group: value)
     args = SimpleNamespace(output_dir=str(tmp_path), gradient_accumulation_steps=1)
     engine = SimpleNamespace(describe=dict)
     state = TrainerState(global_step=0)
-    recording = Recording(SimpleNamespace(args=args, state=state, rank=0, engine=engine, group=None), 3, [])
+    recording = TrainingRecorder(SimpleNamespace(args=args, state=state, rank=0, engine=engine, group=None), 3, [])
     for step in (1, 2, 3):
         clock[0] += 5.0
         recording.begin_step()
@@ -262,7 +259,7 @@ def test_a_schedule_goes_on_where_a_stage_has_another_number_of_groups(
             return folder, {}
 
         engine = SimpleNamespace(basic_optimizer=optimizer, save_checkpoint=save, load_checkpoint=load)
-        return engine, make_scheduler(args, optimizer, None, 20)
+        return engine, make_lr_scheduler(args, optimizer, None, 20)
 
     def steps(engine: Any, scheduler: Any, count: int) -> list[list[float]]:
         rates = []
@@ -309,13 +306,13 @@ def test_the_order_is_the_one_that_the_arguments_name(tmp_path: Path, kind: str,
 )
 def test_how_long_a_training_is(epochs: float, max_steps: int, expected: tuple[int, int]) -> None:
     args = SimpleNamespace(gradient_accumulation_steps=3, num_train_epochs=epochs, max_steps=max_steps)
-    length = Length.of(args, 7)
+    length = TrainingLength.of(args, 7)
     assert (length.epochs, length.max_steps) == expected
     assert [length.micro_batches(update) for update in range(length.updates)] == [3, 3, 1]
 
 
 def test_a_checkpoint_with_other_steps_in_an_epoch_is_noticed() -> None:
-    length = Length(per_epoch=10, accumulation=4, updates=3, epochs=3, max_steps=9)
+    length = TrainingLength(per_epoch=10, accumulation=4, updates=3, epochs=3, max_steps=9)
     ends = [epoch + min(1.0, (update + 1) * 4 / 10) for epoch in range(3) for update in range(3)]
     assert not any(length.differs(step, ends[step - 1]) for step in range(1, 10))
     assert length.differs(3, 0.5), "from half as many replicas"
@@ -340,7 +337,7 @@ def test_a_schedule_has_what_the_arguments_say_of_it(tmp_path: Path) -> None:
     def trainers(optimizer: Any) -> Any:
         return get_scheduler(kind, optimizer, 4, 20, scheduler_specific_kwargs=options)
 
-    assert rates(lambda optimizer: make_scheduler(args, optimizer, None, 20)) == rates(trainers)
+    assert rates(lambda optimizer: make_lr_scheduler(args, optimizer, None, 20)) == rates(trainers)
 
 
 @pytest.mark.parametrize("greater", [True, False])

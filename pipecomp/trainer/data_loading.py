@@ -1,24 +1,25 @@
-"""Micro-batches for the first and the last stage, alike on both, whatever the collator draws at random.
-
-Each stage loads for itself. So a micro-batch is made with the random generators seeded by its number: a collator that
-masks tokens masks the same ones on both stages, in whatever process it runs, and after a resume too.
-"""
+"""Loads micro-batches for the first and the last stage, equal on both whatever the collator draws."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
+from transformers.trainer_pt_utils import get_length_grouped_indices
 from transformers.trainer_utils import RemoveColumnsCollator, has_length
 
 from pipecomp.data import MicroBatch, ShardedSampler, TrainLoader, as_micro_batch, check_labels, id_of_place, seeded
 from pipecomp.errors import DataError
 from pipecomp.plan.auto_bits import SAMPLES_READ
 
+# Note: each stage loads for itself. A micro-batch is made with the random generators seeded by its number, so a
+# collator that masks tokens masks the same ones on both stages, in any worker process, and after a resume.
 TRAINING, EVALUATION = 0, 1  # which numbers a micro-batch is counted by
 
 
@@ -80,7 +81,7 @@ def longest_sample(samples: Samples, seed: int) -> int:
     return int(batch.inputs["input_ids"].shape[1])
 
 
-def tell_epoch(data: Any, epoch: int) -> None:
+def set_epoch(data: Any, epoch: int) -> None:
     """Tell a dataset that changes by epoch which one it is, as Trainer does."""
     if hasattr(data, "set_epoch"):
         data.set_epoch(epoch)
@@ -193,7 +194,7 @@ class StepLoader(TrainLoader):
             self.taken = number
             self._ahead.clear()
             self._source = None
-        tell_epoch(self.dataset, epoch)
+        set_epoch(self.dataset, epoch)
 
     def begin_step(self, micro_batches: int) -> list[MicroBatch]:
         """Make a step's micro-batches, which are then handed out."""
@@ -300,3 +301,58 @@ class EvalLoaders:
         if args.dataloader_persistent_workers:
             self._kept[key] = (data, loader)  # with the data, so that nothing else gets its id
         return loader
+
+
+# -- order of samples
+
+
+class LengthSampler(ShardedSampler):
+    """Samples of about the same length in a step, as Trainer's group_by_length. lengths: of all samples, tokens."""
+
+    def __init__(self, lengths: list[int], step: int, micro_batch: int, **options: Any) -> None:
+        """step: samples of one replica in an optimizer step. options: ShardedSampler's."""
+        super().__init__(len(lengths), micro_batch, **options)
+        self._lengths, self._step = [int(lengths[i]) for i in self._own.tolist()], step
+
+    def _arrange(self, epoch: int) -> Tensor:
+        places = get_length_grouped_indices(self._lengths, self._step, generator=self._draw(epoch))
+        return self._own[torch.tensor(places)]
+
+
+def lengths_of(data: Any, column: str, input_name: str) -> list[int]:
+    """Return how many tokens every sample has.
+
+    Args:
+        data: The dataset.
+        column: Where a dataset may say it.
+        input_name: Whose values are counted if it does not.
+
+    Raises:
+        DataError: If there is neither.
+    """
+    if column in getattr(data, "column_names", ()):
+        return [int(n) for n in data[column]]
+    try:
+        return [len(sample[input_name]) for sample in islice(data, len(data))]  # not all datasets end by IndexError
+    except (KeyError, TypeError) as error:
+        allowed = f"a column {column!r}, or samples with {input_name!r}"
+        raise DataError(f"train_sampling_strategy 'group_by_length' needs {allowed}") from error
+
+
+def make_sampler(
+    samples: Samples, args: Any, data: Any, processing_class: Any, *, replicas: int, replica: int
+) -> ShardedSampler:
+    """Make the order that `args.train_sampling_strategy` names. data: the dataset with all of its columns."""
+    options: dict[str, Any] = {
+        "replicas": replicas,
+        "replica": replica,
+        "seed": data_seed(args),
+        "drop_last": args.dataloader_drop_last,
+    }
+    micro_batch = args.per_device_train_batch_size
+    if args.train_sampling_strategy == "group_by_length":
+        names = getattr(processing_class, "model_input_names", ["input_ids"])
+        lengths = lengths_of(data, args.length_column_name, names[0])
+        return LengthSampler(lengths, micro_batch * args.gradient_accumulation_steps, micro_batch, **options)
+    shuffle = args.train_sampling_strategy == "random"
+    return ShardedSampler(len(samples.data), micro_batch, shuffle=shuffle, **options)
