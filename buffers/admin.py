@@ -6,6 +6,7 @@ uses is refused. `info` and `verify` write nothing. All raise StoreError if ther
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -16,15 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipecomp.buffers.base import GRADIENT
-from pipecomp.buffers.lmdb_file import (
-    FORMAT_KEY,
-    RUN_KEY,
-    LinkTable,
-    ValueFile,
-    link_key,
-    page_problems,
-    settings_hash,
-)
+from pipecomp.buffers.lmdb_file import FORMAT_KEY, RUN_KEY, ValueFile, link_key, page_problems
 from pipecomp.buffers.lmdb_folder import DAMAGED_FILE, DATA_FILE, LOCK_FILE, RankFolder, store_errors
 from pipecomp.buffers.store import sample_hash
 from pipecomp.buffers.value import read_header, stored_size
@@ -124,7 +117,7 @@ def info(path: str | os.PathLike[str]) -> list[LinkInfo]:
                         rank=rank,
                         link=name,
                         run=file.run(),
-                        configuration=settings_hash(settings),
+                        configuration=hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12],
                         folder=str(folder),
                         samples=len({header.sample & ~GRADIENT for header in headers}),
                         stored_bytes=sum(map(stored_size, headers)),
@@ -248,12 +241,29 @@ def _compact(
     try:
         target.mkdir(exist_ok=True)
         with closing(ValueFile(target)) as new:
-            names = [name for name in old.table_names() if name != link]
-            for key in (FORMAT_KEY, RUN_KEY, *map(link_key, names)):
+            names = old.table_names()
+            for key in (FORMAT_KEY, RUN_KEY, *(link_key(name) for name in names if name != link)):
                 if (value := old.meta(key)) is not None:
                     new.set_meta(key, value)
-            for name in old.table_names():
-                _copy_values(old, name, new, new.table(name) if name in names else None, report, select)
+            for name in names:
+                source = old.table(name, create=False)
+                selected = set() if name == link else select([head.sample for head in old.scan(source)])
+                into = None if name == link else new.table(name)
+                batch: dict[int, bytearray | None] = {}
+                size = 0
+                for checked in old.check_values(source):
+                    report.damaged += checked.problem is not None
+                    if into is None or checked.value is None or checked.sample not in selected:
+                        report.removed += 1
+                        continue
+                    report.kept += 1
+                    batch[checked.sample] = checked.value
+                    size += len(checked.value)
+                    if size >= _COPY_BYTES:
+                        new.write({into: batch})
+                        batch, size = {}, 0
+                if into is not None:
+                    new.write({into: batch})
             new.sync()
         old.close()
         (folder / LOCK_FILE).unlink(missing_ok=True)
@@ -264,33 +274,6 @@ def _compact(
         _remove(target, DATA_FILE, LOCK_FILE)
         if target.is_dir():
             target.rmdir()
-
-
-def _copy_values(
-    old: ValueFile,
-    name: str,
-    new: ValueFile,
-    into: LinkTable | None,
-    report: PruneReport,
-    select: Callable[[list[int]], set[int]],
-) -> None:
-    source = old.table(name, create=False)
-    selected = set() if into is None else select([head.sample for head in old.scan(source)])
-    batch: dict[int, bytearray | None] = {}
-    size = 0
-    for checked in old.check_values(source):
-        report.damaged += checked.problem is not None
-        if into is None or checked.value is None or checked.sample not in selected:
-            report.removed += 1
-            continue
-        report.kept += 1
-        batch[checked.sample] = checked.value
-        size += len(checked.value)
-        if size >= _COPY_BYTES:
-            new.write({into: batch})
-            batch, size = {}, 0
-    if into is not None:
-        new.write({into: batch})
 
 
 def _remove(folder: Path, *names: str) -> None:

@@ -23,7 +23,6 @@ Note: [Damage]
 from __future__ import annotations
 
 import errno
-import hashlib
 import heapq
 import itertools
 import json
@@ -137,11 +136,6 @@ def link_key(name: str) -> bytes:
     return b"link:" + name.encode()
 
 
-def settings_hash(settings: Mapping[str, Any]) -> str:
-    """Hash the settings that a link's activations depend on."""
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
-
-
 def page_problems(path: Path) -> list[str]:
     """List problems of the pages of the file in folder `path`, without LMDB; StoreError if it is unreadable."""
     with store_errors(path, "check the message store"):
@@ -241,6 +235,11 @@ class ValueFile:
         """Return the id of the run that the store belongs to, None if no run has used it."""
         run = self.meta(RUN_KEY)
         return None if run is None else run.decode(errors="replace")
+
+    def bind(self, run: str) -> None:
+        """Assign the store to a run."""
+        if self.run() != run:
+            self.set_meta(RUN_KEY, run.encode())
 
     def check_format(self) -> None:
         """Write the format of a new file; StoreError for a file of another format."""

@@ -13,23 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from pipecomp.buffers.base import DamagedStoreError
-from pipecomp.buffers.lmdb_file import (
-    MAP_BYTES,
-    META,
-    RUN_KEY,
-    LinkTable,
-    ValueFile,
-    ValueLocation,
-    find_damage,
-    page_problems,
-)
+from pipecomp.buffers.lmdb_file import MAP_BYTES, LinkTable, ValueFile, ValueLocation, find_damage, page_problems
 from pipecomp.buffers.lmdb_folder import DATA_FILE, LOCK_FILE, RankFolder, copy_file, is_refused_write
 from pipecomp.buffers.memory import MemoryStore
 from pipecomp.buffers.store import BackgroundWriter, LinkStore, Read, StoreEntry
 from pipecomp.buffers.value import ValueFormat, read_header, stored_size
 from pipecomp.errors import ConfigError, StoreError
 
-LINK_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+LINK_NAME = re.compile(r"(?!meta$)[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # "meta" is the database of metadata
 MAX_REFUSED_BYTES = 1 << 30  # of refused values in memory, before a run that continues without the disk stops
 
 StepChanges = Mapping[int, StoreEntry | None]  # by sample; None: deleted
@@ -241,8 +232,7 @@ class LmdbEnvironment:
 
     def bind(self, run: str) -> None:
         self.check()
-        if self.file.run() != run:
-            self.file.set_meta(RUN_KEY, run.encode())
+        self.file.bind(run)
 
     def save(self, folder: str | os.PathLike[str]) -> bool:
         self.flush()
@@ -300,7 +290,7 @@ class LmdbEnvironment:
             ConfigError: the name or the settings are invalid.
         """
         self.check()
-        if not LINK_NAME.fullmatch(name) or name == META.decode():
+        if not LINK_NAME.fullmatch(name):
             raise ConfigError("link", name, "letters, digits, '.', '_' and '-', at most 100, and not 'meta'")
         with self._lock:
             if name in self._stores and not self._stores[name]._closed:

@@ -17,6 +17,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
@@ -121,54 +122,58 @@ class Budget:
             del self._by_hash[bisect_left(self._by_hash, (sample_hash(sample), sample))]
 
 
+@dataclass(eq=False, slots=True)
 class StoreEntry:
     """One version of a sample in the index: first a tensor, then packed bytes, then only a place on disk.
 
-    size: bytes of the stored value. crc: its CRC-32, None until it is packed. An entry never changes its version: a put
-    replaces it, so a reader compares identity to find out whether its result is current.
+    An entry never changes its version: a put replaces it, so a reader compares identity to find out whether its result
+    is current.
+
+    Attributes:
+        sample, version: the id, and the version of m.
+        size: bytes of the stored value.
+        copy: m on its way to the host, None once it is packed.
+        check: raises if m may not be stored.
+        validated: whether the values of m have been checked.
+        crc: CRC-32 of the stored value, None until it is packed.
+        value: the stored value, None before it is packed and once it is on disk only.
+        guard: held while it is packed.
     """
 
-    __slots__ = ("_check", "_copy", "_guard", "_validated", "crc", "sample", "size", "value", "version")
-
-    def __init__(
-        self,
-        sample: int,
-        version: int,
-        size: int,
-        *,
-        copy: Copy | None = None,
-        check: PutCheck | None = None,
-        validated: bool = True,
-        crc: int | None = None,
-    ) -> None:
-        self.sample, self.version, self.size, self.crc = sample, version, size, crc
-        self.value: bytearray | None = None
-        self._copy, self._check, self._validated, self._guard = copy, check, validated, threading.Lock()
+    sample: int
+    version: int
+    size: int
+    copy: Copy | None = None
+    check: PutCheck | None = None
+    validated: bool = True
+    crc: int | None = None
+    value: bytearray | None = None
+    guard: threading.Lock = field(default_factory=threading.Lock)
 
     def pack(self, fmt: ValueFormat, where: str) -> bytearray | None:
         """Return the stored value's bytes, not to be changed; None once they are on disk only.
 
         The first caller waits for the activation to be on the host, and packs it.
         """
-        if self._copy is None:
+        if self.copy is None:
             return self.value
-        with self._guard:
-            if self._copy is None:
+        with self.guard:
+            if self.copy is None:
                 return self.value
-            if self._check is not None:
-                self._check()
-            m_nH = self._copy.wait()
-            if not self._validated:
+            if self.check is not None:
+                self.check()
+            m_nH = self.copy.wait()
+            if not self.validated:
                 fmt.check(self.sample, self.version, m_nH, where)
             self.value = fmt.pack(self.sample, self.version, m_nH, where)
             self.crc = read_header(self.value, where).crc
-            self._copy = self._check = None
+            self.copy = self.check = None
             return self.value
 
     def unpacked(self) -> Tensor | None:
         """Return m as it was put, not to be changed; None once it is packed, or if it may still be refused."""
-        copy = self._copy
-        return copy.wait() if copy is not None and self._validated and self._check is None else None
+        copy = self.copy
+        return copy.wait() if copy is not None and self.validated and self.check is None else None
 
     def release(self) -> None:
         """Free the packed bytes: the value is on disk."""
@@ -490,7 +495,8 @@ class LinkStore(ABC):
         self._check()
         with self._lock:
             entries = [self._entries.get(sample) for sample in samples]
-        return [None if e is None else CachedVersion(e.sample, e.version, self._digest(e)) for e in entries]
+        self._pack_all(entry for entry in entries if entry is not None and entry.crc is None)
+        return [None if e is None or e.crc is None else CachedVersion(e.sample, e.version, e.crc) for e in entries]
 
     def stats(self) -> dict[str, float]:
         with self._lock:
@@ -584,12 +590,6 @@ class LinkStore(ABC):
         else:  # atomic: readers take no lock, and a sample that is put again is held at all times
             self._entries[sample] = entry
         self._changed[sample] = None
-
-    def _digest(self, entry: StoreEntry) -> int:
-        if entry.crc is None:
-            self._pack(entry)
-        assert entry.crc is not None
-        return entry.crc
 
     def _load_all(self, samples: Iterable[int]) -> dict[int, Prefetched | None]:
         """Load these samples from one snapshot; those that cannot be read, or were written after it, are left out."""

@@ -29,6 +29,7 @@ PREFIX = "base_model.model."  # peft's own, before the names in WEIGHTS_FILE
 # result of some depends on samples or random numbers and cannot be reproduced: such a folder fits no base model.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _NOT_REPRODUCIBLE = ("pissa_niter", "corda", "lora_ga")
+_CONVERT = "convert it with peft's save_pretrained(..., path_initial_model_for_weight_conversion=...)"
 SNAPSHOT = "allowed: none; give the folder of a download of it (huggingface_hub.snapshot_download)"
 _WRAPPERS = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
 
@@ -69,9 +70,8 @@ def adapter_of(model: Any) -> Adapter | None:
     _check_ties(config)
     if _starts_with(config, _NOT_REPRODUCIBLE):
         raise SplitError(
-            f"init_lora_weights: got {config.init_lora_weights!r}, which changes the base model in a way that loading "
-            "the saved adapter cannot reproduce: convert it with peft's save_pretrained(..., "
-            "path_initial_model_for_weight_conversion=...), and give that folder, or start with 'pissa' or 'olora'"
+            f"init_lora_weights: got {config.init_lora_weights!r}. A saved adapter cannot reproduce its change of the "
+            f"base model: {_CONVERT}, or start with 'pissa' or 'olora'"
         )
     return Adapter(config=config, name=name)
 
@@ -85,10 +85,8 @@ def check_saved(model: Any) -> None:
     saved = {id(value) for name, value in model.state_dict(keep_vars=True).items() if name in names}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in saved:
-            raise SplitError(
-                f"{name}: is trained beside the adapter, whose folder would not have it: name its module in "
-                "LoraConfig.modules_to_save, or freeze it"
-            )
+            remedy = "name its module in LoraConfig.modules_to_save, or freeze it"
+            raise SplitError(f"{name}: is trained but not saved with the adapter: {remedy}")
     config = adapter.config
     base = getattr(config, "base_model_name_or_path", None)
     own = getattr(getattr(model, "config", None), "vocab_size", None)
@@ -106,9 +104,8 @@ def check_saved(model: Any) -> None:
         if layer is None or id(layer.weight) in saved or (has_rows and hasattr(layer, "token_adapter")):
             continue
         raise SplitError(
-            f"model: got a vocabulary of {own}, and {base}, the adapter's base, has {rows}: the new embeddings would "
-            "be saved nowhere. Save the resized model first (save_pretrained), and put the adapter on that folder, or "
-            "name the embeddings and the output layer in modules_to_save"
+            f"model: got a vocabulary of {own}, and {base}, the adapter's base, has {rows}: the new embeddings are not "
+            "saved. Save the resized model and put the adapter on it, or name both layers in modules_to_save"
         )
 
 
@@ -121,10 +118,7 @@ def _check_config(config: Any, *, values: bool = False) -> None:
         raise SplitError("LoraConfig.layer_replication: a model whose blocks are repeated cannot be split")
     tokens = getattr(config, "alora_invocation_tokens", None)
     if tokens:
-        raise SplitError(
-            f"LoraConfig.alora_invocation_tokens: got {tokens!r}, allowed: None; a stage does not see the tokens from "
-            "which on its adapter would count"
-        )
+        raise SplitError(f"LoraConfig.alora_invocation_tokens: got {tokens!r}, allowed: None; stages see no tokens")
     for key in ("trainable_token_indices", "monteclora_config") if values else ():
         value = getattr(config, key, None)
         if value:
@@ -135,10 +129,8 @@ def _check_ties(config: Any) -> None:
     """Raise SplitError for LoRA weights that peft has tied: each stage would train its own."""
     tied = getattr(config, "target_modules_to_tie", None)
     if tied:
-        raise SplitError(
-            f"LoraConfig.ensure_weight_tying: ties LoRA weights of {', '.join(sorted(tied))}, which are on several "
-            "stages; allowed: False, or no embeddings among target_modules"
-        )
+        layers, allowed = ", ".join(sorted(tied)), "False, or no embeddings among target_modules"
+        raise SplitError(f"LoraConfig.ensure_weight_tying: ties {layers} across stages; allowed: {allowed}")
 
 
 def _starts_with(config: Any, values: tuple[str, ...]) -> bool:
@@ -166,10 +158,8 @@ def as_adapter(lora: Any) -> Adapter:
         return _read(str(lora))
     _check_config(lora, values=True)
     if getattr(lora, "init_lora_weights", None) not in (True, "gaussian") or getattr(lora, "use_dora", False):
-        raise SplitError(
-            "lora: init_lora_weights other than True and 'gaussian', and use_dora, start from the weights of the base "
-            "model: give a PeftModel in memory"
-        )
+        options = "init_lora_weights other than True and 'gaussian', and use_dora"
+        raise SplitError(f"lora: {options}, start from the weights of the base model: give a PeftModel in memory")
     return Adapter(config=lora)
 
 
@@ -183,9 +173,8 @@ def _read(path: str) -> Adapter:
     _check_config(config, values=True)
     if _starts_with(config, _CHANGES_BASE):
         raise SplitError(
-            f"{Path(path) / CONFIG_FILE}: init_lora_weights: got {config.init_lora_weights!r}, with which the adapter "
-            "fits only base weights that peft changes: give a PeftModel in memory, or convert the adapter with "
-            "peft's save_pretrained(..., path_initial_model_for_weight_conversion=...)"
+            f"{Path(path) / CONFIG_FILE}: init_lora_weights: got {config.init_lora_weights!r}. The adapter fits only "
+            f"base weights that peft changes: give a PeftModel in memory, or {_CONVERT}"
         )
     return Adapter(config=config, weights=str(path))
 
@@ -249,10 +238,8 @@ def read_weights(adapter: Adapter, names: Mapping[str, str], like: Mapping[str, 
                 raise SplitError(f"{adapter.weights}/{WEIGHTS_FILE} has no {saved}, for the model's {own}")
             found[own] = file.get_tensor(saved)
             if found[own].shape != like[own].shape:
-                raise SplitError(
-                    f"{saved} in {adapter.weights}/{WEIGHTS_FILE}: its shape is {tuple(found[own].shape)}, the "
-                    f"model's is {tuple(like[own].shape)}"
-                )
+                shapes = f"its shape is {tuple(found[own].shape)}, the model's is {tuple(like[own].shape)}"
+                raise SplitError(f"{saved} in {adapter.weights}/{WEIGHTS_FILE}: {shapes}")
     return found
 
 

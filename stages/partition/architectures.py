@@ -143,10 +143,8 @@ def register(architecture: Architecture) -> None:
         )
     """
     if architecture.default_head not in architecture.heads:
-        raise SplitError(
-            f"{architecture.model_type}: default_head {architecture.default_head!r} is not among its heads "
-            f"{sorted(architecture.heads)}"
-        )
+        default, heads = architecture.default_head, sorted(architecture.heads)
+        raise SplitError(f"{architecture.model_type}: default_head {default!r} is not among its heads {heads}")
     _REGISTRY[architecture.model_type] = architecture
 
 
@@ -156,9 +154,7 @@ def architecture_of(config: Any) -> Architecture:
     if model_type not in _REGISTRY:
         raise SplitError(
             f"model_type {model_type!r} cannot be split; known: {', '.join(sorted(_REGISTRY))}. For another one call "
-            "pipecomp.stages.register(Architecture(model_type=..., heads={class name: Head(loss=...)}, "
-            "default_head=..., blocks=path of the block list, before={module: replacement past stage 0}, "
-            "after=(final norm, ...)))"
+            "pipecomp.stages.register(Architecture(model_type=..., ...)), whose documentation has an example"
         )
     quantized = getattr(config, "quantization_config", None)
     if quantized is not None:
@@ -169,8 +165,7 @@ def architecture_of(config: Any) -> Architecture:
         )
     if getattr(config, "output_router_logits", False):
         raise SplitError(
-            "config.output_router_logits: got True, allowed: False. A pipeline computes the loss from the logits, "
-            "without the term for the routers' balance that the model adds with it"
+            "config.output_router_logits: got True, allowed: False. A pipeline's loss has no term for routers' balance"
         )
     return _REGISTRY[str(model_type)]
 

@@ -138,10 +138,11 @@ def complete_cuts(
     blocks: int, num_stages: int | None, cuts: Sequence[int] | None, choose: Callable[[int], list[int]]
 ) -> list[int]:
     """Return `cuts` with both ends, [0, ..., blocks], or `choose(num_stages)` without any. SplitError if impossible."""
-    if num_stages is not None and (isinstance(num_stages, bool) or not isinstance(num_stages, int)):
-        raise SplitError(f"num_stages: got {num_stages!r}, allowed: a whole number from 1 to {blocks}")
-    if num_stages is not None and not 1 <= num_stages <= blocks:
-        raise SplitError(f"num_stages: got {num_stages}, allowed: 1 to {blocks} (the number of blocks)")
+    whole = isinstance(num_stages, int) and not isinstance(num_stages, bool)
+    if num_stages is not None and not (whole and 1 <= num_stages <= blocks):
+        raise SplitError(
+            f"num_stages: got {num_stages!r}, allowed: a whole number, 1 to {blocks} (the number of blocks)"
+        )
     if cuts is None:
         if num_stages is None:
             raise SplitError("nowhere to cut: give num_stages=K, or cuts=[0, ..., number of blocks]")

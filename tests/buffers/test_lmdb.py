@@ -113,7 +113,7 @@ class TestSteps:
         store.commit()
         store.flush()
         assert [entry.value for entry in store._entries.values()] == [None] * 3
-        assert [entry._copy for entry in store._entries.values()] == [None] * 3
+        assert [entry.copy for entry in store._entries.values()] == [None] * 3
 
     def test_slots_that_are_free_are_used_after_opening_again(self, opened):
         """Slots that only grew would be taken for damage one day."""

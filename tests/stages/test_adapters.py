@@ -325,7 +325,7 @@ class TestRefused:
         """As LongLoRA trains them: the adapter's folder would lack them."""
         model = peft.get_peft_model(base("llama"), lora("llama"))
         model.get_base_model().get_parameter(name).requires_grad_()
-        with pytest.raises(SplitError, match=rf"{name}: is trained beside the adapter.* LoraConfig\.modules_to_save"):
+        with pytest.raises(SplitError, match=rf"{name}: .* LoraConfig\.modules_to_save"):
             split(model, num_stages=2)
 
     def test_what_goes_by_the_tokens_of_a_sample(self) -> None:
@@ -339,7 +339,7 @@ class TestRefused:
         config = lora("llama", target_modules=["embed_tokens", "q_proj"], ensure_weight_tying=True)
         tied = base("llama", tie_word_embeddings=True)
         tied.save_pretrained(tmp_path)
-        told = r"ensure_weight_tying: ties LoRA weights of .*lm_head"
+        told = r"ensure_weight_tying: ties .*lm_head"
         with pytest.raises(SplitError, match=told):
             build_stage(source := pretrained(str(tmp_path), lora=config), plan(source, num_stages=2), index=0)
         with pytest.raises(SplitError, match=told):
@@ -350,7 +350,7 @@ class TestRefused:
         base("llama").save_pretrained(tmp_path)
         model = type(base("llama")).from_pretrained(tmp_path)
         model.resize_token_embeddings(model.config.vocab_size + 2)
-        with pytest.raises(SplitError, match=r"got a vocabulary of .*: the new embeddings would be saved nowhere"):
+        with pytest.raises(SplitError, match=r"got a vocabulary of .*: the new embeddings are not saved"):
             split(peft.get_peft_model(model, lora("llama")), num_stages=2)
         model.save_pretrained(tmp_path / "resized")
         whole = type(model).from_pretrained(tmp_path / "resized")
@@ -373,7 +373,7 @@ class TestRefused:
         base(name).save_pretrained(tmp_path)
         model = type(base(name)).from_pretrained(tmp_path)
         model.resize_token_embeddings(VOCABULARY + 2)
-        with pytest.raises(SplitError, match="the new embeddings would be saved nowhere"):
+        with pytest.raises(SplitError, match="the new embeddings are not saved"):
             split(peft.get_peft_model(model, lora(name, **more)), num_stages=2)
 
     def test_a_resized_vocabulary_that_the_adapter_has_whole(self, tmp_path: Path) -> None:
