@@ -255,7 +255,7 @@ def test_a_gpu_computes_what_the_host_does(case, found):
     if case == "pipeline":
         assert [found.pop("staged") for found in host.values()] == [["HostStaging"]] * 2
         assert [found.pop("staged") for found in double.values()] == [["CudaStaging"]] * 2
-        assert double[0]["resumed"] == "Resumed(exact=True, dropped=0)"
+        assert double[0]["resumed"] == "ResumeState(exact=True, dropped=0)"
     assert double == host
 
 
@@ -282,7 +282,7 @@ def test_half_precision_is_near_the_hosts(found):
     """Of bfloat16 other kernels of torch round in between."""
     host, double = ([float.fromhex(x) for x in ran[0]["bf16"]["losses"]] for ran in found)
     assert double == pytest.approx(host, rel=1e-3)
-    assert found[1][0]["bf16"]["resumed"] == "Resumed(exact=True, dropped=0)"
+    assert found[1][0]["bf16"]["resumed"] == "ResumeState(exact=True, dropped=0)"
 
 
 def test_gradients_that_overflow_in_fp16_skip_the_step(found):
