@@ -328,7 +328,7 @@ class LmdbEnvironment:
         self.writer.check()
 
     def close(self) -> None:
-        """Flush and release everything; safe to call twice. StoreError if a write failed and nobody has seen it."""
+        """Flush and release everything; safe to call twice. StoreError for a failed write that was not raised yet."""
         if self._closed or os.getpid() != self._pid:  # a forked child has neither the thread nor the lock
             return
         try:

@@ -362,7 +362,7 @@ class BackgroundWriter:
 
     @property
     def failed(self) -> bool:
-        """Whether a job raised."""
+        """True once a job has raised."""
         return self._error is not None
 
     def check(self) -> None:

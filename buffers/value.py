@@ -144,7 +144,7 @@ def read_header(value: bytes | bytearray | memoryview, where: str) -> ValueHeade
     if version != FORMAT:
         raise DamagedStoreError(f"{where}: format version {version}, expected {FORMAT}")
     header = ValueHeader(sample, m_version, n, H, bits, group_size, *_CRC.unpack_from(value, _FIELDS.size))
-    too_large = n * H * bits > 8 * MAX_BYTES  # nobody may allocate that much for a damaged header
+    too_large = n * H * bits > 8 * MAX_BYTES  # a damaged header must not cause such an allocation
     if bits not in BITS or reserved or not H or (bits > 8 and group_size) or too_large:
         raise DamagedStoreError(f"{where}: not a header of a stored value: {header}")
     return header

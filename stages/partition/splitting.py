@@ -48,12 +48,12 @@ class PipelineStage(nn.Module):
 
     @property
     def is_first(self) -> bool:
-        """Whether its input is the batch."""
+        """True if its input is the batch."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether it returns the model's output."""
+        """True if it returns the model's output."""
         return self.index == self.num_stages - 1
 
     @property

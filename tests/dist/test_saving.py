@@ -84,7 +84,7 @@ def saving(rank, world, note, folder):
 def impatient_collectives():
     """All of torch's collectives but those of groups with a timeout of their own have a second while shards travel."""
     with pytest.MonkeyPatch.context() as patch:
-        check, receive = export._checked, export._receive
+        check, receive = export._checked_shards, export._receive
 
         def checked(*args):
             _set_timeout(timedelta(seconds=1), dist.group.WORLD)
@@ -95,7 +95,7 @@ def impatient_collectives():
             receive(*args)
 
         patch.setattr(distributed_c10d, "default_pg_timeout", timedelta(seconds=1))
-        patch.setattr(export, "_checked", checked)
+        patch.setattr(export, "_checked_shards", checked)
         patch.setattr(export, "_receive", slowly)
         yield
     _set_timeout(default_pg_timeout, dist.group.WORLD)
