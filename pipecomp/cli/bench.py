@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from pipecomp.cli.common import JsonOption, console, plain_errors, write_json
+from pipecomp.cli.common import JsonOption, console, option, plain_errors, write_json
 
 bench = typer.Typer(no_args_is_help=True, help="Measure on this machine.")
 
@@ -15,13 +15,11 @@ bench = typer.Typer(no_args_is_help=True, help="Measure on this machine.")
 @bench.command("kernels")
 @plain_errors()
 def bench_kernel(
-    operation: Annotated[list[str] | None, typer.Option(help="Measure only this operation; may be repeated.")] = None,
-    backends: Annotated[
-        str, typer.Option(help="Backends, separated by commas: auto, torch, native, triton.")
-    ] = "auto,torch",
-    threads: Annotated[int, typer.Option(help="Threads of kernels and torch; memcpy uses one.")] = 1,
-    seconds: Annotated[float, typer.Option(help="Seconds per case.")] = 0.5,
-    device: Annotated[str, typer.Option(help="Device: cpu or cuda.")] = "cpu",
+    operation: Annotated[list[str] | None, option("Measure only this operation; may be repeated.")] = None,
+    backends: Annotated[str, option("Backends, separated by commas: auto, torch, native, triton.")] = "auto,torch",
+    threads: Annotated[int, option("Threads of kernels and torch; memcpy uses one.")] = 1,
+    seconds: Annotated[float, option("Seconds per case.")] = 0.5,
+    device: Annotated[str, option("Device: cpu or cuda.")] = "cpu",
     json_file: JsonOption = None,
 ) -> None:
     """Measure kernels: GB/s, and the ratio to memcpy of the same bytes, alternating in one run."""
@@ -36,11 +34,9 @@ def bench_kernel(
 @bench.command("store")
 @plain_errors()
 def bench_stores(
-    samples: Annotated[int, typer.Option(help="Samples in the store.")] = 256,
-    epochs: Annotated[int, typer.Option(help="Times each sample is rewritten.")] = 3,
-    folder: Annotated[
-        str | None, typer.Option(help="Folder on the disk to measure; by default a temporary one.")
-    ] = None,
+    samples: Annotated[int, option("Samples in the store.")] = 256,
+    epochs: Annotated[int, option("Times each sample is rewritten.")] = 3,
+    folder: Annotated[str | None, option("Folder on the disk to measure; by default a temporary one.")] = None,
     json_file: JsonOption = None,
 ) -> None:
     """Measure message stores: put, get, prefetched get and background writes, against memcpy and plain files."""
@@ -54,7 +50,7 @@ def bench_stores(
 @bench.command("gpu")
 @plain_errors()
 def bench_one_gpu(
-    folder: Annotated[Path, typer.Option(help="Folder for gpu.md and gpu.png.")] = Path("benchmarks/results"),
+    folder: Annotated[Path, option("Folder for gpu.md and gpu.png.")] = Path("benchmarks/results"),
     json_file: JsonOption = None,
 ) -> None:
     """Run everything on one GPU in at most eight minutes: tests, kernels, and steps of GPT-2 with two ranks on it.

@@ -18,6 +18,7 @@ from pipecomp.cli.common import (
     JsonOption,
     check_minutes,
     console,
+    option,
     parse_integers,
     plain_errors,
     print_error,
@@ -68,22 +69,18 @@ def _main(
 @app.command()
 @plain_errors()
 def demo(
-    stages: Annotated[int, typer.Option(help="Pipeline stages, one process each; 2 to 4.")] = 4,
-    methods: Annotated[
-        str,
-        typer.Option(help="Methods, separated by commas: none, fp16, bf16, direct, aqsgd. fp16 and bf16 take minutes."),
-    ] = "none,direct,aqsgd",
-    bits: Annotated[str, typer.Option(help="Forward and backward bits of direct and aqsgd.")] = "2,4",
-    bandwidth: Annotated[str, typer.Option(help="Rate of the links in each direction, such as 20mbit.")] = "5mbit",
-    seed: Annotated[int, typer.Option(help="Seed of weights, data order and rounding.")] = 0,
-    out: Annotated[
-        str, typer.Option(help="Folder for demo.json, losses.png, runs, stores and the model.")
-    ] = "demo-out",
-    quick: Annotated[bool, typer.Option(help="Run a fraction of it: too short to compare methods.")] = False,
+    stages: Annotated[int, option("Pipeline stages, one process each; 2 to 4.")] = 4,
+    methods: Annotated[str, option("Methods, comma-separated: none, fp16, bf16, direct, aqsgd.")] = "none,direct,aqsgd",
+    bits: Annotated[str, option("Forward and backward bits of direct and aqsgd.")] = "2,4",
+    bandwidth: Annotated[str, option("Rate of the links in each direction, such as 20mbit.")] = "5mbit",
+    seed: Annotated[int, option("Seed of weights, data order and rounding.")] = 0,
+    out: Annotated[str, option("Folder for demo.json, losses.png, runs, stores and the model.")] = "demo-out",
+    quick: Annotated[bool, option("Run a fraction of it: too short to compare methods.")] = False,
 ) -> None:
     """Fine-tune a small GPT-2 over a slow link with several methods; compare losses, bytes and times.
 
-    Takes three minutes on two cores, half a minute with --quick. Needs no downloads.
+    Takes three minutes on two cores, half a minute with --quick; fp16 and bf16 take minutes more each. Needs no
+    downloads.
     """
     from pipecomp.demo.results import result_table, table_notes
     from pipecomp.demo.run import run_demo
@@ -135,8 +132,8 @@ def demo(
 @app.command()
 @plain_errors()
 def doctor(
-    json_output: Annotated[bool, typer.Option("--json", help="Print a JSON list and nothing else.")] = False,
-    store_path: Annotated[Path, typer.Option("--store", help="Folder of the message store.")] = Path("messages"),
+    json_output: Annotated[bool, option("Print a JSON list and nothing else.", "--json")] = False,
+    store_path: Annotated[Path, option("Folder of the message store.", "--store")] = Path("messages"),
     ranks: Annotated[
         bool | None,
         typer.Option(
@@ -174,42 +171,24 @@ def doctor(
 @plain_errors()
 def netlab(
     command: Annotated[list[str], typer.Argument(help="Program and arguments that each node runs, after --.")],
-    nodes: Annotated[int, typer.Option(help="Number of nodes.")] = 2,
-    bandwidth: Annotated[
-        str | None,
-        typer.Option(help="Rate of every link in each direction, such as 100mbit; by default unlimited."),
-    ] = None,
+    nodes: Annotated[int, option("Number of nodes.")] = 2,
+    bandwidth: Annotated[str | None, option("Rate of every link each way, such as 100mbit; default unlimited.")] = None,
     asymmetric: Annotated[
-        list[str] | None,
-        typer.Option(help="Instead of --bandwidth: DOWN/UP, such as 100mbit/10mbit, once or per node."),
+        list[str] | None, option("Instead: DOWN/UP, such as 100mbit/10mbit, once or per node.")
     ] = None,
-    delay: Annotated[str | None, typer.Option(help="One-way latency, such as 20ms.")] = None,
-    jitter: Annotated[str | None, typer.Option(help="Variation of the delay, such as 2ms.")] = None,
+    delay: Annotated[str | None, option("One-way latency, such as 20ms.")] = None,
+    jitter: Annotated[str | None, option("Variation of the delay, such as 2ms.")] = None,
     cut: Annotated[
-        list[str] | None,
-        typer.Option(help="Disconnect a node: NODE@TIME for good, NODE@TIME+TIME for a while, such as 1@30s+5s."),
+        list[str] | None, option("Disconnect a node: NODE@TIME for good, NODE@TIME+TIME for a while, such as 1@30s+5s.")
     ] = None,
-    outage: Annotated[
-        list[str] | None,
-        typer.Option(help="Disconnect all nodes: DURATION@TIME, such as 60s@300s."),
-    ] = None,
-    loss: Annotated[str | None, typer.Option(help="Share of packets that are lost, such as 2%.")] = None,
-    sites: Annotated[
-        str | None, typer.Option(help="Nodes of each site, and the rate between sites, such as 0,2/1,3@10mbit.")
-    ] = None,
-    nat: Annotated[
-        bool, typer.Option("--nat", help="Put every node but 0 behind a router that accepts no incoming connections.")
-    ] = False,
-    wireguard: Annotated[
-        bool, typer.Option("--wireguard", help="Connect the nodes through WireGuard (wireguard-go in user space).")
-    ] = False,
-    software: Annotated[
-        bool, typer.Option("--software", help="Throttle only pipecomp's own links between stages; needs no root.")
-    ] = False,
-    procs_per_node: Annotated[int, typer.Option(help="Processes on each node.")] = 1,
-    launcher: Annotated[
-        str, typer.Option(help="none, or deepspeed: its launcher runs COMMAND, a script, on each node.")
-    ] = "none",
+    outage: Annotated[list[str] | None, option("Disconnect all nodes: DURATION@TIME, such as 60s@300s.")] = None,
+    loss: Annotated[str | None, option("Share of packets that are lost, such as 2%.")] = None,
+    sites: Annotated[str | None, option("Nodes per site and the rate between sites: 0,2/1,3@10mbit.")] = None,
+    nat: Annotated[bool, option("Put every node but 0 behind a NAT router.", "--nat")] = False,
+    wireguard: Annotated[bool, option("Connect the nodes through wireguard-go.", "--wireguard")] = False,
+    software: Annotated[bool, option("Throttle pipecomp's own links only; no root.", "--software")] = False,
+    procs_per_node: Annotated[int, option("Processes on each node.")] = 1,
+    launcher: Annotated[str, option("none, or deepspeed: its launcher runs COMMAND, a script, on each node.")] = "none",
     json_file: JsonOption = None,
 ) -> None:
     """Run a command on several nodes behind slow links, all on this machine, and count the bytes they send.
@@ -268,8 +247,7 @@ def plan(options: PlanOptions, json_file: JsonOption = None) -> None:
 def report(
     runs: Annotated[list[str], typer.Argument(help="Folders of runs, folders of such folders, or files of --metrics.")],
     out: Annotated[
-        Path | None,
-        typer.Option(help="File of the page; by default report.html in the run's folder, or here for several runs."),
+        Path | None, option("File of the page; by default report.html in the run's folder, or here for several runs.")
     ] = None,
 ) -> None:
     """Write an HTML page about a run, or several side by side: losses, bytes, times, recommended changes."""
@@ -282,26 +260,23 @@ def report(
 @plain_errors()
 def up(
     command: Annotated[list[str], typer.Argument(help="A recipe's train.py, or another script, and its arguments.")],
-    machines: Annotated[int, typer.Option(help="Machines of the run.")] = 2,
-    procs: Annotated[int, typer.Option(help="Processes on each machine.")] = 1,
-    keys: Annotated[str, typer.Option(help="This machine's folder of keys; created if missing.")] = "keys",
+    machines: Annotated[int, option("Machines of the run.")] = 2,
+    procs: Annotated[int, option("Processes on each machine.")] = 1,
+    keys: Annotated[str, option("This machine's folder of keys; created if missing.")] = "keys",
     listen: Annotated[
         str | None,
-        typer.Option(
-            help="HOST:PORT where this machine listens; by default port 29400 on the first machine, and none on others."
-        ),
+        option("HOST:PORT where this machine listens; by default port 29400 on the first machine, and none on others."),
     ] = None,
     address: Annotated[
-        str | None,
-        typer.Option(help="HOST:PORT where others reach the first machine, if a router forwards a port to it."),
+        str | None, option("HOST:PORT where others reach the first machine, if a router forwards a port to it.")
     ] = None,
-    at: Annotated[str | None, typer.Option(help="On other machines: value printed by the first one.")] = None,
-    fingerprint: Annotated[str | None, typer.Option(help="On other machines: value printed by the first one.")] = None,
-    code: Annotated[str | None, typer.Option(help="On other machines: value printed by the first one.")] = None,
-    minutes: Annotated[float, typer.Option(help="Time the first machine waits for each other one.")] = 15.0,
-    doctor: Annotated[bool, typer.Option("--doctor/--no-doctor", help="Check machines and links first.")] = True,
-    plan: Annotated[bool, typer.Option("--plan/--no-plan", help="Predict steps from measurements first.")] = True,
-    anyway: Annotated[bool, typer.Option("--anyway", help="Train even if the doctor finds problems.")] = False,
+    at: Annotated[str | None, option("On other machines: value printed by the first one.")] = None,
+    fingerprint: Annotated[str | None, option("On other machines: value printed by the first one.")] = None,
+    code: Annotated[str | None, option("On other machines: value printed by the first one.")] = None,
+    minutes: Annotated[float, option("Time the first machine waits for each other one.")] = 15.0,
+    doctor: Annotated[bool, option("Check machines and links first.", "--doctor/--no-doctor")] = True,
+    plan: Annotated[bool, option("Predict steps from measurements first.", "--plan/--no-plan")] = True,
+    anyway: Annotated[bool, option("Train even if the doctor finds problems.", "--anyway")] = False,
 ) -> None:
     """Start a run on several machines over TLS: keys, doctor, plan, comparison of files, and training.
 
@@ -340,17 +315,17 @@ def up(
 
 # -- keys
 
-_Ranks = Annotated[str | None, typer.Option(help="Ranks that may run there, such as 0,2-3; by default the next one.")]
-_Days = Annotated[int, typer.Option(help="Days until certificates expire.")]
+_Ranks = Annotated[str | None, option("Ranks that may run there, such as 0,2-3; by default the next one.")]
+_Days = Annotated[int, option("Days until certificates expire.")]
 
 
 @keys_app.command("new")
 @plain_errors()
 def keys_new(
     folder: str,
-    run: Annotated[str, typer.Option(help="Name of the run.")] = "run",
-    machine: Annotated[str, typer.Option(help="Name of this machine.")] = "first",
-    ranks: Annotated[str, typer.Option(help="Ranks that may run on this machine, such as 0,2-3.")] = "0",
+    run: Annotated[str, option("Name of the run.")] = "run",
+    machine: Annotated[str, option("Name of this machine.")] = "first",
+    ranks: Annotated[str, option("Ranks that may run on this machine, such as 0,2-3.")] = "0",
     days: _Days = 90,
 ) -> None:
     """Create a run's keys in FOLDER, on the machine that invites the others."""
@@ -367,8 +342,8 @@ def keys_invite(
     folder: str,
     machine: Annotated[str, typer.Argument(help="Name of the other machine.")],
     ranks: _Ranks = None,
-    listen: Annotated[str, typer.Option(help="Address of this machine to wait at.")] = "*:29401",
-    minutes: Annotated[float, typer.Option(help="Time to wait.")] = 15.0,
+    listen: Annotated[str, option("Address of this machine to wait at.")] = "*:29401",
+    minutes: Annotated[float, option("Time to wait.")] = 15.0,
     days: _Days = 90,
 ) -> None:
     """Wait for another machine and issue it a certificate; prints the line to paste there."""
@@ -391,9 +366,9 @@ def keys_invite(
 @plain_errors()
 def keys_join(
     folder: str,
-    at: Annotated[str, typer.Option(help="HOST:PORT where the inviting machine waits.")],
-    fingerprint: Annotated[str, typer.Option(help="Value printed by `pipecomp keys invite`.")],
-    code: Annotated[str, typer.Option(help="Value printed by `pipecomp keys invite`.")],
+    at: Annotated[str, option("HOST:PORT where the inviting machine waits.")],
+    fingerprint: Annotated[str, option("Value printed by `pipecomp keys invite`.")],
+    code: Annotated[str, option("Value printed by `pipecomp keys invite`.")],
 ) -> None:
     """Get this machine's certificate from the one that invites it; the private key is created here and stays here."""
     from pipecomp.tls.certificates import format_ranks
@@ -488,10 +463,10 @@ def store_verify(path: str, json_file: JsonOption = None) -> None:
 @plain_errors()
 def store_prune(
     path: str,
-    link: Annotated[str | None, typer.Option(help="Remove this link's samples and settings.")] = None,
-    ids_below: Annotated[int | None, typer.Option(help="Keep only samples with ids below this.")] = None,
-    max_samples: Annotated[int | None, typer.Option(help="Keep at most this many samples per link.")] = None,
-    everything: Annotated[bool, typer.Option("--everything", help="Remove the stores entirely.")] = False,
+    link: Annotated[str | None, option("Remove this link's samples and settings.")] = None,
+    ids_below: Annotated[int | None, option("Keep only samples with ids below this.")] = None,
+    max_samples: Annotated[int | None, option("Keep at most this many samples per link.")] = None,
+    everything: Annotated[bool, option("Remove the stores entirely.", "--everything")] = False,
     json_file: JsonOption = None,
 ) -> None:
     """Remove damaged values and those that the options select, and shrink the files."""

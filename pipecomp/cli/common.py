@@ -47,6 +47,11 @@ def print_error(text: str) -> None:
     Console(stderr=True).print(Text.assemble(("pipecomp:", "red"), f" {text}"), soft_wrap=True)
 
 
+def option(text: str, *flags: str) -> Any:
+    """Return a typer option with a help text; by default its flag is the parameter's name."""
+    return typer.Option(*flags, help=text)
+
+
 def takes_options(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command one option per field of the dataclass that its first parameter is annotated with.
 
@@ -58,9 +63,8 @@ def takes_options(command: Callable[..., None]) -> Callable[..., None]:
     hints = get_type_hints(kind, include_extras=True)
     for field in dataclasses.fields(kind):
         annotation, text, *flags = get_args(hints[field.name])
-        option = typer.Option(*flags, help=text)
         default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
-        annotation = Annotated[str if annotation is Any else annotation, option]
+        annotation = Annotated[str if annotation is Any else annotation, option(text, *flags)]
         parameters.append(
             inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
         )

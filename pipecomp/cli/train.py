@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 import pipecomp
-from pipecomp.cli.common import plain_errors, print_line, print_status, takes_options
+from pipecomp.cli.common import option, plain_errors, print_line, print_status, takes_options
 from pipecomp.errors import ConfigError, require, writable
 from pipecomp.plan.options import TrainOptions
 from pipecomp.utils.files import atomic_write_text
@@ -107,9 +107,7 @@ def copy_recipe(recipe: str, folder: Path) -> list[Path]:
 @takes_options
 def train(
     options: TrainOptions,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print each machine's command without running it.")
-    ] = False,
+    dry_run: Annotated[bool, option("Print each machine's command without running it.", "--dry-run")] = False,
 ) -> None:
     """Fine-tune a language model on a text with several processes or machines: measure, plan, explain, train.
 

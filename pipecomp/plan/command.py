@@ -18,49 +18,12 @@ from pipecomp.config.activations import Activations
 from pipecomp.distributed.launch_env import Launch, read_launch
 from pipecomp.errors import ConfigError, require
 from pipecomp.gradient_config import Gradients
+from pipecomp.plan import report, search
 from pipecomp.plan.auto_bits import fewest_bits
 from pipecomp.plan.measure import SurveyResult, survey_machine, survey_ranks
 from pipecomp.plan.options import PlanOptions
-from pipecomp.plan.prediction import (
-    MachineSpeeds,
-    TrainingJob,
-    as_row,
-    memory_bytes,
-    predict,
-    tied_seconds,
-)
-from pipecomp.plan.profile import (
-    Profile,
-    balanced,
-    count,
-    max_tokens,
-    tied_values,
-    without_weights,
-)
-from pipecomp.plan.report import (
-    DTYPE_NAMES,
-    TORCH_DTYPES,
-    PlanResult,
-    configuration,
-    print_plan,
-    print_settings,
-    print_sizes,
-    sizes_as_json,
-)
-from pipecomp.plan.search import (
-    TIED,
-    PlanChoice,
-    aqsgd_sections,
-    choose,
-    choose_average,
-    choose_tied,
-    choose_with_tied,
-    compared_methods,
-    divisible,
-    first_near_fastest,
-    layouts,
-    micro_batch_splits,
-)
+from pipecomp.plan.prediction import MachineSpeeds, TrainingJob, as_row, memory_bytes, predict, tied_seconds
+from pipecomp.plan.profile import Profile, balanced, count, max_tokens, tied_values, without_weights
 from pipecomp.plan.simulation import TCP_SHARE, Channel, LinkNetwork, chain
 from pipecomp.stages.link.transport import PacerTo, unpaced
 from pipecomp.stages.partition.loading import resolve
@@ -92,7 +55,7 @@ class PlanRequest:
     @property
     def dtype(self) -> torch.dtype:
         """Training precision."""
-        return TORCH_DTYPES[self.options.dtype]
+        return report.TORCH_DTYPES[self.options.dtype]
 
     def stage_slowdowns(self, K: int) -> tuple[float, ...]:
         """Return the slowdown of each of K stages: that of its slowest replica."""
@@ -118,7 +81,7 @@ def run_plan(
         settings: Whether to print the recommended configuration, too.
 
     Returns:
-        The plan as JSON values (see `as_json` and `sizes_as_json`); None on ranks other than 0.
+        The plan as JSON values (see `as_json` and `report.sizes_as_json`); None on ranks other than 0.
 
     Raises:
         ConfigError: The options do not fit the model, the network or each other.
@@ -132,8 +95,8 @@ def run_plan(
         for links in networks.values():
             chain(request.stages, *links)  # raises ConfigError for another number of links
         job = plan_sizes(request, count(*model_size(options)))
-        print_sizes(job, console)
-        return sizes_as_json(job)
+        report.print_sizes(job, console)
+        return report.sizes_as_json(job)
 
     survey = _survey(options, launch, pacer_to)
     if survey is None:
@@ -150,9 +113,9 @@ def run_plan(
 
     found = plan(request, survey.profile, survey.speeds, network_of, len(rates))
     network = network_of(found.choice.prediction.job.plan.num_stages, 0)
-    print_plan(found, network, list(networks), console)
+    report.print_plan(found, network, list(networks), console)
     if settings:
-        print_settings(found.choice, console)
+        report.print_settings(found.choice, console)
     return {**as_json(found, network, list(networks)), "speeds": _finite(survey.speeds)}
 
 
@@ -211,7 +174,7 @@ def model_size(options: PlanOptions) -> tuple[Any, int, torch.dtype]:
     tokens = options.tokens
     if tokens is None:
         tokens = min(_MAX_DEFAULT_TOKENS, max_tokens(resolve(options.model).config) or _MAX_DEFAULT_TOKENS)
-    return options.model, tokens, TORCH_DTYPES[options.dtype]
+    return options.model, tokens, report.TORCH_DTYPES[options.dtype]
 
 
 def round_up(size: float) -> float:
@@ -238,7 +201,7 @@ def _survey(options: PlanOptions, launch: Launch, pacer_to: PacerTo) -> SurveyRe
         raise ConfigError("speed", None, allowed)
     profile = count(*model_size(options)).estimated(min(speeds) * 1e12)
     if options.recompute:
-        profile = profile.recomputing(TORCH_DTYPES[options.dtype])
+        profile = profile.recomputing(report.TORCH_DTYPES[options.dtype])
     return SurveyResult(profile=profile, speeds=MachineSpeeds())
 
 
@@ -268,7 +231,7 @@ def _read_profile(options: PlanOptions, file: Path) -> SurveyResult:
 
 def plan(
     request: PlanRequest, profile: Profile, speeds: MachineSpeeds, network_of: NetworkOf, networks: int
-) -> PlanResult:
+) -> report.PlanResult:
     """Choose layout, cuts, micro-batches and bits for the first network, and predict each method on every network.
 
     Args:
@@ -284,22 +247,22 @@ def plan(
     options = request.options
     model = without_weights(options.model, request.dtype)
     gradients = {} if options.gradients is None else {"method": options.gradients}
-    sections = aqsgd_sections("auto", "auto", one_pass=options.one_pass)
+    sections = search.aqsgd_sections("auto", "auto", one_pass=options.one_pass)
     config = Config.from_dict({**sections, "tie": options.tie, "gradients": gradients})
     fewest = fewest_bits(model, config, options.dropout)
-    choices: list[PlanChoice] = []
+    choices: list[search.PlanChoice] = []
     averages: dict[int, list[tuple[str, float]]] = {}  # by number of stages
     least_memory = math.inf
-    possible = layouts(request.nodes, request.stages, len(profile.blocks))
-    for K, replicas in divisible(possible, options.batch, options.micro_batch):
+    possible = search.layouts(request.nodes, request.stages, len(profile.blocks))
+    for K, replicas in search.divisible(possible, options.batch, options.micro_batch):
         slowdowns = request.stage_slowdowns(K)
         split = balanced(model, profile, K, tie=options.tie, slowdowns=slowdowns)
         tied, network = tied_values(model, split), network_of(K, 0)
         used = config
         if replicas > 1 and options.gradients is None:
-            averages[K] = choose_average(config, max(split.parameters), replicas, network, speeds, request.dtype)
+            averages[K] = search.choose_average(config, max(split.parameters), replicas, network, speeds, request.dtype)
             used = replace(config, gradients=Gradients(method=averages[K][0][0]))
-        for samples, micro_batches in micro_batch_splits(options.batch, replicas, options.micro_batch):
+        for samples, micro_batches in search.micro_batch_splits(options.batch, replicas, options.micro_batch):
             job = TrainingJob(
                 profile=profile,
                 plan=split,
@@ -312,27 +275,31 @@ def plan(
             )
             if K == 1:
                 alone = predict(job, replace(used, activations=Activations()), network, speeds)
-                choice = PlanChoice(forward_bits=8, backward_bits=8, prediction=alone, plain=alone, fits=True)
+                choice = search.PlanChoice(forward_bits=8, backward_bits=8, prediction=alone, plain=alone, fits=True)
             elif replicas == 1 and options.gradients is None:
-                choice = choose_with_tied(job, used, network, speeds, fewest)
+                choice = search.choose_with_tied(job, used, network, speeds, fewest)
             else:
-                choice = choose(job, used, network, speeds, fewest)
+                choice = search.choose(job, used, network, speeds, fewest)
             needed = max(choice.taken.memory_bytes())
             least_memory = min(least_memory, needed)
             if options.memory is None or needed <= options.memory * 1e9:
                 choices.append(choice)
     request.check_memory(least_memory)
-    choice = first_near_fastest(choices, lambda c: c.taken.step_s)
+    choice = search.first_near_fastest(choices, lambda c: c.taken.step_s)
     return _compare(choice, averages.get(choice.prediction.job.plan.num_stages, []), network_of, speeds, networks)
 
 
 def _compare(
-    choice: PlanChoice, averages: list[tuple[str, float]], network_of: NetworkOf, speeds: MachineSpeeds, networks: int
-) -> PlanResult:
+    choice: search.PlanChoice,
+    averages: list[tuple[str, float]],
+    network_of: NetworkOf,
+    speeds: MachineSpeeds,
+    networks: int,
+) -> report.PlanResult:
     """Predict the compared methods on every network, and the alternatives for tied weights."""
     job, config = choice.prediction.job, choice.prediction.config
     K = job.plan.num_stages
-    compared = compared_methods(
+    compared = search.compared_methods(
         K,
         job.plan.tie,
         one_pass=config.store.clusters is not None,
@@ -349,10 +316,10 @@ def _compare(
         for name, method in compared
     ]
     tied_plain_s = None
-    if config.gradients == TIED:
+    if config.gradients == search.TIED:
         tied_plain_s = tied_seconds(job, replace(config, gradients=Gradients()), network_of(K, 0), speeds)
-    tied = choose_tied(choice.taken, network_of(K, 0), speeds) if job.replicas == 1 else []
-    return PlanResult(choice=choice, averages=averages, tied=tied, tied_plain_s=tied_plain_s, rows=rows)
+    tied = search.choose_tied(choice.taken, network_of(K, 0), speeds) if job.replicas == 1 else []
+    return report.PlanResult(choice=choice, averages=averages, tied=tied, tied_plain_s=tied_plain_s, rows=rows)
 
 
 def plan_sizes(request: PlanRequest, profile: Profile) -> TrainingJob:
@@ -362,8 +329,8 @@ def plan_sizes(request: PlanRequest, profile: Profile) -> TrainingJob:
         ConfigError: The layout does not fit, or needs more memory than a node has.
     """
     options = request.options
-    [(K, replicas)] = layouts(request.nodes, request.stages, len(profile.blocks))
-    [(samples, micro_batches)] = micro_batch_splits(options.batch, replicas, options.micro_batch or 1)
+    [(K, replicas)] = search.layouts(request.nodes, request.stages, len(profile.blocks))
+    [(samples, micro_batches)] = search.micro_batch_splits(options.batch, replicas, options.micro_batch or 1)
     model = without_weights(options.model, request.dtype)
     split = balanced(model, profile, K, tie=options.tie)
     job = TrainingJob(
@@ -379,7 +346,7 @@ def plan_sizes(request: PlanRequest, profile: Profile) -> TrainingJob:
     return job
 
 
-def as_json(found: PlanResult, network: LinkNetwork, names: Sequence[str]) -> dict[str, Any]:
+def as_json(found: report.PlanResult, network: LinkNetwork, names: Sequence[str]) -> dict[str, Any]:
     """Return the plan as JSON values; bits per second are null where nothing limits them."""
     p = found.choice.prediction
     links = [
@@ -402,8 +369,8 @@ def as_json(found: PlanResult, network: LinkNetwork, names: Sequence[str]) -> di
             for name, predictions in found.rows
             for at, prediction in zip(names, predictions, strict=True)
         ],
-        "config": configuration(found.choice),
-        "dtype": DTYPE_NAMES[p.job.dtype],
+        "config": report.configuration(found.choice),
+        "dtype": report.DTYPE_NAMES[p.job.dtype],
         "one_pass": p.config.store.clusters is not None,
         "profile": p.job.profile.as_dict(),
     }

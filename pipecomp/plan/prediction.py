@@ -364,12 +364,7 @@ def _hidden_seconds(step: StepSpec, network: LinkNetwork, config: Config) -> flo
 
 
 def average_seconds(
-    config: Config,
-    d: int,
-    n: int,
-    network: LinkNetwork,
-    speeds: MachineSpeeds,
-    dtype: torch.dtype = torch.float32,
+    config: Config, d: int, n: int, network: LinkNetwork, speeds: MachineSpeeds, dtype: torch.dtype = torch.float32
 ) -> float:
     """Predict the seconds of averaging d values over n ranks across the network's slowest channel.
 
@@ -397,7 +392,7 @@ def as_row(p: StepPrediction) -> dict[str, Any]:
     """Return a prediction as JSON values."""
     a = p.config.activations
     quantized = a.method in a.QUANTIZED
-    return {
+    row = {
         "stages": p.job.plan.num_stages,
         "replicas": p.job.replicas,
         "micro_batch": p.job.samples,
@@ -407,16 +402,12 @@ def as_row(p: StepPrediction) -> dict[str, Any]:
         "backward_bits": a.backward_bits if quantized else None,
         "gradients": p.config.gradients.method,
         "local_steps": p.config.gradients.local_steps,
-        "step_s": p.step_s,
-        "first_epoch_s": p.first_epoch_s,
-        "samples_per_s": p.samples_per_s,
-        "forward_bytes": list(p.forward_bytes),
-        "first_visit_bytes": list(p.first_visit_bytes),
-        "backward_bytes": list(p.backward_bytes),
-        "average_s": p.average_s,
-        "tied_s": p.tied_s,
-        "wait_s": list(p.wait_s),
-        "store_s": p.store_s,
         "in_flight": list(in_flight_counts(p.slack, p.job.plan.num_stages, p.job.micro_batches)),
         "memory_bytes": p.memory_bytes(),
+    }
+    row |= {
+        key: getattr(p, key) for key in ("step_s", "first_epoch_s", "samples_per_s", "average_s", "tied_s", "store_s")
+    }
+    return row | {
+        key: list(getattr(p, key)) for key in ("forward_bytes", "first_visit_bytes", "backward_bytes", "wait_s")
     }

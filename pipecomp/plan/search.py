@@ -244,11 +244,7 @@ def choose(
 
 
 def choose_with_tied(
-    job: TrainingJob,
-    config: Config,
-    network: LinkNetwork,
-    speeds: MachineSpeeds,
-    fewest: int = FEWEST["forward_bits"],
+    job: TrainingJob, config: Config, network: LinkNetwork, speeds: MachineSpeeds, fewest: int = FEWEST["forward_bits"]
 ) -> PlanChoice:
     """Choose bits as `choose` does, and TIED for the gradients of tied weights if these take much of a step."""
     choice = choose(job, config, network, speeds, fewest)

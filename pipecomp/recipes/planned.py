@@ -75,29 +75,20 @@ def recipe_arguments(options: TrainOptions) -> argparse.Namespace:
     text.add_arguments(parser)
     language.add_document_arguments(parser)
     folder, resumable = str(options.out), options.save_every is not None
+    same = ("field", "stages", "epochs", "max_steps", "dropout", "seed", "save_every")
+    # Note: a recipe has no arguments of these names, but checkpoints compare them when a run resumes.
+    compared = ("lr", "batch", "dtype", "gradients")
     given = argparse.Namespace(
+        **{name: getattr(options, name) for name in (*same, *compared)},
+        no_tie=not options.tie,
         train_file=[str(file) for file in options.data],
         eval_file=None if options.evaluate is None else str(options.evaluate),
-        field=options.field,
-        stages=options.stages,
-        epochs=options.epochs,
-        max_steps=options.max_steps,
         block_size=options.tokens,
-        dropout=options.dropout,
-        seed=options.seed,
         run=folder,
         save=f"{folder}/model",
-        save_every=options.save_every,
         checkpoint=f"{folder}/{CHECKPOINTS}" if resumable else None,
         resume="auto" if resumable else None,
         report_to=options.report_to or [],
-        # Note: a recipe has no such arguments, but checkpoints compare them when a run resumes.
-        lr=options.lr,
-        batch=options.batch,
-        dtype=options.dtype,
-        gradients=options.gradients,
-        no_tie=not options.tie,
-        store=None if options.store is None else str(options.store),
     )
     required = {"deepspeed_config": f"{folder}/{_CONFIG_FILE}", "model": options.model}
     required["tokenizer"] = options.tokenizer or options.model
