@@ -53,7 +53,7 @@ def option(text: str, *flags: str) -> Any:
 
 
 def takes_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command one option per field of the dataclass that its first parameter is annotated with.
+    """Add to a command one option per field of the dataclass that its first parameter is annotated with.
 
     A field is annotated as `Annotated[type, help, *flags]`; without flags the option has the field's name. Further
     parameters of the command stay options of their own.

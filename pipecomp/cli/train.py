@@ -1,4 +1,4 @@
-"""`pipecomp init` and `pipecomp train`: a recipe's files to edit, and the shortest way from a model and a text."""
+"""`pipecomp init` and `pipecomp train`: a recipe's files to edit, and fine-tuning from a model and a text."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def _examine_ranks(report: Callable[[list[Finding]], None], launch: Launch, stor
     if session.rank_0_lost:
         report([*own, check_rank_0(launch)])
         return True
-    # The session has compared the GPUs themselves, which is better than their number.
+    # The session has compared the GPUs themselves; their number adds nothing.
     own = [finding for finding in own if finding.check != GPU_SHARING]
     findings = session.collect(own, _MACHINE_LIMIT_S) + session.route_findings() + between
     if session.rank == 0:

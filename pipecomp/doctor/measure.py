@@ -201,7 +201,7 @@ def lead_path(peer: Peer, address: str) -> PacketPath | None:
 
     Args:
         peer: The other rank.
-        address: This machine's address on the way to the other.
+        address: This machine's address towards the other.
 
     Returns:
         The measurement; None if no UDP socket can be opened.
@@ -250,7 +250,7 @@ def _open_udp(address: str) -> socket.socket:
 def _echo(udp: socket.socket, done: threading.Event) -> None:
     while not done.is_set():
         if select.select([udp], [], [], 0.05)[0]:
-            with contextlib.suppress(OSError):  # too large for the way back: then it does not come through
+            with contextlib.suppress(OSError):  # too large to send back: then it does not come through
                 packet, sender = udp.recvfrom(1 << 16)
                 _allow_fragments(udp, packet[-1:] == b"c")
                 udp.sendto(packet, sender)
@@ -287,7 +287,7 @@ def _round_trips(udp: socket.socket) -> list[float]:
     def receive(until: float) -> None:
         while (wait := until - time.perf_counter()) > 0 and len(trips) < _PROBES:
             if select.select([udp], [], [], wait)[0]:
-                with contextlib.suppress(ConnectionError):  # of an earlier packet, which nobody received
+                with contextlib.suppress(ConnectionError):  # an earlier packet was refused
                     number = _NUMBER.unpack_from(udp.recv(1 << 16))[0]
                     trips.setdefault(number, time.perf_counter() - left[number])
 

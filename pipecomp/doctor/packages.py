@@ -35,7 +35,7 @@ _ALSO_IMPORTED = ("torchvision", "torchaudio", "peft", *TESTED)
 
 
 class PackageConflict(NamedTuple):
-    """Two packages that do not work together in these versions, whatever their requirements say."""
+    """Two packages that do not work together in these versions, whatever their requirements."""
 
     first: str
     first_versions: str

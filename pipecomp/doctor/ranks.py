@@ -114,7 +114,7 @@ class RankSession:
 
     @property
     def rank_0_lost(self) -> bool:
-        """Whether rank 0, which collects and reports, is lost."""
+        """True if rank 0, which collects and reports, is lost."""
         return 0 in self._lost
 
     @property
@@ -204,7 +204,7 @@ class RankSession:
                 follow(peer)
 
     def _own_address(self) -> str:
-        """Return this machine's address on the way to the others: gloo's, or the one that leads to rank 0."""
+        """Return this machine's address towards the others: gloo's, or the one that leads to rank 0."""
         if self._mesh is None:
             return gloo_address()
         return address_towards(rendezvous.meeting(self.rank, self.world).address.host) or "127.0.0.1"

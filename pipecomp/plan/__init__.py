@@ -1,1 +1,1 @@
-"""What a run will take, before it runs: model, links and methods in, seconds of a step and settings out."""
+"""The planner: predicts the seconds of a step from model, links and method, and recommends settings."""

@@ -68,7 +68,7 @@ def _min_bits(module: nn.Module) -> int:
 
 
 def _dropout_matters(dropout: float, settings: Config) -> bool:
-    """Whether deltas are sent between visits of a sample, which have different masks."""
+    """Return True if deltas between visits of a sample, which have different masks, are sent."""
     return dropout >= _NEGLIGIBLE_DROPOUT and settings.activations.method == "aqsgd" and settings.store.clusters is None
 
 
@@ -79,7 +79,7 @@ def fewest_bits(module: nn.Module, settings: Config, dropout: float | None = Non
 
 
 def dropout_advice(dropout: float, settings: Config, fewest: int = MIN_BITS_WITH_DROPOUT) -> str | None:
-    """Return a warning for fewer than the `fewest` forward bits with dropout; None if there is nothing to say.
+    """Return a warning for fewer than the `fewest` forward bits with dropout; None if there is none.
 
     Constant errors count with their maximum of bits.
     """
@@ -145,7 +145,7 @@ def needs_measuring(config: Config) -> bool:
 
 
 def sample_length(data: Any, stage: Stage) -> int:
-    """Return the tokens of the longest of the first samples; without data 512, as compute and bytes grow alike."""
+    """Return the tokens of the longest of the first samples; without data 512, as costs grow in proportion."""
     try:
         return max(len(data[i]["input_ids"]) for i in range(min(SAMPLES_READ, len(data))))
     except (TypeError, KeyError, IndexError, ValueError):

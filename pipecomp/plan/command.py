@@ -257,22 +257,15 @@ def plan(
     for K, replicas in search.divisible(possible, options.batch, options.micro_batch):
         slowdowns = request.stage_slowdowns(K)
         split = balanced(model, profile, K, tie=options.tie, slowdowns=slowdowns)
-        tied, network = tied_values(model, split), network_of(K, 0)
+        network = network_of(K, 0)
+        layout: dict[str, Any] = {"plan": split, "replicas": replicas, "tied": tied_values(model, split)}
+        layout |= {"profile": profile, "dtype": request.dtype, "slowdowns": slowdowns}
         used = config
         if replicas > 1 and options.gradients is None:
             averages[K] = search.choose_average(config, max(split.parameters), replicas, network, speeds, request.dtype)
             used = replace(config, gradients=Gradients(method=averages[K][0][0]))
         for samples, micro_batches in search.micro_batch_splits(options.batch, replicas, options.micro_batch):
-            job = TrainingJob(
-                profile=profile,
-                plan=split,
-                samples=samples,
-                micro_batches=micro_batches,
-                replicas=replicas,
-                dtype=request.dtype,
-                tied=tied,
-                slowdowns=slowdowns,
-            )
+            job = TrainingJob(samples=samples, micro_batches=micro_batches, **layout)
             if K == 1:
                 alone = predict(job, replace(used, activations=Activations()), network, speeds)
                 choice = search.PlanChoice(forward_bits=8, backward_bits=8, prediction=alone, plain=alone, fits=True)
@@ -294,31 +287,21 @@ def _compare(
     averages: list[tuple[str, float]],
     network_of: NetworkOf,
     speeds: MachineSpeeds,
-    networks: int,
+    count: int,
 ) -> report.PlanResult:
-    """Predict the compared methods on every network, and the alternatives for tied weights."""
+    """Predict the compared methods on `count` networks, and the alternatives for tied weights."""
     job, config = choice.prediction.job, choice.prediction.config
-    K = job.plan.num_stages
-    compared = search.compared_methods(
-        K,
-        job.plan.tie,
-        one_pass=config.store.clusters is not None,
-        changes_back=config.activations.backward_method == "delta",
-    )
+    one_pass, changes_back = config.store.clusters is not None, config.activations.backward_method == "delta"
+    networks = [network_of(job.plan.num_stages, position) for position in range(count)]
+    compared = search.compared_methods(job.plan.num_stages, job.plan.tie, one_pass=one_pass, changes_back=changes_back)
     rows = [
-        (
-            name,
-            [
-                predict(job, replace(method, gradients=config.gradients), network_of(K, position), speeds)
-                for position in range(networks)
-            ],
-        )
+        (name, [predict(job, replace(method, gradients=config.gradients), network, speeds) for network in networks])
         for name, method in compared
     ]
     tied_plain_s = None
     if config.gradients == search.TIED:
-        tied_plain_s = tied_seconds(job, replace(config, gradients=Gradients()), network_of(K, 0), speeds)
-    tied = search.choose_tied(choice.taken, network_of(K, 0), speeds) if job.replicas == 1 else []
+        tied_plain_s = tied_seconds(job, replace(config, gradients=Gradients()), networks[0], speeds)
+    tied = search.choose_tied(choice.taken, networks[0], speeds) if job.replicas == 1 else []
     return report.PlanResult(choice=choice, averages=averages, tied=tied, tied_plain_s=tied_plain_s, rows=rows)
 
 

@@ -456,7 +456,7 @@ def _measure_row(rank: int, R: int, K: int, pacer_to: PacerTo, mesh: Mesh | None
     dist.barrier()
     for group, _ in groups.values():
         # Note: torch names some groups by how many each rank has. If these stayed, a middle rank would have more than
-        # those at the ends, and would wait in vain for them when all replicas make a group later.
+        # those at the ends, and would wait forever for them when all replicas make a group later.
         dist.destroy_process_group(group)
     return found
 

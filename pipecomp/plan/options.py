@@ -20,14 +20,12 @@ GRADIENT_METHODS = ("none", "fp16", "global_qsgd", "double_squeeze")
 
 _Gradients = Annotated[
     str | None,
-    "Compression of gradients of tied weights (such as GPT-2's embedding) and between replicas: none, fp16, "
-    "global_qsgd or double_squeeze; by default the fastest between replicas, and double_squeeze with 8 bits for tied "
-    "weights that take much of a step.",
+    "Gradients of tied weights and between replicas: none, fp16, global_qsgd or double_squeeze; by default the fastest "
+    "between replicas, and double_squeeze with 8 bits for tied weights that take much of a step.",
 ]
 _Tie = Annotated[
     bool,
-    "Keep weights that several stages hold (such as GPT-2's embedding) equal, or train each stage's copy separately "
-    "without sending its gradients.",
+    "Keep weights that several stages hold (such as GPT-2's embedding) equal, or train each stage's copy separately.",
     "--tie/--no-tie",
 ]
 
@@ -45,21 +43,19 @@ class PlanOptions:
     stages: Annotated[int | None, "Pipeline stages; by default the fastest number."] = None
     batch: Annotated[int, "Samples per step, over all replicas."] = 32
     micro_batch: Annotated[int | None, "Samples per micro-batch; by default the fastest number."] = None
-    tokens: Annotated[int | None, "Tokens per sample; by default 1024, or the model's maximum if that is less."] = None
+    tokens: Annotated[int | None, "Tokens per sample; by default the model's maximum, at most 1024."] = None
     bandwidth: Annotated[
-        str | None,
-        "Rate of the links: 100mbit or, link by link, 1gbit/100mbit. Separate several networks with commas; the plan "
-        "is for the first.",
+        str | None, "Rate of the links: 100mbit or, link by link, 1gbit/100mbit; with commas, the first is planned for."
     ] = None
     delay: Annotated[str | None, "One-way latency of the links, such as 20ms."] = None
-    speed: Annotated[str | None, "TFLOP/s that each node reaches in training: 30 or, node by node, 30/10."] = None
+    speed: Annotated[str | None, "TFLOP/s per node in training: 30 or, node by node, 30/10."] = None
     profile: Annotated[Path | None, "File from --measure --json, instead of --speed."] = None
     memory: Annotated[float | None, "GB per node for the model; by default unlimited."] = None
     dtype: Annotated[str, "Training precision: fp32, bf16 or fp16."] = "fp32"
     tie: _Tie = True
     gradients: _Gradients = None
     recompute: Annotated[bool, "With --speed: use activation checkpointing.", "--recompute"] = False
-    measure: Annotated[bool, "Time blocks, kernels and the disk; under a launcher the links too.", "--measure"] = False
+    measure: Annotated[bool, "Time blocks, kernels, disk and, under a launcher, links.", "--measure"] = False
     store: Annotated[Path, "With --measure: the message store's folder."] = Path("messages")
     dropout: Annotated[float | None, "Dropout in training; by default the model's own."] = None
     one_pass: Annotated[bool, "Plan for training that sees every sample once.", "--one-pass"] = False
@@ -87,7 +83,7 @@ class PlanOptions:
 
     @property
     def sizes_only(self) -> bool:
-        """Whether no option gives the machines' speed, so that only sizes can be planned."""
+        """True if no option gives the machines' speed, so that only sizes can be planned."""
         return self.speed is None and self.profile is None and not self.measure
 
 
@@ -117,15 +113,9 @@ class TrainOptions:
     dropout: Annotated[float | None, "Dropout of embeddings, attention and blocks; by default the model's own."] = None
     seed: Annotated[int, "Seed of the sample order, dropout and rounding."] = 0
     out: Annotated[Path | None, "Folder for model, plan, metrics and report; by default runs/train-DATE-TIME."] = None
-    save_every: Annotated[
-        int | None, "With --out: save a checkpoint every N steps; the same command resumes from the last."
-    ] = None
-    store: Annotated[
-        Path | None, "Folder on each machine's own disk for cached activations; by default inside --out."
-    ] = None
-    report_to: Annotated[list[str] | None, "Send curves to tensorboard, trackio, mlflow or wandb; may be repeated."] = (
-        None
-    )
+    save_every: Annotated[int | None, "With --out: a checkpoint every N steps, from which the command resumes."] = None
+    store: Annotated[Path | None, "Folder on a local disk for cached activations; by default in --out."] = None
+    report_to: Annotated[list[str] | None, "Curves for tensorboard, trackio, mlflow or wandb; may be repeated."] = None
 
     def __post_init__(self) -> None:
         from pipecomp.config import MOST_SEED

@@ -62,7 +62,7 @@ class PartCost:
 @serializable
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """Costs of a model's blocks, and of what its first and last stage have besides.
+    """Costs of a model's blocks, its embeddings, and its head with the loss.
 
     Attributes:
         hidden: Hidden size H.

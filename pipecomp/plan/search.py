@@ -35,6 +35,7 @@ MAX_SHARE = 0.05  # share of a step for gradients of replicas or tied weights ab
 LOCAL_STEPS = (2, 4, 8, 16, 32)
 MIN_OUTER_STEPS = 24
 """Averages that a fine-tuning needs: with half as many, a classifier loses accuracy, and four GPT-2 replicas loss."""
+_FEWEST = FEWEST["forward_bits"]
 TIED = Gradients(method="double_squeeze", bits=8)
 """For tied weights whose plain gradients take much of a step. No loss is measured with these bits (`replicas`)."""
 CLUSTERS = 256
@@ -101,11 +102,11 @@ class PlanChoice:
     prediction: StepPrediction
     plain: StepPrediction
     fits: bool
-    fewest: int = FEWEST["forward_bits"]
+    fewest: int = _FEWEST
 
     @property
     def pays(self) -> bool:
-        """Whether a step is faster than without compression, by enough to matter."""
+        """True if a step is faster than without compression, by enough to matter."""
         return self.plain.step_s > WORTHWHILE * self.prediction.step_s
 
     @property
@@ -119,7 +120,7 @@ def choose_bits(
     network: LinkNetwork,
     forward: Bits = "auto",
     backward: Bits = "auto",
-    fewest: int = FEWEST["forward_bits"],
+    fewest: int = _FEWEST,
 ) -> tuple[Bits, Bits, bool]:
     """Choose the most bits whose step takes hardly longer than with the fewest.
 
@@ -141,7 +142,7 @@ def choose_bits(
     links = max(1, len(network.forward))
     spans = [
         (
-            _span(bits_of_link(forward, k), FEWEST["forward_bits"], fewest),
+            _span(bits_of_link(forward, k), _FEWEST, fewest),
             _span(bits_of_link(backward, k), FEWEST["backward_bits"], FEWEST["backward_bits"]),
         )
         for k in range(links)
@@ -200,7 +201,7 @@ def _ladder(forward: tuple[int, int], backward: tuple[int, int]) -> list[tuple[i
     return list(dict.fromkeys(within))
 
 
-def constant_error_bits(key: str, most: Bits, fewest: int = FEWEST["forward_bits"]) -> Bits:
+def constant_error_bits(key: str, most: Bits, fewest: int = _FEWEST) -> Bits:
     """Make a setting that keeps an error of ERRORS, or half of it from FINE_BITS on.
 
     Args:
@@ -214,11 +215,7 @@ def constant_error_bits(key: str, most: Bits, fewest: int = FEWEST["forward_bits
 
 
 def choose(
-    job: TrainingJob,
-    config: Config,
-    network: LinkNetwork,
-    speeds: MachineSpeeds | None = None,
-    fewest: int = FEWEST["forward_bits"],
+    job: TrainingJob, config: Config, network: LinkNetwork, speeds: MachineSpeeds | None = None, fewest: int = _FEWEST
 ) -> PlanChoice:
     """Choose the bits of a configuration whose method quantizes.
 
@@ -244,7 +241,7 @@ def choose(
 
 
 def choose_with_tied(
-    job: TrainingJob, config: Config, network: LinkNetwork, speeds: MachineSpeeds, fewest: int = FEWEST["forward_bits"]
+    job: TrainingJob, config: Config, network: LinkNetwork, speeds: MachineSpeeds, fewest: int = _FEWEST
 ) -> PlanChoice:
     """Choose bits as `choose` does, and TIED for the gradients of tied weights if these take much of a step."""
     choice = choose(job, config, network, speeds, fewest)

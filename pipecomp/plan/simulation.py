@@ -128,20 +128,20 @@ def active_rates(network: LinkNetwork, active: Sequence[tuple[str, int]]) -> lis
         network: All links.
         active: Busy channels, as ("forward" or "backward", link).
     """
-    own = [(network.forward if way == "forward" else network.backward)[k].bits_per_s for way, k in active]
+    own = [(network.forward if direction == "forward" else network.backward)[k].bits_per_s for direction, k in active]
     if not network.shared:
-        directions = Counter(k for _, k in active)
-        return [rate * (ACKNOWLEDGED if directions[k] == 2 else 1.0) for rate, (_, k) in zip(own, active, strict=True)]
+        busy = Counter(k for _, k in active)
+        return [rate * (ACKNOWLEDGED if busy[k] == 2 else 1.0) for rate, (_, k) in zip(own, active, strict=True)]
     room: dict[tuple[str, int], float] = {}
     cards: list[tuple[tuple[str, int], tuple[str, int]]] = []  # of each flow: out of its source, into its target
-    for (way, k), rate in zip(active, own, strict=True):
-        source, target = (k, k + 1) if way == "forward" else (k + 1, k)
+    for (direction, k), rate in zip(active, own, strict=True):
+        source, target = (k, k + 1) if direction == "forward" else (k + 1, k)
         cards.append((("out", source), ("in", target)))
         for card in cards[-1]:
             room[card] = max(room.get(card, 0.0), rate)
-    for way, stage in room:
-        if ("in" if way == "out" else "out", stage) in room:
-            room[way, stage] *= ACKNOWLEDGED
+    for side, stage in room:
+        if ("in" if side == "out" else "out", stage) in room:
+            room[side, stage] *= ACKNOWLEDGED
     rates = [0.0] * len(active)
     left = set(range(len(active)))
     while left:
@@ -337,14 +337,14 @@ class _Simulator:
                 self._after(seconds, lambda: self._continue(k))
                 return
 
-    def _send(self, way: str, direction: int, stage: int, m: int) -> None:
-        link = min(stage, stage + direction)
-        size = (self._step.forward_bytes if way == "forward" else self._step.backward_bytes)[link]
+    def _send(self, direction: str, offset: int, stage: int, m: int) -> None:
+        link = min(stage, stage + offset)
+        size = (self._step.forward_bytes if direction == "forward" else self._step.backward_bytes)[link]
         packet = _PacketInTransit(m, size, self._now)
-        if (way, link) in self._sending:
-            self._sending[way, link].append(packet)
+        if (direction, link) in self._sending:
+            self._sending[direction, link].append(packet)
         else:
-            self._sending[way, link] = deque([packet])
+            self._sending[direction, link] = deque([packet])
             self._update_rates()
 
     def _update_rates(self) -> None:
@@ -352,7 +352,7 @@ class _Simulator:
 
     def _sent(self, flow: tuple[str, int]) -> None:
         """Take the first packet off a channel, and start the next one."""
-        way, link = flow
+        direction, link = flow
         packets = self._sending[flow]
         packet = packets.popleft()
         if packets:
@@ -360,13 +360,13 @@ class _Simulator:
         else:
             del self._sending[flow]
             self._update_rates()
-        channels = self._network.forward if way == "forward" else self._network.backward
-        target = link + 1 if way == "forward" else link
-        self._after(channels[link].latency_s, lambda: self._arrive(way, link, target, packet))
+        channels = self._network.forward if direction == "forward" else self._network.backward
+        target = link + 1 if direction == "forward" else link
+        self._after(channels[link].latency_s, lambda: self._arrive(direction, link, target, packet))
 
-    def _arrive(self, way: str, link: int, target: int, packet: _PacketInTransit) -> None:
-        self._events.append(SimulatedEvent(link, f"{way} packet", packet.micro_batch, packet.started, self._now))
-        self._arrived.add((way, target, packet.micro_batch))
+    def _arrive(self, direction: str, link: int, target: int, packet: _PacketInTransit) -> None:
+        self._events.append(SimulatedEvent(link, f"{direction} packet", packet.micro_batch, packet.started, self._now))
+        self._arrived.add((direction, target, packet.micro_batch))
         if self._sleeping[target]:
             self._continue(target)
 

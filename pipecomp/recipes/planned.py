@@ -53,7 +53,7 @@ def main(options: TrainOptions) -> None:
     rendezvous.start_processes(options.seed)
     with rendezvous.all_ranks().collective_errors():
         if options.model != "tiny":
-            text.model_config(options.model)  # before the tokenizer, which is looked for in the same place
+            text.model_config(options.model)  # before the tokenizer, whose default place is the same
 
     def configure(args: argparse.Namespace, config: Any, size: int, samples: int) -> tuple[dict[str, Any], list[int]]:
         return plan_run(options, args, config, size, samples)
