@@ -284,7 +284,7 @@ def test_a_part_that_fails_is_noted_and_the_others_go_on(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_steps, "measure_steps", rows)
     result = CliRunner().invoke(bench, ["gpu", "--folder", str(tmp_path)])
     assert result.exit_code == 0
-    assert "some lines of its steps are missing: the run took more than 3 s" in " ".join(result.output.split())
+    assert "some step measurements are missing: the run took more than 3 s" in " ".join(result.output.split())
     page = (tmp_path / "gpu.md").read_text()
     assert "Not measured: the run took more than 3 s" in page
     assert "9 passed in 60 s" in page
