@@ -217,54 +217,45 @@ def _folder_names(model: Any, adapter: Adapter, **options: Any) -> dict[str, str
     return {PREFIX + saved: own for saved, own in chosen.items()}
 
 
-def read_weights(adapter: Adapter, names: Mapping[str, str], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Read an adapter's parameters from its folder; empty for a new one.
+def read_saved(
+    adapter: Adapter, whole: Any, names: Mapping[str, str], like: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Read a saved adapter's parameters, and embeddings of the base model that peft has saved beside them.
 
     Args:
-        adapter: with the folder.
-        names: of `saved_names`.
+        adapter: with the folder; a new one has nothing to read.
+        whole: the skeleton of the model.
+        names: those that the stage needs, of `saved_names`.
         like: tensors of these names, with their shapes.
 
-    Raises:
-        SplitError: names a tensor that is missing, or has another shape.
-    """
-    if adapter.weights is None:
-        return {}
-    found: dict[str, Tensor] = {}
-    with _open_weights(adapter.weights) as file:
-        available = set(file.keys())
-        for own, saved in names.items():
-            if saved not in available:
-                raise SplitError(f"{adapter.weights}/{WEIGHTS_FILE} has no {saved}, for the model's {own}")
-            found[own] = file.get_tensor(saved)
-            if found[own].shape != like[own].shape:
-                shapes = f"its shape is {tuple(found[own].shape)}, the model's is {tuple(like[own].shape)}"
-                raise SplitError(f"{saved} in {adapter.weights}/{WEIGHTS_FILE}: {shapes}")
-    return found
-
-
-def read_base(adapter: Adapter, whole: Any) -> dict[str, Tensor]:
-    """Read the base model's embeddings that peft has saved beside the adapter, by their names in its state_dict.
+    Returns:
+        Both by the names in the model's state_dict.
 
     Raises:
-        SplitError: names a tensor that the model does not have.
+        SplitError: names a tensor that is missing, has another shape, or does not belong to the model.
     """
+    tuned: dict[str, Tensor] = {}
     if adapter.weights is None:
-        return {}
-    names = _folder_names(whole, adapter, save_embedding_layers=True)
-    adapted = saved_names(whole, adapter)
-    with _open_weights(adapter.weights) as file:
-        available = list(file.keys())
-        for saved in available:
-            if saved not in names:
-                raise SplitError(f"{saved} in {adapter.weights}/{WEIGHTS_FILE}: the model has no such tensor")
-        return {names[saved]: file.get_tensor(saved) for saved in available if names[saved] not in adapted}
-
-
-def _open_weights(folder: str) -> Any:
+        return tuned, {}
     from safetensors import safe_open
 
-    return safe_open(str(Path(folder) / WEIGHTS_FILE), framework="pt", backend="pread")
+    path = f"{adapter.weights}/{WEIGHTS_FILE}"
+    known = _folder_names(whole, adapter, save_embedding_layers=True)
+    adapted = saved_names(whole, adapter)
+    with safe_open(path, framework="pt", backend="pread") as file:
+        available = dict.fromkeys(file.keys())
+        for own, saved in names.items():
+            if saved not in available:
+                raise SplitError(f"{path} has no {saved}, for the model's {own}")
+            tuned[own] = file.get_tensor(saved)
+            if tuned[own].shape != like[own].shape:
+                shapes = f"its shape is {tuple(tuned[own].shape)}, the model's is {tuple(like[own].shape)}"
+                raise SplitError(f"{saved} in {path}: {shapes}")
+        for saved in available:
+            if saved not in known:
+                raise SplitError(f"{saved} in {path}: the model has no such tensor")
+        base = {known[saved]: file.get_tensor(saved) for saved in available if known[saved] not in adapted}
+    return tuned, base
 
 
 def write(folder: Path, adapter: Adapter, tensors: Mapping[str, Tensor]) -> Path:

@@ -249,9 +249,9 @@ def _read_stage(whole: Any, stage: Stage, checkpoint: Checkpoint, adapter: Adapt
     tuned: dict[str, torch.Tensor] = {}
     if adapter is not None:
         adapted = adapters.saved_names(stage._model, adapter)
-        tuned = adapters.read_weights(adapter, adapted, stage.state_dict())
+        tuned, embeddings = adapters.read_saved(adapter, whole, adapted, stage.state_dict())
         # peft would put embeddings in the adapter's folder in the place of the base's.
-        for name, value in adapters.read_base(adapter, whole).items():
+        for name, value in embeddings.items():
             origin = next((found[n] for n in (name, *tied_names[adapters.base_name(name)]) if n in found), None)
             if origin is None or not torch.equal(checkpoint.read(origin).to(value.dtype), value):
                 raise SplitError(
