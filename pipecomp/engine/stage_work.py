@@ -84,7 +84,7 @@ class StageWork:
                 raise DataError(f"micro-batch {micro_batch} has no labels: the collate_fn must return 'labels'")
             engine.pipe_buffers["labels"][buffer_id] = None
             if batch.labels is not None:
-                labels = stage.trained_labels(layout, batch.labels)
+                labels = stage.mask_labels(layout, batch.labels)
                 if not engine.module.has_own_loss:  # a custom loss may ignore any label
                     stage.check_labels(layout, labels)
                 engine.pipe_buffers["labels"][buffer_id] = copy_async(labels, device)

@@ -158,7 +158,7 @@ class StepLoss:
             if batch.labels is None:
                 continue
             layout = stage.layout(batch.ids, batch.inputs)
-            labels = stage.trained_labels(layout, batch.labels)
+            labels = stage.mask_labels(layout, batch.labels)
             if self._own is None:
                 stage.check_labels(layout, labels)
             found.append(labels)

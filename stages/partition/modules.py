@@ -147,7 +147,7 @@ class ModuleStage(PipelineStage):
         """Recompute each block's activations in the backward pass instead of keeping them; arguments as `Stage`'s."""
         self._recompute = gradient_checkpointing_kwargs or {"use_reentrant": False}
 
-    def kept_to_recompute(self, samples: int, tokens: int) -> int:
+    def count_checkpointed_values(self, samples: int, tokens: int) -> int:
         """Return the number of values that checkpointed blocks keep for the backward: their inputs."""
         shapes = self._shapes[self.lo : self.hi] if self._recompute else ()
         return samples * sum(math.prod(shape) for shape in shapes)

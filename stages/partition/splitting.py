@@ -39,12 +39,12 @@ class PipelineStage(nn.Module):
         self.plan, self.index, self.num_stages = plan, index, plan.num_stages
         self.lo, self.hi = plan.cuts[index], plan.cuts[index + 1]
 
-    def trained_labels(self, layout: Layout, labels: Tensor) -> Tensor:
+    def mask_labels(self, layout: Layout, labels: Tensor) -> Tensor:
         """Return the batch's labels with those masked that the last stage does not train on."""
         return labels
 
     def check_labels(self, layout: Layout, labels: Tensor) -> None:
-        """Raise DataError for a label that the model's loss does not accept; labels: from `trained_labels`."""
+        """Raise DataError for a label that the model's loss does not accept; labels: from `mask_labels`."""
 
     @property
     def is_first(self) -> bool:
@@ -215,7 +215,7 @@ class Stage(PipelineStage):
             self._check_last_tokens(inputs, ids)
         return layout
 
-    def trained_labels(self, layout: Layout, labels: Tensor) -> Tensor:
+    def mask_labels(self, layout: Layout, labels: Tensor) -> Tensor:
         """Mask labels that a causal model would predict from padding: the first real token of a left-padded sample.
 
         Links carry no padding, so the last stage has no hidden states of it. labels: [B, S].
@@ -231,7 +231,7 @@ class Stage(PipelineStage):
     def check_labels(self, layout: Layout, labels: Tensor) -> None:
         """Raise DataError, with the sample, for an unknown class or a label to be predicted from padding.
 
-        labels: those of `trained_labels`, [B, S] or [B, ...].
+        labels: those of `mask_labels`, [B, S] or [B, ...].
         """
         mask_BS = layout.mask_BS(labels.device) if self.num_stages > 1 else None
         losses.check_labels(self._head.loss, self.config, self.plan.model_class, layout.ids, labels, mask_BS)
@@ -255,7 +255,7 @@ class Stage(PipelineStage):
         else:
             self._model.gradient_checkpointing_enable(options)
 
-    def kept_to_recompute(self, samples: int, tokens: int) -> int:
+    def count_checkpointed_values(self, samples: int, tokens: int) -> int:
         """Return the number of values that checkpointed blocks keep for the backward: their inputs [B, S, H]."""
         blocks = self._model.base_model.get_submodule(self._architecture.blocks)
         checkpointed = sum(bool(getattr(block, "gradient_checkpointing", False)) for block in blocks)

@@ -35,7 +35,7 @@ def trained(rank: int, world: int, note: Any) -> dict[str, Any]:
         out[name] = (
             losses,
             hashlib.sha256(weights).hexdigest(),
-            engine.stage.kept_to_recompute(2, 24),
+            engine.stage.count_checkpointed_values(2, 24),
             engine.in_flight_control.saved.bytes,
         )
         engine.close()

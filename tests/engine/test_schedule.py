@@ -96,7 +96,7 @@ def test_on_a_gpu_it_is_idle_time_that_counts(monkeypatch):
 def test_weights_are_not_what_a_micro_batch_keeps(monkeypatch):
     """Autograd saves them, too, but once for all micro-batches."""
     stage = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False), torch.nn.Linear(64, 64, bias=False))
-    stage.kept_to_recompute = lambda samples, tokens: 0
+    stage.count_checkpointed_values = lambda samples, tokens: 0
     context: Any = SimpleNamespace(stage_id=0, num_stages=2, device=torch.device("cpu"), stage=stage)
     found = InFlightControl(context, "auto", 8)
     with found.measuring_memory(SimpleNamespace(ids=(1, 2), tokens=1)):

@@ -740,7 +740,7 @@ class TestPaddingOnTheLeft:
 
     def labels(self, name: str, stages: int) -> Tensor:
         last = split(make_model(name), num_stages=stages)[-1]
-        return last.trained_labels(Layout.of_mask((5, 6, 7), self.MASK, 4), self.LABELS)
+        return last.mask_labels(Layout.of_mask((5, 6, 7), self.MASK, 4), self.LABELS)
 
     def test_nothing_is_predicted_from_padding(self) -> None:
         left_out = self.LABELS.clone()

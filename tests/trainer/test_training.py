@@ -57,7 +57,7 @@ def test_a_step_of_samples_padded_left_weighs_what_is_trained() -> None:
         training._loss = loss
         training._loss_group = None
         training._load(1)
-        given = stage.trained_labels(stage.layout(batch.ids, batch.inputs), labels)
+        given = stage.mask_labels(stage.layout(batch.ids, batch.inputs), labels)
         logits = torch.randn(3, 8, 97)
         assert torch.equal(loss(logits, given), loss.plain(logits, given))
     assert told == [4 + 7 + 6] * 2
