@@ -25,9 +25,10 @@ from torch import Tensor
 from pipecomp.allreduce import State, ddp_hook
 from pipecomp.allreduce.call import PARTS
 from pipecomp.allreduce.method import Method
-from pipecomp.allreduce.options import Gradients
+from pipecomp.allreduce.methods import METHODS, create_method
 from pipecomp.allreduce.predict import plan_of
-from pipecomp.allreduce.registry import METHODS
+from pipecomp.config.gradients import METHODS as OPTIONS
+from pipecomp.config.gradients import Gradients
 from pipecomp.distributed.collectives import broadcast
 from pipecomp.distributed.local_launcher import run_ranks
 from pipecomp.errors import require
@@ -144,7 +145,7 @@ def _variants() -> tuple[Variant, ...]:
     return tuple(
         Variant(name, dict(options), own)
         for name, method in found
-        for options in method.measured
+        for options in OPTIONS[name].measured
         for own in ((False, True) if _torchs_own(method) else (False,))
     )
 
@@ -298,7 +299,7 @@ class _Case:
         if variant == FP32:
             return ring_bytes(4 * d, self._n)
         options = Gradients(method=variant.method, **variant.options)
-        plan = plan_of(options, d, self._n, self._shapes if options.chosen.by_matrix else None)
+        plan = plan_of(options, d, self._n, self._shapes if options.method_options.by_matrix else None)
         return round(sum(exchange.sends[0] for exchange in plan.exchanges()))
 
 
@@ -308,7 +309,7 @@ def _average(variant: Variant, state: State | None) -> Callable[[Any], Tensor]:
         return lambda bucket: ddp_hook(state, bucket).wait()
     if variant == FP32:
         return _plain_mean
-    method: Any = Gradients(method=variant.method, **variant.options).chosen
+    method: Any = create_method(Gradients(method=variant.method, **variant.options))
     hook = method.plain_hook(dist.group.WORLD)
     return lambda bucket: hook(bucket).wait()
 

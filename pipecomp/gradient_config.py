@@ -1,5 +1,5 @@
-"""The "gradients" section of the configuration, under the name by which programs import it."""
+"""The "gradients" section under its public name."""
 
-from pipecomp.allreduce.options import Gradients
+from pipecomp.config.gradients import Gradients
 
 __all__ = ["Gradients"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import re
 from pathlib import Path
 
@@ -58,7 +57,7 @@ def test_every_test_that_is_named_is_there():
 
 
 def test_every_setting_that_is_named_is_there():
-    sections = {field.name: getattr(Config.from_dict({}), field.name) for field in dataclasses.fields(Config)}
+    sections = {name: getattr(Config.from_dict({}), name) for name in Config.model_fields}
     named = re.findall(r"`(store|transport|activations|gradients)\.(\w+)`", PAGE.read_text())
     assert named
     for section, key in named:

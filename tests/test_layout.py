@@ -27,9 +27,10 @@ FACES = ("pipecomp", "pipecomp.stages")  # they only hand names on
 LEVELS = [
     {"errors", "schedule", "stats"},
     {"utils"},
-    {"kernels"},
+    {"config"},
+    {"kernels", "gradient_config"},
     {"allreduce", "buffers", "data", "tls"},
-    {"config", "gradient_config", "local_steps", "optim"},
+    {"local_steps", "optim"},
     {"codecs"},
     {"distributed", "stages/link"},
     {"netlab", "stages/partition"},

@@ -1,6 +1,6 @@
-"""Methods whose values all ranks send to all: local norms (QSGD, TernGrad, NUQSGD) and sparse codes.
+"""All-gather of codes: methods with local norms (QSGD, TernGrad, NUQSGD), and sparse codes.
 
-Each rank decodes every rank's bytes and adds them in the same order, so all hold the same bits. A rank sends its codes
+Each rank decodes all ranks' codes and adds them in the same order, so all have the same bits. A rank sends its codes
 to n − 1 others, which suits few ranks or few non-zeros.
 """
 
@@ -12,12 +12,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pipecomp.allreduce.call import SAMPLE, Call
-from pipecomp.allreduce.dithering import levels_of
-from pipecomp.allreduce.exchanges import Piece, Plan, to_all
+from pipecomp.allreduce.call import (
+    LARGEST,
+    SAMPLE,
+    Call,
+    finish_without_codes,
+    local_norm,
+    shared_norm,
+    squared_norm,
+)
 from pipecomp.allreduce.group import Pending
-from pipecomp.allreduce.norms import LARGEST, finish_without_codes, local_norm, shared_norm, squared
-from pipecomp.allreduce.reduce_scatter import PIECE, Span, copying_turns, packed_bytes, spans
+from pipecomp.allreduce.reduce_scatter import PIECE, Span, copy_lag, levels_of, packed_bytes, spans
 from pipecomp.errors import WireError
 from pipecomp.kernels import ops
 from pipecomp.kernels.reference.reproducible import divisor
@@ -25,31 +30,31 @@ from pipecomp.kernels.staging import Copy
 
 
 class LocalCode(Protocol):
-    """How one rank's values become bytes and are added to the others'."""
+    """Conversion of one rank's values to bytes, and addition of decoded ones."""
 
     def encode(self, x: Tensor, start: int) -> Tensor:
-        """This rank's values, uint8 on their device."""
+        """Encode this rank's values, uint8 on their device."""
 
     def encoded_bytes(self, count: int) -> int | None:
-        """Bytes of `count` values; None where that depends on the values."""
+        """Return the bytes of `count` values; None if they depend on the values."""
 
     def add(self, codes: Tensor, norm: float, out: Tensor) -> None:
-        """Add the values of a rank with that norm to out (float32), on the device that both are on."""
+        """Add the values of a rank with this norm to out (float32); both are on the same device."""
 
 
 class LocalLinear:
-    """l/s of |x| / ‖x‖: QSGD (local L2 norm) and, with s = 1 and the local maximum, TernGrad."""
+    """l/s of |x| / ‖x‖: QSGD (local L2 norm), and TernGrad with s = 1 and the local maximum."""
 
     def __init__(self, norm: float, bits: int, call: Call) -> None:
         self._norm, self._bits, self._levels = norm, bits, levels_of(bits)
         self._seed = call.draw(call.group.rank)
 
     def encode(self, x: Tensor, start: int) -> Tensor:
-        """Signed levels, packed."""
+        """Encode to packed signed levels."""
         return ops.linear_encode(x, self._norm, self._levels, bits=self._bits, seed=self._seed, start=start)
 
     def encoded_bytes(self, count: int) -> int:
-        """The same for all values."""
+        """Return the bytes of `count` values."""
         return packed_bytes(count, self._bits)
 
     def add(self, codes: Tensor, norm: float, out: Tensor) -> None:
@@ -65,23 +70,23 @@ class LocalExponential:
         self._seed = call.draw(call.group.rank)
 
     def encode(self, x: Tensor, start: int) -> Tensor:
-        """Signs and exponents."""
+        """Encode to signs and exponents."""
         return ops.exponential_encode(x, self._norm, bits=self._bits, seed=self._seed, start=start)
 
     def encoded_bytes(self, count: int) -> int:
-        """The same for all values."""
+        """Return the bytes of `count` values."""
         return packed_bytes(count, self._bits)
 
     def add(self, codes: Tensor, norm: float, out: Tensor) -> None:
-        """out += the values."""
+        """out += sign · power of two · norm."""
         ops.exponential_decode(codes, out.numel(), norm, bits=self._bits, add_to=out)
 
 
-class Sparse:
-    """Only the non-zero codes: their number (4 bytes), positions, and the codes themselves.
+class SparseCode:
+    """The non-zero codes of a dithering: their count (4 bytes), positions and codes.
 
-    Positions are a bitmap or indices, whichever is shorter. inner: the dithering whose codes these are. With one level
-    on each side a code is its sign, one bit.
+    Positions are a bitmap or indices, whichever is shorter. With one level on each side of zero a code is its sign, one
+    bit.
     Source: arXiv:2305.18627 (Global-QSGD), section 3.3 (Theorem 3.3).
     """
 
@@ -91,7 +96,7 @@ class Sparse:
         self._signs_only = linear and bits == 2
 
     def encode(self, x: Tensor, start: int) -> Tensor:
-        """Count, positions, codes."""
+        """Encode to count, positions and codes."""
         d = x.numel()
         codes = ops.unpack_bits(self._inner.encode(x, start), self._bits, d)
         index = torch.nonzero(codes != self._zero).flatten()
@@ -105,7 +110,7 @@ class Sparse:
         return torch.cat([count, positions, ops.pack_bits(kept, 1 if self._signs_only else self._bits)])
 
     def encoded_bytes(self, count: int) -> None:
-        """Depends on the values."""
+        """The size depends on the values."""
         return None
 
     def add(self, codes: Tensor, norm: float, out: Tensor) -> None:
@@ -129,9 +134,9 @@ class Sparse:
 
 
 def average_gathered(x_d: Tensor, out_d: Tensor, code: LocalCode, norms: list[float], call: Call) -> None:
-    """out ← the mean of all ranks' decoded x; norms: of all ranks, as `code` scales them. out may be x."""
+    """Write the mean of all ranks' decoded x to out, which may be x. norms: of each rank's codes."""
     pieces = spans(0, x_d.numel(), PIECE)
-    lag = copying_turns(call)
+    lag = copy_lag(call)
     encoded: dict[int, Copy] = {}
     sent: dict[int, Pending] = {}
     for i in range(len(pieces) + 1 + lag):
@@ -144,7 +149,7 @@ def average_gathered(x_d: Tensor, out_d: Tensor, code: LocalCode, norms: list[fl
 
 
 def _encode(piece: Span, x_d: Tensor, code: LocalCode, norm: float, call: Call) -> Copy:
-    """Quantize a piece, and start copying its codes to the host."""
+    """Quantize a piece and start to copy its codes to the host."""
     with call.counters.part("quantize"):
         codes = code.encode(piece.of(x_d), piece.start)
     if not piece.start and norm:
@@ -163,7 +168,7 @@ def _send(piece: Span, encoded: Copy, code: LocalCode, call: Call) -> Pending:
 
 
 def _count_error(x: Tensor, codes: Tensor, code: LocalCode, norm: float, call: Call) -> None:
-    """What is missing in the codes of a bucket's beginning; of sparse ones nobody knows which bytes that is."""
+    """Count the error of the leading values; sparse codes cannot be cut, and are decoded whole."""
     sample = x[:SAMPLE]
     size = code.encoded_bytes(sample.numel())
     own = torch.zeros(x.numel() if size is None else sample.numel(), device=x.device, dtype=torch.float32)
@@ -186,14 +191,8 @@ def _add_all(piece: Span, sent: Pending, out_d: Tensor, code: LocalCode, norms: 
         sent.finish()
 
 
-def gathered_plan(d: int, n: int, bits: int) -> Plan:
-    """Every rank's norm and codes to all others."""
-    pieces = tuple(Piece(to_all(packed_bytes(span.count, bits), n)) for span in spans(0, d, PIECE))
-    return Plan((to_all(8, n),), (pieces,))
-
-
 class GatheredAverage:
-    """Each worker's own norm (a number q), or one for all ((q, p), its non-zero codes alone). Unbiased."""
+    """Dithering with each worker's own norm (a number q), or a shared one ((q, p), non-zero codes only). Unbiased."""
 
     largest = LARGEST
 
@@ -203,13 +202,13 @@ class GatheredAverage:
         self.exponents = norm if isinstance(norm, tuple) else (norm, math.inf)
 
     def mean(self, x_d: Tensor, out_d: Tensor, call: Call) -> None:
-        """See Average."""
+        """Average. A value that is not finite makes the mean NaN on all ranks."""
         norms = self._norms(x_d, call)
         if finish_without_codes(max(norms) if all(n <= LARGEST for n in norms) else math.nan, out_d):
             return
         inner = self._kind(norms[call.group.rank], self._bits, call)
         sparse = isinstance(self._norm, tuple)
-        code: LocalCode = Sparse(inner, self._bits, linear=self._kind is LocalLinear) if sparse else inner
+        code: LocalCode = SparseCode(inner, self._bits, linear=self._kind is LocalLinear) if sparse else inner
         average_gathered(x_d, out_d, code, norms, call)
 
     def _norms(self, x_d: Tensor, call: Call) -> list[float]:
@@ -221,7 +220,7 @@ class GatheredAverage:
             return [row[0] for row in call.group.gather_numbers([own])]
 
     def squared_error(self, x_d: Tensor, call: Call) -> float:
-        """See LayerAverage."""
+        """Return the squared error of this rank's codes."""
         code, sent = self._kind(1.0, self._bits, call), torch.zeros_like(x_d)
         code.add(code.encode(x_d, 0), 1.0, sent)
-        return squared(x_d - sent)
+        return squared_norm(x_d - sent)

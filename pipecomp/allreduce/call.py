@@ -1,7 +1,12 @@
-"""One bucket on its way: who averages it, its random numbers, where its time goes."""
+"""One averaging call: its context and counters, and the norms and limits that ranks agree on before they send codes.
+
+Norms over workers are ‖x‖_{q,p} = (Σ_i ‖x_i‖_q^p)^(1/p), with x_i the values of worker i.
+Shape suffix: d values of a bucket.
+"""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,19 +20,25 @@ from pipecomp.kernels import ops
 from pipecomp.kernels.staging import Copy, FinishedCopy, HostStaging, Staging
 
 Name = int | str  # of a parameter
-Slices = tuple[tuple[Name, int], ...]  # what a bucket is made of: (parameter, its values)
+Slices = tuple[tuple[Name, int], ...]  # (parameter, number of values) for each parameter of a bucket
 PARTS = ("quantize", "wait", "reduce", "decode")
+SAMPLE = 1 << 16  # leading values of a bucket whose compression error is measured
+LARGEST = float(torch.finfo(torch.float32).max)
+_SAFE = (1e-12, 1e15)  # norms between these cannot have lost squares of float32 values to under- or overflow
 _HOST = HostStaging()
 _NOTHING = torch.empty(0, dtype=torch.uint8)
-SAMPLE = 1 << 16  # values of a bucket's beginning of which the compression's error is measured
 
 
 @dataclass(slots=True)
 class Counters:
-    """What a state has done so far, on this rank.
+    """Totals of a state on this rank.
 
-    bytes_raw: what a ring all-reduce of the buckets in their own dtype puts on this rank's links. bytes_sent: what was
-    put there. seconds by part: quantize (norms too), wait (for other ranks), reduce (of other ranks' values), decode.
+    Attributes:
+        calls: averages.
+        bytes_raw: what ring all-reduces of the buckets in their own dtype would have sent.
+        bytes_sent: bytes sent.
+        error_sum, error_count: sum and number of relative errors, see `add_error`.
+        seconds: by part: quantize (with norms), wait (for other ranks), reduce (other ranks' values), decode.
     """
 
     calls: int = 0
@@ -39,21 +50,21 @@ class Counters:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Count the time inside."""
+        """Add the time of the body to a part."""
         began = time.perf_counter()
         yield
         self.seconds[name] += time.perf_counter() - began
 
     def add_error(self, x: Tensor, decoded: Tensor) -> None:
-        """Count ‖x − decoded‖ / ‖x‖ of a part of one bucket."""
-        x = x.to(torch.float64)  # float32 does not hold the squares of all of its values
+        """Add the relative error ‖x − decoded‖ / ‖x‖ of a part of a bucket."""
+        x = x.to(torch.float64)  # float32 cannot hold the squares of all float32 values
         norm = float(torch.linalg.vector_norm(x))
         if norm > 0:
             self.error_sum += float(torch.linalg.vector_norm(x - decoded)) / norm
             self.error_count += 1
 
     def as_dict(self) -> dict:
-        """For reports."""
+        """Return plain values for reports."""
         return {
             "calls": self.calls,
             "bytes_raw": self.bytes_raw,
@@ -65,11 +76,17 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One averaging.
+    """Context of one averaging call.
 
-    number: how many came before it, the same on all ranks. key: whose error-feedback residual it uses. norm: the
-    values' norm over all workers where that is known already, and nobody has to be asked. staging: between where values
-    are quantized and the host, from which their codes travel.
+    Attributes:
+        group: the ranks.
+        counters: of the state.
+        seed: of the run.
+        number: calls before this one, the same on all ranks.
+        key: names the error-feedback residual.
+        slices: parameters of the bucket; None for a tensor by itself.
+        norm: norm over all workers, if it is known already.
+        staging: copies codes between the device that quantizes and the host that sends.
     """
 
     group: Group
@@ -82,13 +99,84 @@ class Call:
     staging: Staging = _HOST
 
     def to_host(self, codes: Tensor) -> Copy:
-        """Start copying codes, uint8, to where they are sent from."""
+        """Start to copy codes (uint8) to the host."""
         return self.staging.to_host(codes) if codes.numel() else FinishedCopy(_NOTHING)
 
     def to_device(self, received: Tensor) -> Copy:
-        """Start copying received bytes to where they are decoded."""
+        """Start to copy received bytes to the device."""
         return self.staging.to_device(received) if received.numel() else FinishedCopy(received)
 
-    def draw(self, *what: int) -> int:
-        """A seed for random numbers that all ranks agree on."""
-        return ops.mix_seed(self.seed, self.number, *what)
+    def draw(self, *purpose: int) -> int:
+        """Return a seed for random numbers that is the same on all ranks."""
+        return ops.mix_seed(self.seed, self.number, *purpose)
+
+
+# -- norms and limits
+
+
+def local_norm(x_d: Tensor, q: float) -> float:
+    """Return ‖x‖_q of one worker, q in [1, inf], for magnitudes from 1e-37 to 1e38; NaN or Inf if x holds any."""
+    if x_d.numel() == 0:
+        return 0.0
+    x_d = x_d.detach()
+    if math.isinf(q):
+        low, high = torch.aminmax(x_d)  # both are NaN if any value is
+        return float(torch.maximum(high, -low))
+    if q in (1.0, 2.0):
+        norm = float(torch.linalg.vector_norm(x_d, q, dtype=torch.float32))
+        if _SAFE[0] < norm < _SAFE[1]:
+            return norm
+    largest = local_norm(x_d, math.inf)
+    if not math.isfinite(largest) or largest == 0:
+        return largest
+    relative = x_d.to(torch.float64) / largest
+    return largest * float(torch.linalg.vector_norm(relative, q))
+
+
+def squared_norm(x_d: Tensor) -> float:
+    """Return ‖x‖₂² of float32 values, computed in float64."""
+    return float(torch.linalg.vector_norm(x_d, dtype=torch.float64)) ** 2
+
+
+def combine_norms(norms: list[float], p: float) -> float:
+    """Return the p-norm of the workers' norms; NaN if one is not finite."""
+    if not all(map(math.isfinite, norms)):
+        return math.nan
+    largest = max(norms)
+    if math.isinf(p) or largest == 0:
+        return largest
+    return float(largest * sum((n / largest) ** p for n in norms) ** (1 / p))
+
+
+def shared_norm(x_d: Tensor, exponents: tuple[float, float], call: Call) -> float:
+    """Return ‖x‖_{q,p} over all workers, the same number on every rank; `call.norm` if that is set.
+
+    It is NaN if any worker's x is not finite, or if float32 cannot hold the norm.
+    """
+    if call.norm is not None:
+        return call.norm
+    with call.counters.part("quantize"):
+        local = local_norm(x_d, exponents[0])
+    with call.counters.part("wait"):
+        norm = combine_norms([row[0] for row in call.group.gather_numbers([local])], exponents[1])
+    return norm if norm <= LARGEST else math.nan
+
+
+def finish_without_codes(norm: float, out_d: Tensor) -> bool:
+    """Write zeros for a norm of zero, NaN for one that is not finite; return False for others, which need codes."""
+    if norm == 0:
+        out_d.zero_()
+    elif not math.isfinite(norm):
+        out_d.fill_(math.nan)
+    else:
+        return False
+    return True
+
+
+def all_within(x_d: Tensor, call: Call, largest: float) -> bool:
+    """Return whether all values of all ranks are finite and at most `largest`; the same answer on every rank."""
+    with call.counters.part("quantize"):
+        low, high = torch.aminmax(x_d)
+    with call.counters.part("wait"):
+        limits = call.group.gather_numbers([float(low), float(high)])
+    return all(abs(value) <= largest for row in limits for value in row)

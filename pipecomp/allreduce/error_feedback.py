@@ -1,47 +1,51 @@
-"""Error-feedback residuals: what compression left out, kept for the next time.
+"""Error-feedback residuals: what compression left out, added to the next gradients.
 
-A residual belongs to its parameter, whatever bucket carries that: DDP cuts its buckets anew after the first step, and
-after a restart. `slices` says which parameters, by number or name, make up a bucket; a tensor without slices is a
-parameter of its own, named by its key.
+Note: [Error feedback over DDP's buckets]
+    A residual belongs to its parameter, not to a bucket: DDP rebuilds its buckets after the first step, in the order in
+    which gradients became ready, and again after a restart. `slices` lists the parameters of a bucket by number or
+    name; a tensor without slices is a parameter of its own, named by its key. The worker's residuals of a bucket are
+    one flat tensor, so that kernels update them in one pass; each parameter's piece is a view of it. When a bucket with
+    other slices comes, its tensor is assembled from the pieces, and buckets that shared a parameter with it are
+    dropped. An owner's residuals are of the mean over n ranks, for the chunks that this rank owns. When a bucket is
+    rebuilt, the chunks have other owners. The old owner then adds n times its residual to its own worker's residual:
+    the mean over ranks restores it, nothing is lost, and no other rank has to be asked.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipecomp.allreduce.call import Name, Slices
+from pipecomp.allreduce.call import Call, Name, Slices, all_within
 from pipecomp.allreduce.reduce_scatter import owned_spans
 from pipecomp.errors import ConfigError, ShapeError
 
-_LONE = -1  # stands for the slices of a lone tensor in a file
+_SINGLE = -1  # parameter number of a tensor by itself, in files
 
 
 class Residuals:
-    """Of one rank: a flat float32 tensor for each bucket's worker, and one for the chunks that it owns of each.
-
-    rank, ranks: of the group that averages.
-    """
+    """Residuals of one rank, as worker and as owner. rank, ranks: of the group that averages."""
 
     def __init__(self, rank: int = 0, ranks: int = 1) -> None:
         self._ranks = (ranks, rank)
-        self._pieces: dict[Name, Tensor] = {}  # of each parameter, views of its bucket's memory
-        self._buckets: dict[str, tuple[Slices | None, Tensor]] = {}  # those of which all pieces are where they were
+        self._pieces: dict[Name, Tensor] = {}  # by parameter, views of a bucket's tensor
+        self._buckets: dict[str, tuple[Slices | None, Tensor]] = {}  # those whose pieces are all in place
         self._owned: dict[tuple[str, Slices | None], Tensor] = {}
         self._scratch: dict[torch.device, Tensor] = {}
 
     def worker(self, key: str, slices: Slices | None, d: int, device: torch.device) -> Tensor:
-        """What this rank has not sent yet of the bucket, float32 [d]; zeros at first. Change it in place."""
+        """Return a bucket's residual, float32 [d], to be updated in place; zeros at first."""
         found = self._buckets.get(key)
         if found is not None and found[0] == slices and found[1].numel() == d:
-            return _used_here(found[1])
+            return _record_use(found[1])
         parts = _parts(key, slices, d)
         e_d = torch.zeros(d, device=device, dtype=torch.float32)
-        if slices is not None and key in self._pieces:  # of a file from before residuals belonged to parameters
-            e_d.copy_(_used_here(self._pieces.pop(key)))
+        if slices is not None and key in self._pieces:  # an old file: residuals of buckets
+            e_d.copy_(_record_use(self._pieces.pop(key)))
         for (name, count), target in zip(parts, _split(e_d, parts), strict=True):
             piece = self._pieces.get(name)
             if piece is not None and piece.numel() != count:
@@ -49,41 +53,39 @@ class Residuals:
                     f"gradient {name!r}: {count} values now, {piece.numel()} before; give every tensor a key of its own"
                 )
             if piece is not None:
-                target.copy_(_used_here(piece))
+                target.copy_(_record_use(piece))
         self._buckets.pop(key, None)
         self._place_in(key, slices, e_d)
         return e_d
 
     def _place_in(self, key: str, slices: Slices | None, e_d: Tensor) -> None:
-        """A bucket's residuals are in e from here on; other buckets that had one of its parameters are no more."""
+        """Make e the residual of a bucket, and drop other buckets with one of its parameters."""
         parts = _parts(key, slices, e_d.numel())
         for other, (theirs, other_d) in list(self._buckets.items()):
-            if _share(parts, _parts(other, theirs, other_d.numel())):
+            if _overlap(parts, _parts(other, theirs, other_d.numel())):
                 del self._buckets[other]
         self._pieces |= zip(dict(parts), _split(e_d, parts), strict=True)
         self._buckets[key] = (slices, e_d)
 
     def owner(self, key: str, slices: Slices | None, d: int) -> Tensor:
-        """What this rank has not sent yet of the chunks that it owns of a bucket, one after the other.
+        """Return the owner's residual of this rank's chunks of a bucket, concatenated, to be updated in place.
 
-        It is float32 on the CPU, zeros at first. Change it in place. Call it after `worker`, whose residual it may
-        change.
-        Where chunks have other owners from here on, this rank makes up as a worker for what it has left of the mean
-        over n ranks, with n times that: nothing is lost, and no other rank has to be asked.
+        It is float32 on the CPU, zeros at first. Call `worker` before: this may update the worker's residual.
         """
         if (key, slices) not in self._owned:
             if slices is not None and (key, None) in self._owned:  # as in `worker`
                 self._owned[key, slices] = self._owned.pop((key, None))
                 return self._owned[key, slices]
             for place, left in list(self._owned.items()):
-                if _share(_parts(key, slices, d), _parts(*place, 0)):
+                if _overlap(_parts(key, slices, d), _parts(*place, 0)):
                     del self._owned[place]
-                    self._make_up(*place, left)
+                    self._return_to_worker(*place, left)
             count = sum(span.count for span in owned_spans(d, *self._ranks))
             self._owned[key, slices] = torch.zeros(count, dtype=torch.float32)
         return self._owned[key, slices]
 
-    def _make_up(self, key: str, slices: Slices | None, left: Tensor) -> None:
+    def _return_to_worker(self, key: str, slices: Slices | None, left: Tensor) -> None:
+        """Add n times an owner's residual to this rank's worker residuals."""
         d = self._pieces[key].numel() if slices is None else sum(count for _, count in slices)
         mean_d = torch.zeros(d, dtype=torch.float32)
         spans = owned_spans(d, *self._ranks)
@@ -91,52 +93,68 @@ class Residuals:
             span.of(mean_d).copy_(part)
         parts = _parts(key, slices, d)
         for (name, _), part in zip(parts, _split(mean_d, parts), strict=True):
-            piece = _used_here(self._pieces[name])
+            piece = _record_use(self._pieces[name])
             piece.add_(part.to(piece.device), alpha=self._ranks[0])
 
-    def plus(self, x_d: Tensor, e_d: Tensor) -> Tensor:
-        """x + e, float32 [d], in a buffer that the next call uses again: fresh pages cost more than the addition."""
+    def add_to(self, x_d: Tensor, out_d: Tensor, call: Call, largest: float) -> tuple[Tensor, Tensor] | None:
+        """Add a bucket's residual e to its values.
+
+        Returns:
+            (e, x + e), float32 [d]: the residual, to be updated in place, and a buffer that the next call overwrites.
+            None if a sum of any rank is not finite or above `largest`: then out is NaN on all ranks, and residuals are
+            unchanged.
+        """
+        with call.counters.part("quantize"):
+            e_d = self.worker(call.key, call.slices, x_d.numel(), x_d.device)
+            sum_d = self._sum(x_d, e_d)
+        if all_within(sum_d, call, largest):
+            return e_d, sum_d
+        out_d.fill_(math.nan)
+        return None
+
+    def _sum(self, x_d: Tensor, e_d: Tensor) -> Tensor:
+        """Return x + e in a reused buffer: page faults of a new one cost more than the addition."""
         scratch = self._scratch.get(x_d.device)
         if scratch is None or scratch.numel() < x_d.numel():
             scratch = self._scratch[x_d.device] = torch.empty(x_d.numel(), device=x_d.device, dtype=torch.float32)
         return torch.add(e_d, x_d, out=scratch[: x_d.numel()])
 
     def _unplaced(self) -> dict[Name, Tensor]:
-        """Residuals of parameters whose bucket is no more."""
+        """Return the residuals of parameters whose bucket was dropped."""
         placed = {n for key, (slices, e_d) in self._buckets.items() for n, _ in _parts(key, slices, e_d.numel())}
         return {name: piece for name, piece in self._pieces.items() if name not in placed}
 
     def norm(self) -> float:
-        """‖e‖₂ over all of the worker's residuals."""
+        """Return ‖e‖₂ over all of the worker's residuals."""
         return float(sum(float(piece.double().square().sum()) for piece in self._pieces.values()) ** 0.5)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain containers and tensors, for `torch.save`; a parameter whose bucket is no more has one of its own."""
-        buckets = {key: (_said(slices, e_d.numel()), e_d) for key, (slices, e_d) in self._buckets.items()}
+        """Return plain containers and tensors on the CPU; a parameter whose bucket was dropped has one of its own."""
+        buckets = {key: (_slices_to_file(slices, e_d.numel()), e_d) for key, (slices, e_d) in self._buckets.items()}
         for name, piece in self._unplaced().items():
             buckets[f"parameter {name}"] = (((name, piece.numel()),), piece)
         return {
             "worker": {key: (slices, e_d.cpu().clone()) for key, (slices, e_d) in buckets.items()},
-            "owner": {(key, _said(slices, e.numel())): e.clone() for (key, slices), e in self._owned.items()},
+            "owner": {(key, _slices_to_file(slices, e.numel())): e.clone() for (key, slices), e in self._owned.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
-        """Go on with what `state_dict` returned; nothing of it is shared, as residuals change in place."""
+        """Restore a copy of the return value of `state_dict`."""
         try:
             worker, owner = state["worker"], state["owner"]
         except (KeyError, TypeError) as error:
             raise ConfigError("state", sorted(state) if isinstance(state, dict) else state, "worker, owner") from error
         self._pieces, self._buckets = {}, {}
         for key, (slices, e_d) in worker.items():
-            self._place_in(key, _named(slices), e_d.to(device, copy=True))
-        self._owned = {(key, _named(slices)): e.clone() for (key, slices), e in owner.items()}
+            self._place_in(key, _slices_of_file(slices), e_d.to(device, copy=True))
+        self._owned = {(key, _slices_of_file(slices)): e.clone() for (key, slices), e in owner.items()}
 
 
-def _used_here(x_d: Tensor) -> Tensor:
-    """Let nobody have x's memory before the current stream is done with x; returns x.
+def _record_use(x_d: Tensor) -> Tensor:
+    """Record that the current stream uses x, and return x.
 
-    Residuals of a file are loaded on another stream than averages run on, and memory that is let go goes back to the
-    stream that it is from, which would use it at once.
+    Residuals of a file are allocated on another stream than averages run on. Without the record their memory, once
+    freed, would be reused by that stream before this one is done.
     """
     if x_d.is_cuda:
         x_d.record_stream(torch.cuda.current_stream(x_d.device))
@@ -144,26 +162,26 @@ def _used_here(x_d: Tensor) -> Tensor:
 
 
 def _parts(key: str, slices: Slices | None, d: int) -> Slices:
-    """The parameters of a bucket of d values."""
+    """Return the parameters of a bucket of d values."""
     return ((key, d),) if slices is None else slices
 
 
 def _split(x_d: Tensor, parts: Slices) -> tuple[Tensor, ...]:
-    """A bucket's values by parameter."""
+    """Split a bucket's values by parameter."""
     return x_d.split([count for _, count in parts])
 
 
-def _share(a: Slices, b: Slices) -> bool:
-    """Whether two buckets have a parameter in common."""
+def _overlap(a: Slices, b: Slices) -> bool:
+    """Return whether two buckets share a parameter."""
     return not dict(a).keys().isdisjoint(dict(b))
 
 
-def _said(slices: Slices | None, count: int) -> Slices:
-    """What a file says of a bucket's slices."""
-    return ((_LONE, count),) if slices is None else slices
+def _slices_to_file(slices: Slices | None, count: int) -> Slices:
+    """Convert slices for a file."""
+    return ((_SINGLE, count),) if slices is None else slices
 
 
-def _named(slices: Iterable[Sequence[Any]]) -> Slices | None:
-    """A file's slices; None for a lone tensor."""
+def _slices_of_file(slices: Iterable[Sequence[Any]]) -> Slices | None:
+    """Convert slices of a file; None for a tensor by itself."""
     found = tuple((name, count) for name, count in slices)
-    return None if found and found[0][0] == _LONE else found
+    return None if found and found[0][0] == _SINGLE else found

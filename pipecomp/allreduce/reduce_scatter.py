@@ -1,9 +1,9 @@
-"""One collective for all dense methods: chunks go to their owners packed, are reduced there, and come back packed.
+"""Reduce-scatter and all-gather of codes in pieces, the collective of all dense methods.
 
-Every rank owns one chunk of each piece of the bucket. It receives that chunk's codes from everyone, reduces them in one
-place, so that all ranks decode the same bits, and sends the result to everyone: 2 (n − 1)/n of the codes' bytes per
-rank, for any n. While one piece is quantized or reduced, the ones before and after it are on the link. Values of a GPU
-are quantized and decoded there and reduced on the host; while a piece's codes are copied out, the next is quantized.
+Every rank owns one chunk of each piece of the bucket. It receives that chunk's codes from all ranks, reduces them, and
+sends the result to all, so that all ranks decode the same bits. A rank sends 2 (n − 1)/n of the codes' bytes, for any
+n. While one piece is quantized or reduced, its neighbours are on the link. On a GPU, values are quantized and decoded
+on the device and reduced on the host; the next piece is quantized while codes are copied.
 """
 
 from __future__ import annotations
@@ -19,52 +19,52 @@ from pipecomp.allreduce.group import Pending
 from pipecomp.kernels.staging import Copy
 
 PIECE = 1 << 20  # values
-ALIGN = 64  # values: chunks start on whole bytes at any width
+ALIGN = 64  # values: chunks start at whole bytes for any width
 
 
-class Code(Protocol):
-    """How the values of one bucket become bytes; `start` is the index in the bucket of the first one."""
+class DenseCode(Protocol):
+    """Conversion of a bucket's values to bytes. `start` is the index of the first value in the bucket."""
 
     def encoded_bytes(self, count: int) -> int:
-        """Bytes of `count` values of one rank."""
+        """Return the bytes of `count` values of one rank."""
 
     def encode(self, x: Tensor, start: int) -> Tensor:
-        """This rank's values, uint8 on their device."""
+        """Encode this rank's values, uint8 on their device."""
 
     def reduced_bytes(self, count: int) -> int:
-        """Bytes of `count` reduced values."""
+        """Return the bytes of `count` reduced values."""
 
     def reduce(self, parts: list[Tensor], count: int, start: int) -> Tensor:
-        """All ranks' codes of the same values to one, uint8, on the host."""
+        """Reduce all ranks' codes of the same values to one, uint8 on the host."""
 
     def decode(self, reduced: Tensor, out: Tensor, start: int) -> None:
-        """Write the mean to out, on the device that both are on."""
+        """Write the mean to out; both are on the same device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A run of values: [start, end) of the bucket."""
+    """The values [start, end) of a bucket."""
 
     start: int
     end: int
 
     @property
     def count(self) -> int:
-        """How many values."""
+        """Number of values."""
         return self.end - self.start
 
     def of(self, x: Tensor) -> Tensor:
-        """These values of a flat tensor."""
+        """Return these values of a flat tensor, as a view."""
         return x[self.start : self.end]
 
 
 def spans(start: int, end: int, length: int) -> list[Span]:
-    """[start, end) in runs of `length`; the last may be shorter."""
+    """Split [start, end) into spans of `length`; the last may be shorter."""
     return [Span(lo, min(lo + length, end)) for lo in range(start, end, length)]
 
 
 def chunks(piece: Span, n: int) -> list[Span]:
-    """A piece's values by their owners: n spans, of which the last ones may be short or empty."""
+    """Split a piece by owners, into n spans; the last ones may be short or empty."""
     each = -(-piece.count // n)
     each = -(-each // ALIGN) * ALIGN
     cuts = [min(piece.start + i * each, piece.end) for i in range(n + 1)]
@@ -72,19 +72,19 @@ def chunks(piece: Span, n: int) -> list[Span]:
 
 
 def piece_length(n: int) -> int:
-    """Values in a piece: enough for each owner's messages to be large."""
+    """Return the values of a piece, which grow with n so that owners' messages stay large."""
     return PIECE * max(1, n // 4)
 
 
 def owned_spans(d: int, n: int, rank: int) -> list[Span]:
-    """What a rank owns of a bucket of d values: its chunk of each piece."""
+    """Return a rank's chunk of each piece of a bucket of d values."""
     return [chunks(piece, n)[rank] for piece in spans(0, d, piece_length(n))]
 
 
-def reduce_bucket(x_d: Tensor, out_d: Tensor, code: Code, call: Call) -> None:
-    """out ← the mean of all ranks' x, through `code`; out may be x."""
+def reduce_bucket(x_d: Tensor, out_d: Tensor, code: DenseCode, call: Call) -> None:
+    """Write the mean of all ranks' x to out, which may be x."""
     pieces = spans(0, x_d.numel(), piece_length(call.group.size))
-    lag = copying_turns(call)
+    lag = copy_lag(call)
     encoded: dict[int, list[Copy]] = {}
     scattered: dict[int, Pending] = {}
     gathered: dict[int, Pending] = {}
@@ -99,19 +99,19 @@ def reduce_bucket(x_d: Tensor, out_d: Tensor, code: Code, call: Call) -> None:
             collect(pieces[i - lag - 2], gathered.pop(i - lag - 2), out_d, code, call)
 
 
-def copying_turns(call: Call) -> int:
-    """How many pieces later than it is quantized a piece is sent: one, where its codes are copied to the host first."""
+def copy_lag(call: Call) -> int:
+    """Return how many pieces later a piece is sent than quantized: one if its codes are copied to the host first."""
     return 0 if call.staging.immediate else 1
 
 
-def encode(piece: Span, x_d: Tensor, code: Code, call: Call) -> list[Copy]:
-    """Quantize a piece's chunks, and start copying their codes to the host."""
+def encode(piece: Span, x_d: Tensor, code: DenseCode, call: Call) -> list[Copy]:
+    """Quantize a piece's chunks and start to copy their codes to the host."""
     with call.counters.part("quantize"):
         owned = chunks(piece, call.group.size)
         return [call.to_host(code.encode(chunk.of(x_d), chunk.start)) for chunk in owned]
 
 
-def scatter(piece: Span, encoded: list[Copy], code: Code, call: Call) -> Pending:
+def scatter(piece: Span, encoded: list[Copy], code: DenseCode, call: Call) -> Pending:
     """Send each chunk's codes to its owner."""
     with call.counters.part("quantize"):
         outgoing = [copy.wait() for copy in encoded]
@@ -119,8 +119,8 @@ def scatter(piece: Span, encoded: list[Copy], code: Code, call: Call) -> Pending
     return call.group.exchange(outgoing, [code.encoded_bytes(mine)] * call.group.size)
 
 
-def reduce_own(piece: Span, scattered: Pending, code: Code, call: Call) -> Pending:
-    """Reduce the chunk that this rank owns, and send it to all."""
+def reduce_own(piece: Span, scattered: Pending, code: DenseCode, call: Call) -> Pending:
+    """Reduce this rank's chunk and send it to all."""
     owned = chunks(piece, call.group.size)
     mine = owned[call.group.rank]
     with call.counters.part("wait"):
@@ -132,19 +132,24 @@ def reduce_own(piece: Span, scattered: Pending, code: Code, call: Call) -> Pendi
     return call.group.gather(reduced, [code.reduced_bytes(chunk.count) for chunk in owned])
 
 
-def collect(piece: Span, gathered: Pending, out_d: Tensor, code: Code, call: Call) -> None:
+def collect(piece: Span, gathered: Pending, out_d: Tensor, code: DenseCode, call: Call) -> None:
     """Decode all chunks of a piece."""
     with call.counters.part("wait"):
         parts = gathered.wait()
     with call.counters.part("decode"):
         arriving = [call.to_device(reduced) for reduced in parts]
         for chunk, copy in zip(chunks(piece, call.group.size), arriving, strict=True):
-            if chunk.count:  # the bytes of an empty one, of which there are none, stay on the host
+            if chunk.count:  # an empty tensor stays on the host
                 code.decode(copy.wait(), chunk.of(out_d), chunk.start)
     with call.counters.part("wait"):
         gathered.finish()
 
 
 def packed_bytes(count: int, bits: int) -> int:
-    """Bytes of `count` codes of `bits` bits."""
+    """Return the bytes of `count` codes of `bits` bits."""
     return (count * bits + 7) // 8
+
+
+def levels_of(bits: int) -> int:
+    """Return s, the levels on each side of zero of signed codes of b bits: 2^(b−1) − 1."""
+    return (1 << (bits - 1)) - 1

@@ -1,18 +1,30 @@
-"""What averages gradients: a method, its ranks, error-feedback residuals, counters, and the thread that works."""
+"""The state of a DDP communication hook: method, ranks, residuals, counters, and the thread that averages.
+
+A state is saved with `torch.save(state.state_dict(), …)`, or to a file without pickle: tensors as safetensors, the rest
+as JSON in its header.
+
+state.number_parameters(model.parameters())    # before the first average, also in the run that saves
+state.save("memories-0.safetensors")           # between steps; each rank its own file
+state.load("memories-0.safetensors", device)   # same method, rank and number of ranks
+"""
 
 from __future__ import annotations
 
 import atexit
-import dataclasses
 import itertools
+import json
+import os
 import queue
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -21,18 +33,22 @@ from pipecomp.allreduce.call import Call, Counters, Name, Slices
 from pipecomp.allreduce.error_feedback import Residuals
 from pipecomp.allreduce.group import Group
 from pipecomp.allreduce.method import Average, Stateful
-from pipecomp.allreduce.methods.torch_hooks import LoneBucket
-from pipecomp.allreduce.options import Gradients
+from pipecomp.allreduce.methods import create_method
+from pipecomp.allreduce.methods.baselines import SingleTensorBucket
+from pipecomp.config.gradients import Gradients
 from pipecomp.errors import ConfigError, ShapeError
 from pipecomp.kernels.staging import Staging, staging_for
 from pipecomp.stats import ring_bytes
+from pipecomp.utils.files import atomic_write
+from pipecomp.utils.serialization import decode_tree, encode_tree
 
-_FAILED_S = 10.0  # for what is under way when other ranks may be gone, and when the interpreter ends
+FORMAT = "pipecomp gradient memories 1"
+_FAILED_S = 10.0  # wait for running averages when other ranks may be gone, and when the interpreter exits
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 @dataclass(slots=True)
-class _Job:
+class _AverageJob:
     x_d: Tensor
     out_d: Tensor
     key: str
@@ -40,31 +56,32 @@ class _Job:
     number: int
     loss_scale: float
     future: torch.futures.Future[Tensor]
-    ready: Any = None  # CUDA event after which x_d may be read and out_d be written
+    ready: Any = None  # CUDA event after which x_d may be read and out_d written
 
 
 class State:
-    """Average tensors over a group's ranks, compressed; with `ddp_hook` the state of a DDP communication hook.
+    """Compressed averages over a group's ranks; with `ddp_hook` the state of a DDP communication hook.
 
-    All ranks must make states, and average with them, in the same order.
+    All ranks must create states, and average with them, in the same order.
 
     Args:
         method: a gradient method's name, see `pipecomp.gradient_config.Gradients`.
-        group: a process group or a list of global ranks, None for all ranks; without torch.distributed there is one
-            rank, and only the method's own error is seen.
+        group: a process group or a list of global ranks; None for all ranks. Without torch.distributed there is one
+            rank, and an average has the method's error alone.
         seed: of all random draws, the same on all ranks.
-        timeout_s: seconds of silence after which a rank counts as lost; "fp16" and "powersgd" go by that of a process
-            group that is given.
+        timeout_s: seconds of silence after which a rank counts as lost; "fp16" and "powersgd" use the timeout of a
+            given process group.
         **options: the method's options.
 
     Attributes:
-        loss_scale: what the gradients given from here on were multiplied by (FP16), the same on all ranks. Residuals
-            and all else that is kept are without, so that the scale may change.
-        staging: what copies codes between the tensors' device and the host, to be set before the first call; None
-            until then for one of its own. Tensors of one device are averaged only.
+        options: the validated method and options.
+        loss_scale: factor of the gradients (FP16), the same on all ranks. Residuals and other memory are unscaled, so
+            it may change between calls.
+        staging: copies codes between the tensors' device and the host; set it before the first call, or leave None for
+            a new one. All tensors must be on one device.
 
     Raises:
-        ConfigError: for a method, or an option of it, that is not allowed.
+        ConfigError: for an unknown method, and options that are not allowed.
 
     Example:
         >>> state = State(method="global_qsgd", levels="exponential", bits=8)
@@ -74,59 +91,55 @@ class State:
     def __init__(
         self, method: str, *, group: Any = None, seed: int = 0, timeout_s: float = 120.0, **options: Any
     ) -> None:
-        try:
-            self.options = Gradients(method=method, **options)
-        except TypeError as error:
-            known = [f.name for f in dataclasses.fields(Gradients)]
-            unknown = sorted(set(options) - set(known))
-            raise ConfigError(unknown[0] if unknown else "options", options, ", ".join(known)) from error
+        self.options = Gradients(method=method, **options)
         if self.options.exchanges_in_optimizer:
-            raise ConfigError("method", method, "a method for gradients: this is an optimizer, optim.QuantizedAdam")
+            hint = "Its optimizer is pipecomp.optim.QuantizedAdam."
+            raise ConfigError("method", method, "a method that averages gradients", hint)
         if self.options.local is not None:
             hint = "A State averages in every call; local steps are run by `pipecomp.initialize`."
             raise ConfigError("local_steps", self.options.local_steps, "null", hint)
         self.seed, self.loss_scale = seed, 1.0
         self.staging: Staging | None = None
-        chosen = self.options.chosen
-        shared = not (chosen.by_hook and isinstance(group, (list, tuple)))
+        self._method = create_method(self.options)
+        shared = not (self._method.by_hook and isinstance(group, (list, tuple)))
         self.group = group.again() if isinstance(group, Group) else Group(group, timeout_s=timeout_s, shared=shared)
         self._hooks_group = self.group.process_group if isinstance(group, (list, tuple, Group)) else group
         self._counters = Counters()
-        self._numbers = WeakIdKeyDictionary()  # weakref's own compares tensors element-wise
-        self._next_number = itertools.count()  # no number comes again, though parameters go
+        self._numbers = WeakIdKeyDictionary()  # weakref.WeakKeyDictionary compares tensors element-wise
+        self._next_number = itertools.count()  # never reused, even after a parameter is freed
         self.forget()
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_AverageJob | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._stream: Any = None
 
     def forget(self) -> None:
-        """Begin anew, without residuals; call it between steps, on all ranks. What was counted so far stays."""
+        """Discard residuals and other memory, but not counters; call it between steps, on all ranks."""
         self._calls, self.memory = 0, Residuals(self.group.rank, self.group.size)
-        chosen, layers = self.options.chosen, self.options.layerwise
-        self._hook = chosen.hook(self._hooks_group, layers)  # torch's take the caller's own process group
+        method, adaptive = self._method, self.options.adaptive_options
+        self._hook = method.hook(self._hooks_group, adaptive)  # torch's hooks use the caller's own process group
         self._average: Average | None = None
         if self._hook is None:
-            self._average = AdaptiveAverage(chosen, layers, self.memory) if layers else chosen.average(self.memory)
+            self._average = AdaptiveAverage(method, adaptive, self.memory) if adaptive else method.average(self.memory)
 
     # -- averaging
 
     def submit(
         self, tensor: Tensor, key: str, *, slices: Slices | None = None, out: Tensor | None = None
     ) -> torch.futures.Future[Tensor]:
-        """Start averaging a tensor, which must not change before the future is done.
+        """Start to average a tensor, which must not change before the future is done.
 
         Args:
             tensor: of any float dtype and shape.
             key: names its error-feedback residual.
-            slices: (number, values) of the parameters that it is made of, where residuals belong to these, as they do
-                with DDP, whose buckets change; each is a layer of its own for `adaptive`.
-            out: where the mean goes, contiguous, may be `tensor` itself; None for a new tensor.
+            slices: (name, number of values) of each parameter in a bucket; residuals then belong to the parameters, and
+                each is a layer for `adaptive`.
+            out: contiguous output, which may be `tensor` itself; None for a new tensor.
 
         Returns:
             A future of the mean, in the tensor's dtype and shape.
 
         Raises:
-            ShapeError: for a dtype that is no float, and an `out` of another shape or dtype.
+            ShapeError: for a dtype that is not a float, and an `out` of another shape or dtype.
         """
         if tensor.dtype not in DTYPES:
             raise ShapeError(f"gradient {key}: dtype {tensor.dtype}, allowed: {', '.join(map(str, DTYPES))}")
@@ -139,11 +152,11 @@ class State:
             future.set_result(out.detach())
             return future
         if self._hook is not None and self.group.give_way is None:
-            return self._run_lone(tensor.detach(), out, key, self.loss_scale)
+            return self._run_hook_on_tensor(tensor.detach(), out, key, self.loss_scale)
         x_d = tensor.detach().reshape(-1)
         if x_d.dtype == torch.float64 and self._hook is None:
             x_d = x_d.to(torch.float32)
-        job = _Job(x_d, out.detach(), key, slices, self._calls, self.loss_scale, future)
+        job = _AverageJob(x_d, out.detach(), key, slices, self._calls, self.loss_scale, future)
         if tensor.is_cuda:
             job.ready = torch.cuda.Event()
             job.ready.record(torch.cuda.current_stream(tensor.device))
@@ -152,26 +165,26 @@ class State:
         return future
 
     def run_bucket(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        """Average one of DDP's buckets in place and return a future of its buffer."""
+        """Start to average one of DDP's buckets in place, and return a future of its buffer."""
         if self._hook is None:
             return self.submit(bucket.buffer(), str(bucket.index()), slices=self._slices(bucket), out=bucket.buffer())
         buffer, layers = bucket.buffer(), [number for number, _ in self._slices(bucket)]
-        scale = self._hooks_scale(self.loss_scale)
+        scale = self._hook_scale(self.loss_scale)
         self._count_call()
         if scale == 1:
             return self._run_hook(bucket, "ddp", buffer, layers)
         buffer.div_(scale)
         return self._run_hook(bucket, "ddp", buffer, layers).then(lambda f: f.value().mul_(scale))
 
-    def _hooks_scale(self, loss_scale: float) -> float:
-        """What a hook gets values divided by: the loss scale if it keeps something of them; half precision needs it."""
-        return 1.0 if self._kept() is None else loss_scale
+    def _hook_scale(self, loss_scale: float) -> float:
+        """Return the divisor of a hook's values: the loss scale if the hook has memory. Half precision needs it."""
+        return 1.0 if self._stateful() is None else loss_scale
 
-    def _run_lone(self, x: Tensor, out: Tensor, key: str, loss_scale: float) -> torch.futures.Future[Tensor]:
-        """Average a tensor by torch's hook, into `out`."""
-        scale = self._hooks_scale(loss_scale)
-        lone = LoneBucket(out.copy_(x) if scale == 1 else x.to(torch.float32) / scale, 0)
-        future = self._run_hook(lone, key, x, [key])
+    def _run_hook_on_tensor(self, x: Tensor, out: Tensor, key: str, loss_scale: float) -> torch.futures.Future[Tensor]:
+        """Average a tensor into `out` by torch's hook."""
+        scale = self._hook_scale(loss_scale)
+        bucket = SingleTensorBucket(out.copy_(x) if scale == 1 else x.to(torch.float32) / scale, 0)
+        future = self._run_hook(bucket, key, x, [key])
         return future if scale == 1 else future.then(lambda f: out.copy_(f.value() * scale))
 
     def _run_hook(
@@ -187,14 +200,14 @@ class State:
         self._counters.calls += 1
 
     def _count_raw(self, tensor: Tensor) -> None:
-        """Count together with what was sent for it: an average may be under way for many steps."""
+        """Count a tensor once it is sent: an average may run for many steps."""
         self._counters.bytes_raw += ring_bytes(tensor.numel() * tensor.element_size(), self.group.size)
 
     def _slices(self, bucket: Any) -> Slices:
         return tuple((self._number(parameter), parameter.numel()) for parameter in bucket.parameters())
 
     def _number(self, parameter: Tensor) -> int:
-        """By the order in which parameters were first seen, which is the same after a restart."""
+        """Number parameters in the order of their first use, which is the same after a restart."""
         if parameter not in self._numbers:
             self._numbers[parameter] = next(self._next_number)
         number: int = self._numbers[parameter]
@@ -210,13 +223,13 @@ class State:
             self._thread.start()
             atexit.register(_stop, self._jobs, self._thread)
 
-    def _run(self, job: _Job) -> None:
+    def _run(self, job: _AverageJob) -> None:
         if job.ready is None:
             self._mean(job)
             job.future.set_result(job.out_d)
             return
-        # Beside the backward pass, not behind it: on a stream of its own, whose end the future's waiter waits for. The
-        # device comes first: without, what this thread does to events and streams would make a context on GPU 0.
+        # Note: a separate stream runs beside the backward pass; the future makes its waiter wait for the stream's end.
+        # The device is set first, because events and streams would otherwise create a context on GPU 0.
         device = job.x_d.device
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
@@ -227,12 +240,12 @@ class State:
             self._mean(job)
             job.future.set_result(job.out_d)
 
-    def _mean(self, job: _Job) -> None:
+    def _mean(self, job: _AverageJob) -> None:
         """Compute a job's mean."""
         if self._hook is not None:
-            assert self.group.give_way is not None, "otherwise hooks run where they are called"
+            assert self.group.give_way is not None, "hooks run in the calling thread otherwise"
             self.group.give_way()
-            mean = self._run_lone(job.x_d.view_as(job.out_d), job.out_d, job.key, job.loss_scale).wait()
+            mean = self._run_hook_on_tensor(job.x_d.view_as(job.out_d), job.out_d, job.key, job.loss_scale).wait()
             if mean.data_ptr() != job.out_d.data_ptr():
                 job.out_d.copy_(mean)
             return
@@ -252,33 +265,46 @@ class State:
         self._counters.bytes_sent += self.group.bytes_sent - before
         self._count_raw(job.out_d)
 
-    # -- what is known
+    # -- statistics
 
     def stats(self) -> dict[str, Any]:
-        """Tell what was averaged so far, on this rank.
+        """Return this rank's totals.
 
         Returns:
-            `calls`; `bytes_raw`, of a ring all-reduce without compression; `bytes_sent`, what this rank put on its
-            links; `relative_error`, the mean over calls of ‖x − sent‖ / ‖x‖ for the beginning of each bucket (None
-            with "none", and where torch compresses); `seconds` by part: quantize, wait, reduce, decode.
+            `calls`; `bytes_raw`, of ring all-reduces without compression; `bytes_sent`; `relative_error`, the mean over
+            calls of ‖x − sent‖ / ‖x‖ for the leading values of each bucket (None with "none" and torch's hooks);
+            `seconds` by part: quantize, wait, reduce, decode.
         """
         return self._counters.as_dict()
 
     def layer_values(self) -> dict[Any, Any]:
-        """Tell what each layer has of the option that is adaptive, by parameter number or key; empty before a plan."""
+        """Return each layer's value of the adaptive option, by parameter number or key; empty before the first plan."""
         worker = self._average if self._hook is None else self._hook
         return dict(getattr(worker, "values", {}))
 
-    def _kept(self) -> Stateful | None:
-        """What keeps more than residuals."""
+    def _stateful(self) -> Stateful | None:
+        """Return the average or hook, if it has memory beside residuals."""
         worker = self._average if self._hook is None else self._hook
         return worker if isinstance(worker, Stateful) else None
 
+    # -- checkpoints
+
+    def number_parameters(self, parameters: Iterable[Tensor]) -> None:
+        """Number parameters in the model's order, before the first average.
+
+        Otherwise numbers follow DDP's first buckets, whose order differs once a model has trained.
+
+        Args:
+            parameters: all that have gradients.
+        """
+        for parameter in parameters:
+            self._number(parameter)
+
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's residuals, place in the random numbers and what its method keeps; call it between steps.
+        """Return this rank's residuals, number of calls and other memory; call it between steps.
 
         Returns:
-            Plain containers and tensors on the CPU, for `torch.save` and `load_state_dict`.
+            Plain containers and tensors on the CPU.
         """
         state = {
             "options": self.options.as_dict(),
@@ -287,19 +313,19 @@ class State:
             "calls": self._calls,
             "memory": self.memory.state_dict(),
         }
-        if (kept := self._kept()) is not None:
+        if (kept := self._stateful()) is not None:
             state[kept.saved_as] = kept.state_dict()
         return state
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device | str = "cpu") -> None:
-        """Go on with what `state_dict` returned on the same rank, and with nothing else.
+        """Restore the return value of `state_dict`.
 
         Args:
             state: of a state with the same options, rank and number of ranks.
-            device: where the gradients are.
+            device: of the gradients.
 
         Raises:
-            ConfigError: if it is of another one.
+            ConfigError: for the dict of another state.
         """
         mine = {"options": self.options.as_dict(), "rank": self.group.rank, "ranks": self.group.size}
         for key, value in mine.items():
@@ -308,24 +334,63 @@ class State:
         self.forget()
         self._calls = state["calls"]
         self.memory.load_state_dict(state["memory"], torch.device(device))
-        if (kept := self._kept()) is not None and kept.saved_as in state:
+        if (kept := self._stateful()) is not None and kept.saved_as in state:
             kept.load_state_dict(state[kept.saved_as], torch.device(device))
 
-    def close(self, *, failed: bool = False) -> None:
-        """Finish what is under way and end the thread; safe to call twice.
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write `state_dict` atomically to a file of this rank's own; call it between steps."""
+        tensors: dict[str, Tensor] = {}
+
+        def encode_leaf(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            name = str(len(tensors))
+            tensors[name] = leaf.detach().cpu().contiguous()
+            return {"tensor": name}
+
+        tree = json.dumps(encode_tree(self.state_dict(), encode_leaf))
+        with atomic_write(path) as part:
+            save_file(tensors, part, metadata={"format": FORMAT, "state": tree})
+
+    def load(self, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> None:
+        """Restore a file of `save`.
+
+        PowerSGD without `adaptive` sends two uncompressed steps, as at its start, before it uses its memory.
 
         Args:
-            failed: whether other ranks may not take part any more: then it is waited for a few seconds only. Without,
-                for as long as it takes, or until a rank has been silent for `timeout_s`: a thread that is left within
-                torch when the interpreter ends would abort the process.
+            path: of a state with the same options, rank and number of ranks.
+            device: of the gradients.
+
+        Raises:
+            ConfigError: for an incomplete file, and the file of another state.
+        """
+        try:
+            with safe_open(os.fspath(path), framework="pt") as file:
+                metadata = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        except (SafetensorError, OSError) as error:
+            raise ConfigError("gradient memories", os.fspath(path), f"a file that was saved whole ({error})") from error
+        if metadata.get("format") != FORMAT:
+            raise ConfigError("gradient memories", metadata.get("format"), f"{FORMAT!r}, in {Path(path).name}")
+        self.load_state_dict(decode_tree(json.loads(metadata["state"]), lambda _, name: tensors[name]), device)
+
+    def close(self, *, failed: bool = False) -> None:
+        """Finish running averages and end the thread; safe to call twice.
+
+        Note:
+            A thread inside torch when the interpreter exits would abort the process, so this waits until it is done, or
+            until a rank has been silent for `timeout_s`.
+
+        Args:
+            failed: other ranks may be gone; wait a few seconds only.
         """
         if self._thread is not None:
             _stop(self._jobs, self._thread, _FAILED_S if failed else None)
             self._thread = None
 
 
-def _work(reference: weakref.ref[State], jobs: queue.SimpleQueue[_Job | None]) -> None:
-    """Average one bucket after the other, in the order in which they came."""
+def _work(reference: weakref.ref[State], jobs: queue.SimpleQueue[_AverageJob | None]) -> None:
+    """Run the jobs of a state in their order, until it ends."""
     torch.set_grad_enabled(False)
     while (job := jobs.get()) is not None:
         state = reference()
@@ -333,23 +398,25 @@ def _work(reference: weakref.ref[State], jobs: queue.SimpleQueue[_Job | None]) -
             return
         try:
             state._run(job)
-        except Exception as error:  # whoever waits for the mean gets it
+        except Exception as error:  # raised by the future's waiter
             job.future.set_exception(error)  # type: ignore[arg-type]
         del state, job
 
 
-def _stop(jobs: queue.SimpleQueue[_Job | None], thread: threading.Thread, wait_s: float | None = _FAILED_S) -> None:
+def _stop(
+    jobs: queue.SimpleQueue[_AverageJob | None], thread: threading.Thread, wait_s: float | None = _FAILED_S
+) -> None:
     if thread.is_alive():
         jobs.put(None)
         thread.join(wait_s)
 
 
 def ddp_hook(state: State, bucket: Any) -> torch.futures.Future[Tensor]:
-    """Average one of DDP's buckets; the future keeps DDP's overlap with the backward pass.
+    """Average one of DDP's buckets, overlapped with the backward pass.
 
     Args:
-        state: what averages.
-        bucket: a `torch.distributed.GradBucket`; its buffer gets the mean.
+        state: averages.
+        bucket: a `torch.distributed.GradBucket`; the mean replaces its buffer.
 
     Returns:
         A future of the buffer.
@@ -360,25 +427,25 @@ def ddp_hook(state: State, bucket: Any) -> torch.futures.Future[Tensor]:
     return state.run_bucket(bucket)
 
 
-ddp_hook.__annotations__.clear()  # DDP reads them, and refuses strings, which they are in this file
+ddp_hook.__annotations__.clear()  # DDP checks annotations, and refuses the strings of this file
 
 
 def allreduce_mean(state: State, tensor: Tensor, key: str = "tensor") -> Tensor:
     """Average a tensor over all ranks of a state, without DDP.
 
     Args:
-        state: what averages.
+        state: averages.
         tensor: of any float dtype and shape, the same on every rank.
-        key: names its error-feedback residual: one for each tensor that is averaged again and again.
+        key: names the error-feedback residual; use one for each tensor.
 
     Returns:
         The mean as a new tensor, the same bits on every rank. NaN or Inf on any rank gives NaN on every rank and leaves
-        the residuals as they were; with "none", "fp16" and "powersgd" it gives what torch's own sums make of it.
+        residuals unchanged; with "none", "fp16" and "powersgd" they propagate as in torch's sums.
 
     Raises:
-        ShapeError: for a dtype that is no float, and another size than `key` had before.
-        PeerLostError: for a rank that is gone or silent. With "fp16" and "powersgd", which are torch's, RuntimeError
-            after their process group's own timeout.
+        ShapeError: for a dtype that is not a float, and a size that differs from earlier ones of `key`.
+        PeerLostError: for a rank that is gone or silent. torch's hooks, "fp16" and "powersgd", raise RuntimeError after
+            their process group's timeout.
 
     Example:
         >>> mean = allreduce_mean(state, layer.weight.grad, key="weight")

@@ -15,7 +15,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypedDict, cast
 
@@ -275,8 +275,8 @@ class CheckpointManager:
         engine = self.engine
         if saved is None or saved[0] != _bits(self.context.settings) or saved[1] == _bits(engine.pipecomp_config):
             return
-        a = replace(engine.pipecomp_config.activations, **saved[1])
-        engine.set_bits(replace(engine.pipecomp_config, activations=a))
+        a = engine.pipecomp_config.activations.replace(**saved[1])
+        engine.set_bits(engine.pipecomp_config.replace(activations=a))
         bits = f"{bits_text(a.forward_bits)} forward, {bits_text(a.backward_bits)} back"
         self._warn("bits: %s, from %s instead of this start's measurement", bits, folder)
 

@@ -232,7 +232,7 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine, EngineState):
         """
         if self.local is not None:
             with self.propagate_failure(), self.reporting.part("reduce"):
-                self.local.outer.meet(self.global_steps)
+                self.local.outer.synchronize(self.global_steps)
 
     def common_weights(self) -> AbstractContextManager[None]:
         """In the body, use the weights that replicas last had in common; `comm_stats` reports their step.

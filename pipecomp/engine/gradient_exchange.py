@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipecomp.allreduce import State, saving
+from pipecomp.allreduce import State
 from pipecomp.allreduce.named import submit_named
 from pipecomp.errors import ConfigError, require
 from pipecomp.gradient_config import Gradients
@@ -57,7 +57,7 @@ class GradientExchange:
         timeout_s: float,
         prefix: str = "",
     ) -> None:
-        average_options = options.of_average()
+        average_options = options.state_options()
         self._tied_ranks, self._prefix = tied, prefix
 
         def state(ranks: list[int] | tuple[int, ...], seed: int) -> State:
@@ -171,7 +171,7 @@ class ReplicaAdam(QuantizedAdam):
 def save_residuals(states: Iterable[tuple[str, State]], folder: Path, rank: int) -> None:
     """Write the error-feedback residuals of a rank into a checkpoint, one file for each name in `states`."""
     for name, state in states:
-        saving.save(state, folder / _residuals_file(name, rank))
+        state.save(folder / _residuals_file(name, rank))
 
 
 def load_residuals(states: Iterable[tuple[str, State]], folder: Path, rank: int, device: torch.device) -> None:
@@ -185,7 +185,7 @@ def load_residuals(states: Iterable[tuple[str, State]], folder: Path, rank: int,
         exists = state.group.gather_numbers([float(file.is_file())])
         missing = [r for r, (there,) in zip(state.group.ranks, exists, strict=True) if not there]
         if not missing:
-            saving.load(state, file, device)
+            state.load(file, device)
         elif len(missing) < len(exists):
             files = ", ".join(_residuals_file(name, r) for r in missing)
             raise ConfigError("load_dir", str(folder), f"a folder with {files} on the machines of these ranks")

@@ -22,7 +22,7 @@ from pipecomp.engine.gradient_exchange import GradientExchange
 from pipecomp.errors import ConfigError
 from pipecomp.interfaces import PipelineOptimizer, StageContext
 from pipecomp.local_steps.outer_steps import OuterSteps
-from pipecomp.local_steps.second_moments import SecondMoments
+from pipecomp.local_steps.row_statistics import SecondMoments
 from pipecomp.stages.link.transport import Transport
 from pipecomp.utils.files import atomic_write
 

@@ -164,6 +164,6 @@ def run_metadata(
         "micro_batches": micro_batches,
         "dtype": None if weight is None else str(weight.dtype).removeprefix("torch."),
         "hidden": int(stage.hidden_size) if isinstance(stage, Stage) else None,
-        "settings": replace_nonfinite({**asdict(settings), "activations": settings.activations.as_dict()}),
+        "settings": replace_nonfinite({**settings.model_dump(), "activations": settings.activations.as_dict()}),
         "network": None if network is None else replace_nonfinite(network),
     }

@@ -1,1 +1,1 @@
-"""Replicas that take steps of their own and average now and then: when, what, and the outer optimizer."""
+"""Local steps: replicas that average every few inner steps (DiLoCo)."""

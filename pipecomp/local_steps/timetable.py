@@ -1,4 +1,4 @@
-"""After which inner steps which fragment of the weights is averaged."""
+"""The schedule of fragments of the weights, and their division into fragments."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Mapping, Set
 
 from torch import Tensor
 
-from pipecomp.allreduce.local_options import LocalSteps
+from pipecomp.config.gradients import LocalSteps
 from pipecomp.errors import ConfigError
 
 
 class Timetable:
-    """Intervals of inner steps, one after the other.
+    """A sequence of intervals of inner steps.
 
     In an interval of h steps, fragment k of F is sent after step ⌈(k + 1)·h / F⌉, the last one after the last step.
-    Intervals only grow, so at least h steps are between two turns of a fragment. All ranks count the same steps and so
-    come to the same without a word.
+    Intervals only grow, so a fragment is sent at most every h steps. All ranks count the same steps, and so agree
+    without communication.
 
     Attributes:
-        began: Steps that were over when the present interval began.
+        began: step after which the current interval began.
     """
 
     def __init__(self, options: LocalSteps, began: int = 0) -> None:
@@ -26,38 +26,37 @@ class Timetable:
 
     @property
     def length(self) -> int:
-        """Steps of the present interval."""
+        """Steps of the current interval."""
         return self._options.interval(self.began)
 
     @property
     def overlap(self) -> int:
-        """Steps that go on while a fragment is averaged, less than an interval: it is there for its next turn."""
+        """Steps while a fragment is averaged, fewer than an interval, so that it arrives before it is sent again."""
         return min(self._options.overlap, self.length - 1)
 
     def due(self, step: int) -> list[int]:
-        """List the fragments that are sent after `step` steps of the run."""
+        """Return the fragments to send after `step` steps of the run."""
         fragments, length = self._options.fragments, self.length
         return [k for k in range(fragments) if -(-(k + 1) * length // fragments) == step - self.began]
 
-    def passed(self, step: int) -> None:
-        """Note that `step` steps of the run are over: the next interval may begin."""
+    def finish_step(self, step: int) -> None:
+        """Begin the next interval if the current one ends with `step`."""
         if step - self.began >= self.length:
             self.began = step
 
 
 def fragments_of(weights: Mapping[str, Tensor], tied: Set[str], count: int) -> list[list[str]]:
-    """Cut weights into fragments of about equal size, in order; each has one at least.
+    """Divide weights, in order, into fragments of about equal size with at least one weight each.
 
-    Weights that are tied to another stage's are all in the first: every stage that holds them has to average them after
-    the same step.
+    Tied weights are all in the first fragment: every stage that shares them must average them after the same step.
 
     Args:
-        weights: By name.
-        tied: Names of those that other stages hold too.
+        weights: by name.
+        tied: names of those that other stages share.
         count: F.
 
     Raises:
-        ConfigError: For more fragments than weights.
+        ConfigError: for more fragments than weights.
 
     Example:
         >>> fragments_of({"a": torch.zeros(2), "b": torch.zeros(2), "c": torch.zeros(4)}, set(), 2)
@@ -66,16 +65,15 @@ def fragments_of(weights: Mapping[str, Tensor], tied: Set[str], count: int) -> l
     order = [name for name in weights if name in tied] + [name for name in weights if name not in tied]
     most = len(order) - max(0, len(tied & set(order)) - 1)
     if count > most:
-        raise ConfigError(
-            "gradients.fragments", count, f"at most {most}, the weights that a stage trains; tied ones are one"
-        )
+        hint = "Each fragment needs a trained weight of the stage; tied weights count as one."
+        raise ConfigError("gradients.fragments", count, f"at most {most}", hint)
     total, before = sum(weights[name].numel() for name in order), 0
     found: list[list[str]] = [[] for _ in range(count)]
     for place, name in enumerate(order):
         middle = before + weights[name].numel() / 2
         before += weights[name].numel()
         wanted = 0 if name in tied else int(middle * count / max(1, total))
-        filled = next((k for k in range(count) if not found[k]), count)  # none stays empty, none is left out
-        last = count - (len(order) - place)  # what is needed for those that are left to fill the rest
+        filled = next((k for k in range(count) if not found[k]), count)  # the first empty fragment
+        last = count - (len(order) - place)  # leaves enough weights for the remaining fragments
         found[min(max(wanted, last), filled, count - 1)].append(name)
     return found

@@ -1,11 +1,11 @@
-"""Adam's arithmetic for one parameter, and how its variance is frozen: nothing here knows of other ranks.
+"""Adam's arithmetic for one parameter, and the freezing of its variance, on one rank.
 
-Operations and their order are those of `torch.optim.Adam`, for the same bits. All are float32, whatever the parameter
-is. What is kept of a parameter, its `Moments`, is a dict because torch saves it as one:
+Operations and their order are those of `torch.optim.Adam`, for the same bits. All are in float32 for any dtype of the
+parameter. A parameter's `Moments` are a dict, as torch saves optimizer states as dicts:
 
-    step         how many steps it has taken
-    frozen_at    the step at which its variance was frozen, 0 before
-    unit         what its momentum is divided by when it is exchanged, a power of two; 1.0 before
+    step         steps so far
+    frozen_at    step that froze the variance; 0 before
+    unit         divisor of the momentum in exchanges, a power of two; 1.0 before
     exp_avg      momentum, of the parameter's shape
     exp_avg_sq   variance, likewise
 """
@@ -27,7 +27,7 @@ Listed = list[tuple[Tensor, dict[str, Any]]]  # all parameters of an optimizer i
 
 
 def check_options(group: Mapping[str, Any]) -> None:
-    """ConfigError for options of a parameter group that Adam cannot take."""
+    """Raise ConfigError for options of a parameter group that are not allowed."""
     for key in ("lr", "eps", "weight_decay"):
         if not 0 <= float(group[key]) < math.inf:
             raise ConfigError(key, group[key], "a number of at least 0")
@@ -37,7 +37,7 @@ def check_options(group: Mapping[str, Any]) -> None:
 
 
 def new_moments(p: Tensor) -> Moments:
-    """What is kept of a parameter before its first step."""
+    """Return the moments of a parameter before its first step."""
     momentum, variance = (torch.zeros(p.shape, device=p.device, dtype=torch.float32) for _ in range(2))
     return {"step": 0, "frozen_at": 0, "unit": 1.0, "exp_avg": momentum, "exp_avg_sq": variance}
 
@@ -57,12 +57,12 @@ class Adam:
 
         Args:
             momentum: of a parameter, or of a part of it; float32.
-            g: the gradient of these values, float32; it may be of one rank alone, since this is linear in it.
+            g: gradient of these values, float32; of one rank alone is fine, as the update is linear in it.
             p: these values.
             options: of the parameter's group.
 
         Returns:
-            The gradient with weight decay, if that is part of it.
+            The gradient, with weight decay unless that is decoupled.
         """
         if options["weight_decay"] and not self.adam_w:
             g = g.add(p, alpha=options["weight_decay"])
@@ -70,16 +70,13 @@ class Adam:
         return g
 
     def update_moments(self, moments: Moments, gradient_d: Tensor, p: Tensor, options: Mapping[str, Any]) -> None:
-        """Update momentum and variance with a gradient that is averaged over ranks: a square is not linear in it."""
+        """Update momentum and variance with the mean gradient of all ranks: the variance is not linear in it."""
         g = self.update_momentum(moments["exp_avg"], gradient_d.view(p.shape).to(torch.float32), p, options)
         beta2 = options["betas"][1]
         moments["exp_avg_sq"].mul_(beta2).addcmul_(g, g, value=1 - beta2)
 
     def move(self, p: Tensor, moments: Moments, options: Mapping[str, Any]) -> None:
-        """Count the step and change p by its momentum and variance.
-
-        A frozen variance keeps the bias correction that it had when it was frozen.
-        """
+        """Count the step and update p. A frozen variance keeps its bias correction."""
         (beta1, beta2), lr = options["betas"], float(options["lr"])
         moments["step"] += 1
         x = p if p.dtype == torch.float32 else p.to(torch.float32)
@@ -93,15 +90,19 @@ class Adam:
 
 
 def freeze_variance(moments: Moments, bits: int) -> bool:
-    """Freeze the variance of a parameter, and find the unit of its momentum. bits: of an exchanged value.
+    """Freeze the variance of a parameter, and set the unit of its momentum.
 
-    Where the root of the variance is below 2^-bits of what is usual it is raised to that: rounding errors would
-    otherwise move values that have hardly any gradient by more than 1 (unused rows of an embedding).
+    The square root of the variance is raised to at least 2^-bits of its typical value. Otherwise rounding errors would
+    move values with tiny gradients by more than 1 (unused rows of an embedding).
+
+    Args:
+        moments: of the parameter; modified.
+        bits: of an exchanged value.
 
     Returns:
-        Whether it is frozen now; it stays as it was while all gradients have been zero, since nothing is usual then.
+        Whether it is frozen now; it is not while all gradients have been zero.
     """
-    unit = _usual(moments["exp_avg_sq"])
+    unit = _typical_scale(moments["exp_avg_sq"])
     if not unit:
         return False
     moments["exp_avg_sq"].clamp_(min=(unit * 2.0**-bits) ** 2)
@@ -110,9 +111,9 @@ def freeze_variance(moments: Moments, bits: int) -> bool:
 
 
 def thaw(optimizer: torch.optim.Optimizer) -> None:
-    """Let torch's Adam go on with what `QuantizedAdam` kept of its parameters, after it was loaded.
+    """Convert loaded states of `QuantizedAdam` to those of torch's Adam.
 
-    Adam corrects a variance by its present step, not by that at which it was frozen: it is scaled for that.
+    A frozen variance is scaled, because Adam corrects its bias by the current step.
     """
     for group in optimizer.param_groups:
         for p in group["params"]:
@@ -124,10 +125,10 @@ def thaw(optimizer: torch.optim.Optimizer) -> None:
                 moments["exp_avg_sq"].mul_((1 - beta2 ** float(moments["step"])) / (1 - beta2**frozen_at))
 
 
-def _usual(variance: Tensor) -> float:
-    """The power of two next to the root mean variance of the values that had a gradient; 0 if none had.
+def _typical_scale(variance: Tensor) -> float:
+    """Return the power of two nearest to the root mean variance of values with a gradient; 0 if there are none.
 
-    A power of two, of a sum in float64: ranks with other numbers of threads get the same.
+    A power of two of a float64 sum is the same on ranks with different numbers of threads.
     """
     mean = float(variance.sum(dtype=torch.float64)) / max(1, int(variance.count_nonzero()))
     return 2.0 ** round(math.log2(mean) / 2) if mean else 0.0

@@ -263,11 +263,11 @@ def plan(
         used = config
         if replicas > 1 and options.gradients is None:
             averages[K] = search.choose_average(config, max(split.parameters), replicas, network, speeds, request.dtype)
-            used = replace(config, gradients=Gradients(method=averages[K][0][0]))
+            used = config.replace(gradients=Gradients(method=averages[K][0][0]))
         for samples, micro_batches in search.micro_batch_splits(options.batch, replicas, options.micro_batch):
             job = TrainingJob(samples=samples, micro_batches=micro_batches, **layout)
             if K == 1:
-                alone = predict(job, replace(used, activations=Activations()), network, speeds)
+                alone = predict(job, used.replace(activations=Activations()), network, speeds)
                 choice = search.PlanChoice(forward_bits=8, backward_bits=8, prediction=alone, plain=alone, fits=True)
             elif replicas == 1 and options.gradients is None:
                 choice = search.choose_with_tied(job, used, network, speeds, fewest)
@@ -295,12 +295,12 @@ def _compare(
     networks = [network_of(job.plan.num_stages, position) for position in range(count)]
     compared = search.compared_methods(job.plan.num_stages, job.plan.tie, one_pass=one_pass, changes_back=changes_back)
     rows = [
-        (name, [predict(job, replace(method, gradients=config.gradients), network, speeds) for network in networks])
+        (name, [predict(job, method.replace(gradients=config.gradients), network, speeds) for network in networks])
         for name, method in compared
     ]
     tied_plain_s = None
     if config.gradients == search.TIED:
-        tied_plain_s = tied_seconds(job, replace(config, gradients=Gradients()), networks[0], speeds)
+        tied_plain_s = tied_seconds(job, config.replace(gradients=Gradients()), networks[0], speeds)
     tied = search.choose_tied(choice.taken, networks[0], speeds) if job.replicas == 1 else []
     return report.PlanResult(choice=choice, averages=averages, tied=tied, tied_plain_s=tied_plain_s, rows=rows)
 

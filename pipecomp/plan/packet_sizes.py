@@ -6,7 +6,6 @@ Packets of constant error count with their maximum of bits, unless their mean is
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
@@ -66,7 +65,7 @@ def gradient_bytes(
 
 def with_bits(config: Config, forward: Bits, backward: Bits) -> Config:
     """Return the configuration with other bits."""
-    return replace(config, activations=replace(config.activations, forward_bits=forward, backward_bits=backward))
+    return config.replace(activations=config.activations.replace(forward_bits=forward, backward_bits=backward))
 
 
 def _size(codec: Codec, counts: Sequence[int], hidden: int, mean_bits: float | None = None) -> int:

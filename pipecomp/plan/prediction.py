@@ -373,7 +373,7 @@ def average_seconds(
     """
     if n == 1 or d == 0:
         return 0.0
-    given = config.gradients.of_average()
+    given = config.gradients.state_options()
     if given["method"] == "none":
         d = d * dtype.itemsize // 4
     kernels = {part: d * s for part, s in speeds.average.items()} if given["method"] != "none" else {}

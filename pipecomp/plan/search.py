@@ -7,13 +7,23 @@ bits, no compression, fewer micro-batches. Links much faster than the slowest on
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from pipecomp.config import Config
-from pipecomp.config.activations import FEWEST, Bits, ConstantError, bits_of_link, each_link, per_link, plain_bits
+from pipecomp.config.activations import (
+    DEFAULT_MAX,
+    DEFAULT_MIN,
+    FEWEST,
+    Bits,
+    ConstantError,
+    bits_of_link,
+    each_link,
+    per_link,
+    plain_bits,
+)
 from pipecomp.errors import require
 from pipecomp.gradient_config import Gradients
 from pipecomp.plan.options import GRADIENT_METHODS
@@ -62,7 +72,7 @@ def aqsgd_sections(forward: Bits, backward: Bits, *, one_pass: bool, changes_bac
 
 def _first_visit(bits: Bits, key: str) -> dict[str, float]:
     """Return the error of first visits: half of it only where every link hides 8 bits, as nothing else limits them."""
-    hidden = all(isinstance(each, ConstantError) and each.max == ConstantError.max for each in each_link(bits))
+    hidden = all(isinstance(each, ConstantError) and each.max == DEFAULT_MAX for each in each_link(bits))
     return {"error": ERRORS[key] / 2 if hidden else ERRORS[key]}
 
 
@@ -209,7 +219,7 @@ def constant_error_bits(key: str, most: Bits, fewest: int = _FEWEST) -> Bits:
         most: Upper limit of the bits, one number or one per link.
         fewest: Lower limit of forward bits.
     """
-    least = fewest if key == "forward_bits" else ConstantError.min
+    least = fewest if key == "forward_bits" else DEFAULT_MIN
     errors = [(ERRORS[key] / 2 if bits >= FINE_BITS[key] else ERRORS[key], bits) for bits in each_link(most)]
     return per_link(ConstantError(error=error, min=least).at_most(bits) for error, bits in errors)
 
@@ -236,7 +246,7 @@ def choose(
     choice = PlanChoice(forward_bits=f, backward_bits=b, prediction=best, plain=plain, fits=fits, fewest=fewest)
     if a.backward_method == "direct" or best.store_s < best.step_s:
         return choice
-    other = choose(job, replace(config, activations=replace(a, backward_method="direct")), network, speeds, fewest)
+    other = choose(job, config.replace(activations=a.replace(backward_method="direct")), network, speeds, fewest)
     return other if best.step_s > WORTHWHILE * other.prediction.step_s else choice
 
 
@@ -247,7 +257,7 @@ def choose_with_tied(
     choice = choose(job, config, network, speeds, fewest)
     if choice.taken.tied_s <= MAX_SHARE * choice.taken.step_s:
         return choice
-    other = choose(job, replace(config, gradients=TIED), network, speeds, fewest)
+    other = choose(job, config.replace(gradients=TIED), network, speeds, fewest)
     return other if choice.taken.step_s > WORTHWHILE * other.taken.step_s else choice
 
 
@@ -259,7 +269,7 @@ def choose_average(
 ) -> list[tuple[str, float]]:
     """List methods of data parallelism with the seconds of averaging d values over n ranks, the recommended first."""
     options = [
-        (m, average_seconds(replace(config, gradients=Gradients(method=m)), d, n, network, speeds, dtype))
+        (m, average_seconds(config.replace(gradients=Gradients(method=m)), d, n, network, speeds, dtype))
         for m in GRADIENT_METHODS
     ]
     plain, best = options[0], min(options, key=lambda option: option[1])
@@ -272,7 +282,7 @@ def choose_tied(p: StepPrediction, network: LinkNetwork, speeds: MachineSpeeds) 
     if p.tied_s <= MAX_SHARE * p.step_s:
         return []
     methods = [m for m in GRADIENT_METHODS if m != p.config.gradients.method]
-    configs = [replace(p.config, gradients=Gradients(method=m)) for m in methods]
+    configs = [p.config.replace(gradients=Gradients(method=m)) for m in methods]
     options = [(m, tied_seconds(p.job, config, network, speeds)) for m, config in zip(methods, configs, strict=True)]
     return sorted(options, key=lambda option: option[1])
 

@@ -281,7 +281,7 @@ def _others(run: RunRecord, packets: _PacketModel | None, now: RunSimulation) ->
     if packets is not None and new_share > 0.02 and packets.config.store.clusters is None:
         a = packets.config.activations
         if a.method == "aqsgd" and a.first_visit == "full":
-            made = replace(packets.config, activations=replace(a, first_visit=_FIRST_VISIT))
+            made = packets.config.replace(activations=a.replace(first_visit=_FIRST_VISIT))
             why = f"{new_share:.0%} of the samples were new to a link"
             yield _change(now, f"first_visit {_FIRST_VISIT}", packets.seconds(made), why)
     samples = run.facts.get("micro_batch")

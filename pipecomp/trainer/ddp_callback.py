@@ -16,7 +16,6 @@ import os
 import sys
 import weakref
 from contextlib import ExitStack, suppress
-from dataclasses import fields
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -33,14 +32,12 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 
 from pipecomp.allreduce import State, ddp_hook
 from pipecomp.allreduce.call import Counters
-from pipecomp.allreduce.local_options import LocalSteps
-from pipecomp.allreduce.method import whole
 from pipecomp.allreduce.named import submit_named
-from pipecomp.allreduce.saving import load, number_parameters, save
+from pipecomp.config.gradients import LocalSteps
 from pipecomp.errors import ConfigError, require
 from pipecomp.gradient_config import Gradients
 from pipecomp.local_steps.outer_steps import OuterSteps
-from pipecomp.local_steps.second_moments import SecondMoments
+from pipecomp.local_steps.row_statistics import SecondMoments
 from pipecomp.trainer.checkpoints import numbered
 
 RESIDUALS = "pipecomp_gradients"  # in a checkpoint folder: RESIDUALS_RANK.safetensors
@@ -85,13 +82,14 @@ class CompressionCallback(TrainerCallback):
     """
 
     def __init__(self, method: str, *, seed: int = 0, **options: Any) -> None:
-        known = [field.name for field in fields(Gradients) if field.name != "method"]
+        known = [name for name in Gradients.model_fields if name != "method"]
         for name, value in options.items():
             require(name in known, name, value, f"method, seed, {', '.join(known)}")
         if method in REFUSED and not (method == "none" and options.get("local_steps")):
             raise ConfigError("method", method, REFUSED[method])
         checked = Gradients(method=method, **options)  # now, not when training begins
-        whole(0)("seed", seed)
+        ok = isinstance(seed, int) and not isinstance(seed, bool) and seed >= 0
+        require(ok, "seed", seed, "a whole number of at least 0")
         self.method, self.seed, self.options = method, seed, options
         self._gradients = checked
         self._local: LocalStepsOfTrainer | None = None
@@ -134,11 +132,11 @@ class CompressionCallback(TrainerCallback):
         handlers.insert(0, self)
         if self._state is not None:
             self._state.close()
-        given = self._gradients.of_average()
+        given = self._gradients.state_options()
         timeout_s = float(args.ddp_timeout)
         group = self._group_of(ddp, timeout_s)
         self._state = State(group=group, seed=self.seed, timeout_s=timeout_s, **given)
-        number_parameters(self._state, (p for p in ddp.module.parameters() if p.requires_grad))
+        self._state.number_parameters(p for p in ddp.module.parameters() if p.requires_grad)
         if checkpoint is not None:
             _restore(self._state, Path(checkpoint), args.device)
         self._begin_local_steps(trainer, ddp, checkpoint)
@@ -195,7 +193,7 @@ class CompressionCallback(TrainerCallback):
         folder.mkdir(parents=True, exist_ok=True)
         if self._local is not None:
             self._local.save(folder, kwargs["optimizer"])
-        save(self._state, residuals_file(folder, self._state.group.rank))
+        self._state.save(residuals_file(folder, self._state.group.rank))
         if args.save_total_limit is not None:
             self._remove_old(args.output_dir)
 
@@ -287,7 +285,7 @@ def _restore(state: State, folder: Path, device: Any) -> None:
     file = residuals_file(folder, state.group.rank)
     found = [bool(row[0]) for row in state.group.gather_numbers([float(file.is_file())])]
     if all(found):
-        load(state, file, device)
+        state.load(file, device)
     elif any(found):
         missing = [residuals_file(folder, rank).name for rank, there in enumerate(found) if not there]
         raise ConfigError("resume_from_checkpoint", str(folder), f"a folder that also has {', '.join(missing)}")
@@ -362,7 +360,7 @@ class LocalStepsOfTrainer(TrainerCallback):
         """Take the outer step, if it is time to; the last step of a training always ends with one."""
         self.outer.after_step(state.global_step)
         if state.global_step >= state.max_steps:
-            self.outer.meet(state.global_step)
+            self.outer.synchronize(state.global_step)
         self._count_labels()
         self._before_evaluation(control)
 
@@ -377,7 +375,7 @@ class LocalStepsOfTrainer(TrainerCallback):
         """
         if logs is not None and "train_loss" in logs:
             self._common.close()
-            self.outer.meet(state.global_step)
+            self.outer.synchronize(state.global_step)
         else:
             self._before_evaluation(control)
 

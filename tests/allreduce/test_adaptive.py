@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from pipecomp.allreduce import State, allreduce_mean, predict
-from pipecomp.allreduce.adaptive_options import Adaptive
-from pipecomp.allreduce.adaptive_planner import Planner
+from pipecomp.allreduce.adaptive import Planner
 from pipecomp.allreduce.call import Counters
 from pipecomp.allreduce.error_feedback import Residuals
 from pipecomp.allreduce.loopback import LoopbackGroup, run_threads
-from pipecomp.allreduce.saving import load, save
+from pipecomp.allreduce.methods import create_method
 from pipecomp.config import Config
 from pipecomp.errors import ConfigError
 from pipecomp.gradient_config import Gradients
@@ -128,7 +127,7 @@ def test_errors_are_those_of_the_values_themselves() -> None:
 @pytest.mark.parametrize("rescale", [False, True])
 def test_the_error_of_leaving_coordinates_out_is_its_mean_over_all_choices(rescale: bool) -> None:
     x, k = torch.tensor([1.0, -2.0, 3.0, 0.5]), 0.5
-    method = Gradients(method="grandk_mn", k=k, rescale=rescale).chosen
+    method = create_method(Gradients(method="grandk_mn", k=k, rescale=rescale))
     average: Any = method.average(Residuals())
     sent = [torch.zeros(4).index_put((torch.tensor(chosen),), x[list(chosen)]) for chosen in combinations(range(4), 2)]
     errors = [float((x - (1 / k if rescale else 1) * each).square().sum()) for each in sent]
@@ -137,12 +136,12 @@ def test_the_error_of_leaving_coordinates_out_is_its_mean_over_all_choices(resca
 
 def test_a_plan_is_made_of_what_was_measured_since_the_last() -> None:
     """First one layer has all the error, then the other, a little less of it."""
-    adaptive = Adaptive.checked({"every": 4, "bits": [2, 4, 8]}, Gradients(method="qsgd_mn", bits=4).chosen, "qsgd_mn")
+    adaptive = Gradients(method="qsgd_mn", bits=4, adaptive={"every": 4, "bits": [2, 4, 8]}).adaptive_options
     planner = Planner(adaptive, 4, lambda bits, size, n: bits * size)
     for step in range(9):
         planner.begin("b", Counters(), lambda row: [row])
         for layer, size in (("a", 1.0 if step < 4 else 0.0), ("b", 0.0 if step < 4 else 0.5)):
-            planner.add(layer, 100, [size * 4.0**-bits for bits in adaptive.values])
+            planner.add_errors(layer, 100, [size * 4.0**-bits for bits in adaptive.values])
         if step == 4:
             assert planner.values == {"a": 4, "b": 2}
     assert planner.values == {"a": 2, "b": 4}
@@ -208,8 +207,8 @@ def test_a_saved_state_goes_on_alike(tmp_path: Path, options: Options, stop: int
     def work(group: LoopbackGroup) -> bool:
         first, second = (State(group=group, adaptive=PLAN, **options) for _ in range(2))
         averages(first, group.rank, range(stop))
-        save(first, tmp_path / f"{group.rank}")
-        load(second, tmp_path / f"{group.rank}")
+        first.save(tmp_path / f"{group.rank}")
+        second.load(tmp_path / f"{group.rank}")
         after = [averages(state, group.rank, range(stop, stop + 5)) for state in (first, second)]
         assert first.layer_values() == second.layer_values() != {}
         return all(torch.equal(a, b) for a, b in zip(*after, strict=True))

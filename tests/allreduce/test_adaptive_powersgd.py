@@ -12,9 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipecomp.allreduce import State, ddp_hook, predict
-from pipecomp.allreduce.methods.powersgd_layers import squared_errors
+from pipecomp.allreduce.methods.powersgd import squared_errors
 from pipecomp.allreduce.predict import plan_of
-from pipecomp.allreduce.saving import load, save
 from pipecomp.config import Config
 from pipecomp.distributed.local_launcher import run_ranks
 from pipecomp.errors import ConfigError
@@ -173,8 +172,8 @@ def resumed(rank: int, stop: int, folder: str) -> bool:
     first, second = Training(rank), Training(rank)
     for number in range(stop):
         first.step(number)
-    save(first.state, Path(folder) / f"{dist.get_world_size()}-{stop}-{rank}")
-    load(second.state, Path(folder) / f"{dist.get_world_size()}-{stop}-{rank}")
+    first.state.save(Path(folder) / f"{dist.get_world_size()}-{stop}-{rank}")
+    second.state.load(Path(folder) / f"{dist.get_world_size()}-{stop}-{rank}")
     after = [digest(*training.step(n).values()) for n in range(stop, stop + 6) for training in (first, second)]
     assert first.values[-1] == second.values[-1] != {}
     return after[::2] == after[1::2]

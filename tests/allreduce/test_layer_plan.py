@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipecomp.allreduce.layer_plan import STEPS, choose
+from pipecomp.allreduce.adaptive import STEPS, choose_values
 
 positive = st.floats(1e-6, 1e6)
 
@@ -36,7 +36,7 @@ def test_no_plan_under_the_limit_takes_fewer_bytes(
     errors, costs, own, factor = case
     layers, uniform = len(errors), [own] * len(errors)
     limit = factor * total(errors, uniform)
-    found = choose(errors, costs, own, factor)
+    found = choose_values(errors, costs, own, factor)
     every = list(itertools.product(range(len(errors[0])), repeat=layers))
     fitting = [list(plan) for plan in every if total(errors, list(plan)) <= limit * (1 - layers / STEPS)]
     if fitting:
@@ -57,18 +57,18 @@ def test_layers_of_different_scale_need_fewer_bytes_than_one_width_for_all() -> 
     errors = [[d * scale**2 * 4.0**-b for b in bits] for d, scale in zip(sizes, scales, strict=True)]
     costs = [[d * b / 8 for b in bits] for d in sizes]
     uniform = [own] * len(sizes)
-    found = choose(errors, costs, own, 1.0)
+    found = choose_values(errors, costs, own, 1.0)
     assert total(errors, found) <= total(errors, uniform)
     assert total(costs, found) < 0.8 * total(costs, uniform)
-    more = choose(errors, costs, own, 2.0)
+    more = choose_values(errors, costs, own, 2.0)
     assert total(costs, more) < total(costs, found)
     assert total(errors, more) <= 2 * total(errors, uniform)
 
 
 def test_without_errors_all_layers_keep_their_own_value() -> None:
-    assert choose([[0.0, 0.0]] * 3, [[1.0, 2.0]] * 3, 1, 1.0) == [1, 1, 1]
+    assert choose_values([[0.0, 0.0]] * 3, [[1.0, 2.0]] * 3, 1, 1.0) == [1, 1, 1]
 
 
 def test_the_own_value_fits_where_rounding_says_that_nothing_does() -> None:
     """A third of the limit for each of three layers is no whole number of steps."""
-    assert choose([[1.0, 1.0]] * 3, [[1.0, 2.0]] * 3, 1, 1.0) == [1, 1, 1]
+    assert choose_values([[1.0, 1.0]] * 3, [[1.0, 2.0]] * 3, 1, 1.0) == [1, 1, 1]

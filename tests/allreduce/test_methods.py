@@ -327,7 +327,7 @@ def test_a_state_of_another_method_is_refused() -> None:
         ({"method": "terngrad", "bits": 2}, "gradients.bits"),
         ({"method": "quantized_adam"}, "gradients.freeze_step"),
         ({"method": "quantized_adam", "freeze_step": 5}, "method"),
-        ({"method": "double_squeeze", "bit": 4}, "bit"),
+        ({"method": "double_squeeze", "bit": 4}, "gradients.bit"),
     ],
 )
 def test_wrong_options_are_named(options: Options, key: str) -> None:

@@ -1,4 +1,4 @@
-"""A new gradient method is one file and one line: followed to the letter in a copy of the package, over real ranks."""
+"""A new gradient method is its options, a file and a line: followed in a copy of the package, over real ranks."""
 
 from __future__ import annotations
 
@@ -11,28 +11,27 @@ from tests.package_copy import PackageCopy, named_files
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
 
-FILE = '''
-from dataclasses import dataclass
+OPTIONS = """class EveryNthOptions(MethodOptions):
+    stride: int = Field(default=2, ge=1)
 
+
+"""
+FILE = '''
 import torch
 
-from pipecomp.allreduce.exchanges import Plan, scattered
-from pipecomp.allreduce.method import Method, option, whole
-from pipecomp.allreduce.methods.uncompressed import FloatCode
+from pipecomp.allreduce.method import Method, Plan, scattered
+from pipecomp.allreduce.methods.baselines import FloatCode
 from pipecomp.allreduce.reduce_scatter import reduce_bucket
 
 
-@dataclass(frozen=True, kw_only=True)
 class EveryNth(Method):
     """Average each nth value; the others are zero."""
 
-    stride: int = option(2, whole(1))
-
     def average(self, residuals):
-        return EveryNthAverage(self.stride)
+        return EveryNthAverage(self.options.stride)
 
     def plan(self, d, n, shapes=None):
-        return Plan((), (scattered(-(-d // self.stride), n, lambda count: 4 * count),))
+        return Plan((), (scattered(-(-d // self.options.stride), n, lambda count: 4 * count),))
 
 
 class EveryNthAverage:
@@ -87,14 +86,19 @@ if __name__ == "__main__":
 
 def test_a_file_and_a_line_make_a_method(tmp_path: Path) -> None:
     copy = PackageCopy(tmp_path)
+    copy.edit(
+        "pipecomp/config/gradients.py",
+        ("METHODS: dict", f"{OPTIONS}METHODS: dict"),
+        ('    "qsgd": LinearOptions,\n', '    "qsgd": LinearOptions,\n    "every_nth": EveryNthOptions,\n'),
+    )
     copy.add("pipecomp/allreduce/methods/every_nth.py", FILE)
     copy.edit(
-        "pipecomp/allreduce/registry.py",
+        "pipecomp/allreduce/methods/__init__.py",
         ("\nMETHODS", f"{IMPORT}\nMETHODS"),
         ('    "qsgd": Qsgd,\n', f'    "qsgd": Qsgd,\n{LINE}'),
     )
-    folder, registry = named_files("a gradient method")
-    assert copy.edited == [f"{folder}every_nth.py", registry]
+    options, folder, methods = named_files("a gradient method")
+    assert copy.edited == [options, f"{folder}every_nth.py", methods]
     said = json.loads(copy.run(USE).splitlines()[-1])
     assert said["every_nth"] == "gradients.stride: got 0, allowed: a whole number of at least 1"
     assert said["qsgd"] == "gradients.stride: got 2, allowed: only with 'every_nth', not 'qsgd'"

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from pipecomp.allreduce.call import Counters
+from pipecomp.allreduce.methods.baselines import HalfPrecisionHook, SingleTensorBucket
 from pipecomp.allreduce.methods.powersgd import PowerSgdHook
-from pipecomp.allreduce.methods.torch_hooks import HalfHook, LoneBucket
 from pipecomp.distributed.local_launcher import run_ranks
 from tests.limits import HANG_S
 
@@ -101,7 +101,7 @@ def test_torchs_hooks_average_over_the_states_ranks_and_take_tensors_without_val
         assert found == dict.fromkeys(METHODS, ([rank + 1.0] * 4, 0, (0, 3)))
 
 
-@pytest.mark.parametrize("made", [HalfHook, lambda group: PowerSgdHook(1, group)], ids=["fp16", "powersgd"])
+@pytest.mark.parametrize("made", [HalfPrecisionHook, lambda group: PowerSgdHook(1, group)], ids=["fp16", "powersgd"])
 def test_bytes_are_counted_after_torch_has_begun(monkeypatch: pytest.MonkeyPatch, made: Any) -> None:
     """A thread may wait there, and a log that is written meanwhile has none of a bucket's bytes, as of those raw."""
     counters, before = Counters(), []
@@ -115,6 +115,6 @@ def test_bytes_are_counted_after_torch_has_begun(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
     monkeypatch.setattr(default_hooks, "fp16_compress_hook", begin)
     monkeypatch.setattr(powerSGD_hook, "powerSGD_hook", begin)
-    bucket = LoneBucket(torch.ones(4, 5), 0)
+    bucket = SingleTensorBucket(torch.ones(4, 5), 0)
     assert made(None).run(bucket, "x", counters, ["x"]).wait().tolist() == [1.0] * 20
-    assert (before, counters.bytes_sent) == ([0], 40 if made is HalfHook else 80)
+    assert (before, counters.bytes_sent) == ([0], 40 if made is HalfPrecisionHook else 80)

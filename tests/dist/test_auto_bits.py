@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 import pytest
 import torch
 
@@ -92,7 +90,7 @@ def resumed(rank, world, note, folder):
         link = engine.comm_stats()["links"]["0->1"]
         found[name] = bits, losses, (link["forward"]["mean_bits"], link["backward"]["mean_bits"])
         facts = engine.describe()["settings"]["activations"]
-        assert facts["forward_bits"] == {k: v for k, v in asdict(bits[1][0]).items() if v is not None}
+        assert facts["forward_bits"] == {k: v for k, v in bits[1][0].model_dump().items() if v is not None}
         engine.close()
     return found, said
 

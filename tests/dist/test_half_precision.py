@@ -16,7 +16,7 @@ SCALE, SMALL = 65536.0, 1e-8  # float16 has nothing between 0 and 6e-8
 
 def averages(rank: int, world: int, note: Any) -> dict[str, list[float]]:
     from pipecomp.allreduce import State, allreduce_mean
-    from pipecomp.allreduce.methods.torch_hooks import LoneBucket
+    from pipecomp.allreduce.methods.baselines import SingleTensorBucket
     from pipecomp.distributed.rendezvous import join_processes
 
     join_processes()
@@ -28,7 +28,7 @@ def averages(rank: int, world: int, note: Any) -> dict[str, list[float]]:
         x = torch.full((3,), SMALL * SCALE * (1 + rank))
         found[f"alone, {background}"] = (allreduce_mean(state, x, "x") / SCALE).tolist()
         if not background:
-            found["bucket"] = (state.run_bucket(LoneBucket(x.clone(), 0)).wait() / SCALE).tolist()
+            found["bucket"] = (state.run_bucket(SingleTensorBucket(x.clone(), 0)).wait() / SCALE).tolist()
         state.close()
     return found
 

@@ -291,7 +291,7 @@ def rolled_back(rank: int, world: int, note: Any, folder: str) -> list[Any]:
 
     def load_later(*given: Any) -> None:
         """It asks the same ranks, whose messages must not be taken for those of an average."""
-        assert not any(flight.waits for flight in engine.local.outer._flights)
+        assert not any(flight.waits for flight in engine.local.outer._running)
         load(*given)
 
     checkpointing.load_residuals = load_later

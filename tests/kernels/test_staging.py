@@ -13,7 +13,7 @@ import torch
 
 from pipecomp.allreduce import State
 from pipecomp.allreduce.loopback import LoopbackGroup
-from pipecomp.allreduce.state import _Job
+from pipecomp.allreduce.state import _AverageJob
 from pipecomp.kernels import staging as staging_module
 from pipecomp.kernels.staging import CudaStaging
 from tests.fake_cuda import DEVICE, FakeCuda, use_fake_cuda
@@ -58,7 +58,7 @@ def test_averages_select_their_gpu(cuda):
     state = State("double_squeeze", group=LoopbackGroup(0, 1, {}))
     state.staging = CudaStaging(DEVICE)
     x, out = torch.ones(100), torch.empty(100)
-    job = _Job(x, out, "g", None, 0, 1.0, torch.futures.Future(), ready=torch.cuda.Event())
+    job = _AverageJob(x, out, "g", None, 0, 1.0, torch.futures.Future(), ready=torch.cuda.Event())
     elsewhere(torch.no_grad()(state._run), job)
     assert torch.allclose(job.future.wait(), x, atol=0.2)
 

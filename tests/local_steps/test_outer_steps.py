@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipecomp.allreduce.local_options import NESTEROV, LocalSteps, Outer
+from pipecomp.config.gradients import NESTEROV, LocalSteps, Outer
 from pipecomp.local_steps.outer_steps import OuterSteps
-from pipecomp.local_steps.second_moments import SecondMoments
+from pipecomp.local_steps.row_statistics import SecondMoments
 
 SIZES = {"a": (3, 2), "b": (4,), "c": (5,)}
 
@@ -205,11 +205,11 @@ def test_replicas_meet_when_they_are_asked_to(overlap):
     """In the middle of an interval, with a fragment on its way; twice is once."""
     weights, outer = start(LocalSteps(local_steps=4, fragments=2, overlap=overlap, mixing=0.5), 1)
     train(weights, outer, range(3))
-    outer[0].meet(3)
+    outer[0].synchronize(3)
     met = {name: w.clone() for name, w in weights[0].items()}
     with outer[0].common_weights():
         assert all(torch.equal(w, met[name]) for name, w in weights[0].items())
-    outer[0].meet(3)
+    outer[0].synchronize(3)
     assert all(torch.equal(w, met[name]) for name, w in weights[0].items())
     assert (outer[0].stats()["began"], outer[0].stats()["in_flight"]) == (3, [])
 
@@ -223,7 +223,7 @@ def test_the_end_of_a_training_takes_no_step_by_momentum_alone(overlap, mixing):
     weights, outer = start(options, replicas)
     train(weights, outer, range(6))
     for each in outer:
-        each.meet(6)
+        each.synchronize(6)
     ahead, late = start(options, replicas)
     train(ahead, late, range(6))
     for each in late:
@@ -239,7 +239,7 @@ def test_the_end_of_a_training_takes_no_step_by_momentum_alone(overlap, mixing):
     for name, w in again[0].items():
         w.copy_(weights[0][name])
     resumed[0].load_state_dict(state, 6)
-    resumed[0].meet(6)  # a finished training that is started again
+    resumed[0].synchronize(6)  # a finished training that is started again
     assert all(torch.equal(again[0][name], weights[0][name]) for name in SIZES)
 
 
@@ -250,7 +250,7 @@ def test_a_training_that_ends_with_its_warm_up_takes_no_step_by_momentum_alone(w
     train(weights, outer, range(warmup))
     assert not outer[0].synchronous
     before = {name: w.clone() for name, w in weights[0].items()}
-    outer[0].meet(warmup)
+    outer[0].synchronize(warmup)
     assert outer[0].stats()["outer_steps"] == warmup
     assert all(torch.equal(w, before[name]) for name, w in weights[0].items())
 
@@ -260,7 +260,7 @@ def test_a_training_that_ends_when_a_fragment_has_just_arrived_takes_no_step_by_
     weights, outer = start(LocalSteps(local_steps=2, outer=NESTEROV, overlap=1, mixing=0.0), 1)
     train(weights, outer, range(5))
     before = {name: w.clone() for name, w in weights[0].items()}
-    outer[0].meet(5)
+    outer[0].synchronize(5)
     assert outer[0].stats()["outer_steps"] == 2
     assert all(torch.equal(w, before[name]) for name, w in weights[0].items())
 
@@ -300,7 +300,7 @@ def test_replicas_meet_again_after_going_back(local):
     first = {name: w.clone() for name, w in weights[0].items()}
     state = copy.deepcopy(outer[0].state_dict())
     train(weights, outer, range(2, 3))
-    outer[0].meet(3)
+    outer[0].synchronize(3)
     for name, w in weights[0].items():
         w.copy_(first[name])
     if local:
@@ -308,7 +308,7 @@ def test_replicas_meet_again_after_going_back(local):
     else:
         outer[0].forget()
     train(weights, outer, range(2, 3))
-    outer[0].meet(3)
+    outer[0].synchronize(3)
     assert outer[0].stats()["averaged_at"] == 3
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipecomp.local_steps import row_rates
-from pipecomp.local_steps.row_rates import AHEAD, rates_of_rows, sums_of_rows
+from pipecomp.local_steps import row_statistics
+from pipecomp.local_steps.row_statistics import AHEAD, row_rates, row_sums
 
 
 def replicas_of(count: int, shape: tuple[int, ...], *, noise: float) -> list[Tensor]:
@@ -21,8 +21,8 @@ def replicas_of(count: int, shape: tuple[int, ...], *, noise: float) -> list[Ten
 
 def rates(moved: list[Tensor], mean: Tensor | None = None) -> Tensor:
     mean = torch.stack(moved).mean(0) if mean is None else mean
-    sums = torch.stack([sums_of_rows(one, seed=7) for one in moved]).mean(0)
-    return rates_of_rows(mean, sums, len(moved))
+    sums = torch.stack([row_sums(one, seed=7) for one in moved]).mean(0)
+    return row_rates(mean, sums, len(moved))
 
 
 @pytest.mark.parametrize("shape", [(400, 32), (300, 4, 8)])
@@ -56,12 +56,12 @@ def test_noise_of_a_quantized_mean_makes_no_step_shorter(shape):
 
 def test_the_order_of_summation_changes_no_bit(monkeypatch):
     mean, order = torch.randn(64, 500, generator=torch.Generator().manual_seed(0)), torch.randperm(500)
-    sums = sums_of_rows(2 * mean, seed=0)
-    wanted = rates_of_rows(mean, sums, 4)
-    assert torch.equal(rates_of_rows(mean[:, order], sums, 4), wanted)
-    monkeypatch.setattr(row_rates, "_AT_ONCE", 1000)
-    assert torch.equal(rates_of_rows(mean, sums, 4), wanted)
-    assert not torch.equal(rates_of_rows(mean * (1 + 2**-10), sums, 4), wanted)
+    sums = row_sums(2 * mean, seed=0)
+    wanted = row_rates(mean, sums, 4)
+    assert torch.equal(row_rates(mean[:, order], sums, 4), wanted)
+    monkeypatch.setattr(row_statistics, "_AT_ONCE", 1000)
+    assert torch.equal(row_rates(mean, sums, 4), wanted)
+    assert not torch.equal(row_rates(mean * (1 + 2**-10), sums, 4), wanted)
 
 
 def test_what_has_not_moved_stays_finite():
@@ -93,8 +93,8 @@ def test_a_single_row_of_many_values_takes_no_memory_of_its_own(monkeypatch):
         lambda *given, generator: (drawn.append(math.prod(given[2])), randint(*given, generator=generator))[1],
     )
     moved = torch.randn(1, 100, 1000, generator=torch.Generator().manual_seed(0))
-    found = sums_of_rows(moved, seed=7)
+    found = row_sums(moved, seed=7)
     assert len(drawn) > 1
-    assert max(drawn) <= row_rates._AT_ONCE
-    monkeypatch.setattr(row_rates, "_AT_ONCE", 1 << 30)
-    torch.testing.assert_close(found, sums_of_rows(moved, seed=7), rtol=1e-4, atol=0.05)  # in another order
+    assert max(drawn) <= row_statistics._AT_ONCE
+    monkeypatch.setattr(row_statistics, "_AT_ONCE", 1 << 30)
+    torch.testing.assert_close(found, row_sums(moved, seed=7), rtol=1e-4, atol=0.05)  # in another order

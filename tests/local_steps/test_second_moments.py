@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipecomp.allreduce.local_options import LocalSteps
+from pipecomp.config.gradients import LocalSteps
 from pipecomp.local_steps.outer_steps import OuterSteps
-from pipecomp.local_steps.second_moments import SecondMoments
+from pipecomp.local_steps.row_statistics import SecondMoments
 from tests.local_steps.test_outer_steps import Meeting
 
 SIZES = {"matrix": (3, 2), "bias": (4,), "scale": (), "images": (2, 3, 2, 2)}
@@ -47,7 +47,7 @@ def test_rows_take_the_mean_and_keep_what_is_within_them():
     means = {name: torch.stack([each[name] for each in own]).mean(0) for name in SIZES}
     before = [{name: replica.v(name).clone() for name in SIZES} for replica in replicas]
     for replica, rows, held in zip(replicas, own, before, strict=True):
-        replica.moments.follow(rows, means)
+        replica.moments.scale_to(rows, means)
         for name, size in SIZES.items():
             rows_now = replica.v(name).reshape(size[0] if size else 1, -1).mean(1)
             torch.testing.assert_close(rows_now, means[name])
@@ -77,7 +77,7 @@ def test_a_weight_without_a_gradient_takes_part_with_zeros():
         "scale": (1, False),
         "images": (2, False),
     }
-    replica.moments.follow(rows, {name: row + 1 for name, row in rows.items()})
+    replica.moments.scale_to(rows, {name: row + 1 for name, row in rows.items()})
     assert set(replica.adam.state) == {replica.weights["bias"]}
 
 
@@ -104,7 +104,7 @@ def test_a_row_next_to_nothing_does_not_divide_what_the_others_have():
     replica.step(0)
     replica.v("matrix")[0] = torch.tensor([1e-45, 0.0])
     rows = replica.moments.rows(SIZES)
-    replica.moments.follow(rows, {**rows, "matrix": torch.ones(3)})
+    replica.moments.scale_to(rows, {**rows, "matrix": torch.ones(3)})
     torch.testing.assert_close(replica.v("matrix")[0], torch.ones(2))
 
 
@@ -199,6 +199,6 @@ def test_a_row_that_grew_while_its_mean_was_on_its_way_is_not_multiplied_by_what
         v[1] = 1e-9
         v[2] *= 0.5
     kept = float(own["matrix"][2])
-    replica.moments.follow(own, {"matrix": torch.tensor([float(own["matrix"][0]), 5e-10, kept])})
+    replica.moments.scale_to(own, {"matrix": torch.tensor([float(own["matrix"][0]), 5e-10, kept])})
     torch.testing.assert_close(v[1], torch.full_like(v[1], 1.5e-9), rtol=1e-3, atol=0.0)
     torch.testing.assert_close(v[2].mean(), torch.tensor(kept))

@@ -317,7 +317,7 @@ class TestDecision:
 
     def test_dropout_asks_for_more(self):
         assert self.decided(self.seen(1e6, 1e6, fewest=3))[:2] == (3, LEAST[1])
-        assert self.decided(self.seen(1e12, 1e12, fewest=3))[:2] == (replace(FORWARD, min=3), BACKWARD)
+        assert self.decided(self.seen(1e12, 1e12, fewest=3))[:2] == (FORWARD.replace(min=3), BACKWARD)
 
     def test_with_top_k_gradients_have_a_number(self):
         assert self.decided(self.seen(1e12, 1e12), backward_top_k=0.2)[:2] == (FORWARD, 8)

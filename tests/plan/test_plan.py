@@ -322,7 +322,7 @@ class TestPrediction:
     def test_a_slow_disk_is_the_limit(self):
         found = predict(job(M=8), with_bits(AQSGD, 2, 4), uniform(2, 1e9), MachineSpeeds(disk_bytes_s=1e5))
         assert found.step_s == found.store_s == pytest.approx(8 * 64 * 1000 * 4 / 1e5)
-        eight = replace(with_bits(AQSGD, 2, 4), store=replace(AQSGD.store, bits=8))
+        eight = with_bits(AQSGD, 2, 4).replace(store=AQSGD.store.replace(bits=8))
         assert predict(job(M=8), eight, uniform(2, 1e9), MachineSpeeds(disk_bytes_s=1e5)).store_s == found.store_s / 4
         delta = predict(job(M=8), DELTA, uniform(2, 1e9), MachineSpeeds(disk_bytes_s=1e5))
         assert delta.store_s == 2 * found.store_s, "gradients too"
@@ -469,8 +469,8 @@ class TestChoices:
         assert choose_bits(predicted(16), alike, rated, rated) == (7, 7, True)
         assert choose_bits(predicted(9), alike, rated, rated) == (3, 6, True)
         assert choose_bits(predicted(1), alike, rated, rated) == (3, 4, False)
-        assert choose_bits(predicted(1), alike, replace(rated, min=1), "auto")[:2] == (2, 4)
-        assert choose_bits(predicted(13), alike, "auto", replace(rated, mbit_per_s=None)) == (6, 7, True)
+        assert choose_bits(predicted(1), alike, rated.replace(min=1), "auto")[:2] == (2, 4)
+        assert choose_bits(predicted(13), alike, "auto", rated.replace(mbit_per_s=None)) == (6, 7, True)
         assert choose_bits(predicted(1), alike, "auto", "auto", 3) == (3, 4, False)
         both = uniform(3, 1e6)
         assert choose_bits(lambda f, b: sum(f) + b, both, (8, rated), 5) == ((8, 3), 5, False)
@@ -569,7 +569,7 @@ class TestChoices:
         assert method == "double_squeeze"
         assert seconds < expected / 4
         assert [name for name, _ in rest] == ["global_qsgd", "fp16"]
-        other = choose(made, replace(AQSGD, gradients=Gradients(method=method)), slow)
+        other = choose(made, AQSGD.replace(gradients=Gradients(method=method)), slow)
         assert other.taken.tied_s == pytest.approx(seconds)
         assert choose_tied(other.taken, slow, MachineSpeeds()) == [], "it is no longer much of a step"
         assert choose_tied(choose(job(), AQSGD, slow).taken, slow, MachineSpeeds()) == []

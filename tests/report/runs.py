@@ -84,7 +84,8 @@ def make_run(
     described = {
         "model": "GPT2LMHeadModel", "stages": stages, "replicas": 1, "cuts": list(range(stages + 1)),
         "micro_batch": SAMPLES, "micro_batches": MICRO_BATCHES, "dtype": "float32", "hidden": HIDDEN,
-        "settings": replace_nonfinite(asdict(config)), "network": replace_nonfinite(asdict(network)) if told else None,
+        "settings": replace_nonfinite(config.model_dump()),
+        "network": replace_nonfinite(asdict(network)) if told else None,
     }  # fmt: skip
     recorder.start(STEPS, kind="recipe", unit="tokens", **{**described, **facts})
     for number in range(1, STEPS + 1):

@@ -161,7 +161,7 @@ def _instrument(job: Job, note: Note) -> None:
     from pipecomp.stages.link.links import Links
 
     load, save, write, agree = RunCheckpoints.load, RunCheckpoints.save, PipelineEngine.save_checkpoint, Links.agree
-    send, land = OuterSteps._send, OuterSteps._land
+    send, land = OuterSteps._send, OuterSteps._apply_due
     faults = None
     if job.get("faults"):
         from tests.soak.fault_work import Faults
@@ -203,9 +203,9 @@ def _instrument(job: Job, note: Note) -> None:
         send(self, fragment, step, overlap=overlap)
 
     def noted_land(self: Any, step: int | None) -> None:
-        before = len(self._flights)
+        before = len(self._running)
         land(self, step)
-        if before and not self._flights:
+        if before and not self._running:
             note("training")
 
     if job.get("slow_rank") == int(os.environ["RANK"]):
@@ -214,7 +214,7 @@ def _instrument(job: Job, note: Note) -> None:
         _forget_to_drop()
     RunCheckpoints.load, RunCheckpoints.save = checked_load, noted_save  # type: ignore[method-assign]
     PipelineEngine.save_checkpoint, Links.agree = noted_write, noted_agree  # type: ignore[method-assign]
-    OuterSteps._send, OuterSteps._land = noted_send, noted_land  # type: ignore[method-assign]
+    OuterSteps._send, OuterSteps._apply_due = noted_send, noted_land  # type: ignore[method-assign]
 
 
 def _write_slowly(seconds: float) -> None:

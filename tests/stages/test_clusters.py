@@ -376,8 +376,8 @@ def test_other_bits_go_on_with_the_same_centers() -> None:
         step(up, down, batches[number], layout(), number)
     before, size = held(up), up.stats.forward.bytes_sent
     for end in (up, down):
-        activations = dataclasses.replace(end._config.activations, forward_bits=4)
-        end.take_bits(dataclasses.replace(end._config, activations=activations))
+        activations = end._config.activations.replace(forward_bits=4)
+        end.take_bits(end._config.replace(activations=activations))
     step(up, down, batches[3], layout(), 3)
     assert up.stats.forward.bytes_sent - size == activation_bytes(up._config, 0, (S,) * B, H, torch.float32)
     assert held(up) == held(down)
@@ -647,4 +647,4 @@ def test_reports_say_what_changes_are_from(clusters: int | None, said: str) -> N
 
     config = Config.from_dict({"activations": {"method": "aqsgd"}, "store": {"clusters": clusters}})
     assert said in _in_words(config)
-    assert said in describe_activations({"settings": json.loads(json.dumps(dataclasses.asdict(config)))})
+    assert said in describe_activations({"settings": json.loads(json.dumps(config.model_dump()))})

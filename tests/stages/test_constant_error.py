@@ -391,9 +391,9 @@ def test_a_configuration_says_it_as_it_is_written() -> None:
     a = config.activations
     assert a.forward_bits == ConstantError(error=0.07, min=1, max=7)
     assert Config.from_dict({"activations": config.shared()["activations"]}).activations == a
-    assert dataclasses.replace(a, forward_bits=a.backward_bits).bits(3) == (a.backward_bits, a.backward_bits)
+    assert a.replace(forward_bits=a.backward_bits).bits(3) == (a.backward_bits, a.backward_bits)
     assert config.link_settings(0)["first_visit"] == {"error": 0.05, "min": 3, "max": 8}
     assert config.shared()["activations"]["forward_bits"] == FORWARD, "as checkpoints and stores know it"
     assert bits_text(a.forward_bits) == "1 to 7 (error 0.07)"
     with pytest.raises(ConfigError, match=r"activations\.forward_bits\.error"):
-        dataclasses.replace(a, forward_bits=ConstantError(error=3.0))
+        a.replace(forward_bits=ConstantError(error=3.0))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -170,5 +169,5 @@ def test_what_makes_no_sense_is_refused(section: dict[str, Any], key: str) -> No
 def test_settings_of_existing_stores_stay() -> None:
     plain = Config.from_dict({"activations": {"method": "aqsgd"}})
     assert not any(key.startswith("backward") for key in plain.link_settings(0))
-    changes = dataclasses.replace(plain, activations=dataclasses.replace(plain.activations, backward_method="delta"))
+    changes = plain.replace(activations=plain.activations.replace(backward_method="delta"))
     assert changes.link_settings(0)["backward_first_visit"] == 8

@@ -1,85 +1,72 @@
-"""CASQ: each value is sent as the number of its cluster, each cluster's values as the means of hash buckets.
+"""CASQ: values are sent as the number of their cluster, and each cluster's values as means of hash buckets.
 
-Every `interval` steps rank 0 makes centers by k-means on a tenth of its values (with the error-feedback residual) and
-sends them to all. A value goes to the nearest center on its side of zero, in b bits; inside its cluster a hash of its
-coordinate picks one of the cluster's buckets, and it is decoded to the mean of that bucket. Clusters share the buckets
-by how many values they have and how those spread (entropy). What is left out stays in an error-feedback residual.
-Source: docs/algorithms.md, 2.5, with the paper's line 8 corrected: the value *with* its residual is what is compressed.
+Every `interval` steps rank 0 computes centers by k-means on a tenth of its values (with the error-feedback residual)
+and broadcasts them. A value belongs to the nearest center on its side of zero, in b bits; within its cluster a hash of
+its coordinate selects one of the cluster's buckets, and it is decoded to the mean of that bucket. Clusters share the
+buckets in proportion to their number of values and entropy. The error stays in an error-feedback residual. Source:
+docs/algorithms.md, 2.5, with the paper's line 8 corrected: the value *with* its residual is compressed.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipecomp.allreduce.call import SAMPLE, Call, Slices
 from pipecomp.allreduce.error_feedback import Residuals
-from pipecomp.allreduce.exchanges import FLOAT, Exchange, Piece, Plan, Shapes, to_all
-from pipecomp.allreduce.finite_check import with_residual
-from pipecomp.allreduce.method import Average, Method, one_width, option, share, whole, widths
+from pipecomp.allreduce.method import FLOAT, Average, Exchange, Method, PiecePlan, Plan, Shapes, to_all
 from pipecomp.allreduce.reduce_scatter import packed_bytes
+from pipecomp.config.gradients import CasqOptions
 from pipecomp.kernels import ops
 
-SHARE = 0.1  # of the values that clustering looks at
+SHARE = 0.1  # of the values, for clustering
 ROUNDS = 10  # of k-means
 _BINS = 32  # of a cluster's histogram
-_SAMPLING, _HASH = 3, 4  # what a random draw is for
-LARGEST = 2.0**120  # of a value with its residual
+_SAMPLING, _HASH = 3, 4  # purposes of random draws
+LARGEST_SUM = 2.0**120  # of a value and its residual
 
 
-@dataclass(frozen=True, kw_only=True)
 class Casq(Method):
-    """`casq`.
+    """`casq`."""
 
-    bits: of a cluster's number. buckets: share of the values that means are of. interval: steps between clusterings.
-    """
-
-    bits: int = option(4, widths)
-    buckets: float = option(0.005, share)
-    interval: int = option(100, whole(1))
-
-    measured: ClassVar = ({"bits": 4},)
-
-    def check(self, name: str) -> None:
-        one_width(self.bits, name, least=1)
+    options: CasqOptions
 
     def average(self, residuals: Residuals) -> Average:
-        return CasqAverage(self, residuals)
+        return CasqAverage(self.options, residuals)
 
     def plan(self, d: int, n: int, shapes: Shapes | None = None) -> Plan:
-        """Cluster numbers and means; at times rank 0's centers and bucket counts. No more than these bytes."""
-        clusters = 1 << self.bits
-        centers = 12 * clusters * (n - 1) / self.interval
+        """Cluster numbers and means, and rank 0's centers and bucket counts spread over an interval; upper bounds."""
+        clusters = 1 << self.options.bits
+        centers = 12 * clusters * (n - 1) / self.options.interval
         broadcast = Exchange((centers, *[0.0] * (n - 1)), centers)
-        means = clusters + max(1, round(self.buckets * d))
-        everything = Piece(to_all(FLOAT * means + packed_bytes(d, self.bits), n))
+        means = clusters + max(1, round(self.options.buckets * d))
+        everything = PiecePlan(to_all(FLOAT * means + packed_bytes(d, self.options.bits), n))
         return Plan((to_all(16, n), broadcast), ((everything,),), exact=False)
 
 
 class CasqAverage:
-    """Clusters and sketches with error feedback; the mean of all workers' decoded values."""
+    """The mean of all workers' decoded values, with error feedback."""
 
     saved_as = "casq"
 
-    def __init__(self, options: Casq, residuals: Residuals) -> None:
+    def __init__(self, options: CasqOptions, residuals: Residuals) -> None:
         self._clusters, self._bits = 1 << options.bits, options.bits
         self._share, self._interval, self._residuals = options.buckets, options.interval, residuals
-        # By key: uses, centers, buckets of each cluster, the parameters that they were made for.
+        # By key: uses, centers, buckets of each cluster, and the slices of the bucket at the last clustering.
         self._plans: dict[str, tuple[int, Tensor, Tensor, Slices | None]] = {}
 
     def mean(self, x_d: Tensor, out_d: Tensor, call: Call) -> None:
-        """See Average. With NaN or Inf on any rank all get NaN, and no residual changes."""
-        found = with_residual(x_d, out_d, self._residuals, call, LARGEST)
+        """Average. NaN or Inf on any rank gives NaN on all, without changes to residuals."""
+        found = self._residuals.add_to(x_d, out_d, call, LARGEST_SUM)
         if found is None:
             return
         e_d, sum_d = found
         centers, counts = self._plan(sum_d, call)
-        how = ops.Sketch(counts, self._bits, ops.mix_seed(call.seed, _HASH))
+        sketch = ops.Sketch(counts, self._bits, ops.mix_seed(call.seed, _HASH))
         with call.counters.part("quantize"):
-            codes, means = ops.sketch_encode_(sum_d, e_d, centers, how)
+            codes, means = ops.sketch_encode_(sum_d, e_d, centers, sketch)
             call.counters.add_error(sum_d[:SAMPLE], sum_d[:SAMPLE] - e_d[:SAMPLE])
             encoded = call.to_host(torch.cat([means.view(torch.uint8), codes])).wait()
         pending = call.group.gather(encoded)
@@ -91,12 +78,12 @@ class CasqAverage:
                 theirs, codes = copy.wait().split([4 * means.numel(), codes.numel()])
                 divisor = len(rows) if i == len(rows) - 1 else 1
                 theirs = theirs.view(torch.float32)
-                ops.sketch_decode(codes, theirs, how, out_d, add=i > 0, divisor=divisor)
+                ops.sketch_decode(codes, theirs, sketch, out_d, add=i > 0, divisor=divisor)
         with call.counters.part("wait"):
             pending.finish()
 
     def _plan(self, sum_d: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        """Centers (float32 [K], ascending) and each cluster's number of buckets (int64 [K]), the same on all ranks."""
+        """Return centers (float32 [K], ascending) and buckets of each cluster (int64 [K]), the same on all ranks."""
         nothing = torch.empty(0, dtype=torch.float32)
         uses, centers, counts, slices = self._plans.get(call.key, (0, nothing, nothing, None))
         if uses % self._interval == 0 or slices != call.slices:
@@ -115,16 +102,16 @@ class CasqAverage:
         return centers, counts
 
     def state_dict(self) -> dict[Any, Any]:
-        """Centers in use, by key."""
+        """Return centers and their use, by key."""
         return {key: (uses, mu.clone(), counts.clone(), of) for key, (uses, mu, counts, of) in self._plans.items()}
 
     def load_state_dict(self, state: dict[Any, Any], device: torch.device) -> None:
-        """See Stateful. Centers stay on the CPU; what an older file does not say is whose they are."""
+        """Restore centers, which stay on the CPU; older files lack the slices."""
         self._plans = {key: plan if len(plan) == 4 else (*plan, None) for key, plan in state.items()}
 
 
 def take_sample(x_d: Tensor, seed: int) -> Tensor:
-    """A tenth of the values, at least 4,096 where there are so many, drawn with replacement."""
+    """Draw a tenth of the values with replacement, or 4,096 if that is more; all values if there are no more."""
     d = x_d.numel()
     count = min(d, max(4096, int(d * SHARE)))
     if count == d:
@@ -134,10 +121,10 @@ def take_sample(x_d: Tensor, seed: int) -> Tensor:
 
 
 def k_means(sample: Tensor, clusters: int) -> Tensor:
-    """Centers of a sample (float32 on the CPU), ascending, negative values and others apart: float32 [clusters].
+    """Return the centers of a sample (float32 on the CPU): float32 [clusters], ascending.
 
-    Each side gets centers in proportion to its values, at least one if it has any; they start at quantiles. Where there
-    are fewer different values than centers, centers repeat.
+    Negative values and others are clustered separately; each side has centers in proportion to its values, at least one
+    if it has any. They start at quantiles, and repeat if there are fewer different values than centers.
     """
     negative, other = sample[sample < 0].sort().values, sample[sample >= 0].sort().values
     share = negative.numel() / max(1, sample.numel())
@@ -149,7 +136,7 @@ def k_means(sample: Tensor, clusters: int) -> Tensor:
 
 
 def _one_side(values: Tensor, k: int) -> Tensor:
-    """Lloyd's iterations on sorted values: clusters are runs, so sums come from one cumulative sum."""
+    """Run Lloyd's iterations on sorted values. Clusters are contiguous, so one cumulative sum gives all their sums."""
     if not values.numel():
         return torch.zeros(k, dtype=torch.float32)
     sums = torch.cat([torch.zeros(1, dtype=torch.float64), values.double().cumsum(0)])
@@ -165,9 +152,9 @@ def _one_side(values: Tensor, k: int) -> Tensor:
 
 
 def share_buckets(sample: Tensor, centers: Tensor, buckets: int) -> Tensor:
-    """How many of `buckets` each cluster gets: in proportion to H_k · μ_k (entropy, share of values); int64 [K].
+    """Distribute `buckets` over clusters in proportion to H_k · μ_k (entropy, share of values); int64 [K].
 
-    A cluster whose part rounds to none uses its center.
+    A cluster with no bucket uses its center.
     """
     cluster = ops.kmeans_assign(sample, centers).long()
     K = centers.numel()

@@ -1,99 +1,63 @@
-"""The same K random coordinates on every worker (GRandK): what is not chosen is zero, or kept for later.
+"""GRandK: the same K random coordinates on every worker; the other values are zero, or kept for later.
 
-With error feedback the residual also has what quantizing the chosen values left out, so that nothing is lost.
-
-Coordinates come from a generator of their own, keyed by seed and call, so that torch's global one stays as it was.
+With error feedback the residual also holds the quantization error of the chosen values, so that nothing is lost.
+Coordinates are drawn by a generator of their own, seeded by run and call, which leaves torch's global one untouched.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from pipecomp.allreduce.call import Call
-from pipecomp.allreduce.dithering import DitheredAverage, linear_plan
+from pipecomp.allreduce.call import LARGEST, Call, all_within, squared_norm
 from pipecomp.allreduce.error_feedback import Residuals
-from pipecomp.allreduce.exchanges import Plan, Shapes, to_all
-from pipecomp.allreduce.finite_check import with_residual, within
-from pipecomp.allreduce.method import Average, Method, flag, many_widths, one_width, option, widths
-from pipecomp.allreduce.methods.qsgd_mn import MAX_OF_L2, MultiScaleAverage, multi_scale_plan
-from pipecomp.allreduce.norms import LARGEST, squared
-from pipecomp.errors import ConfigError
+from pipecomp.allreduce.method import Average, Exchange, Method, Plan, Shapes, to_all
+from pipecomp.allreduce.methods.qsgd import (
+    MAX_OF_L2,
+    DitheredAverage,
+    MultiScaleAverage,
+    linear_pieces,
+    multi_scale_passes,
+)
+from pipecomp.config.gradients import GrandKMultiScaleOptions, GrandKOptions, RandomKOptions
 
-_COORDINATES = 2  # what a random draw is for
-SUMMABLE = 2.0**100  # values of which float32 holds the L2 norm, however many there are
-
-
-def _k(key: str, value: Any) -> int | float:
-    share = isinstance(value, float) and 0 < value < 1
-    if not share and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise ConfigError(key, value, "a whole number of at least 1, or a share between 0 and 1")
-    number: int | float = value
-    return number
+_COORDINATES = 2  # purpose of random draws
+SUMMABLE = 2.0**100  # magnitude up to which float32 holds the L2 norm of any number of values
 
 
-@dataclass(frozen=True, kw_only=True)
 class GrandKMn(Method):
-    """`grandk_mn`: QSGD-MN on K coordinates.
+    """`grandk_mn`: QSGD-MN on K coordinates."""
 
-    bits: of a value. k: coordinates, a number of them or a share below 1. rescale: multiply by d/k, which makes it
-    unbiased. error_feedback: keep what was not sent for later.
-    """
-
-    bits: Any = option(8, widths)
-    k: int | float = option(10_000, _k)
-    rescale: bool = option(False, flag)
-    error_feedback: bool = option(False, flag)
-
-    measured: ClassVar = ({"k": 10_000},)
-
-    def check(self, name: str) -> None:
-        one_width(self.bits, name)
-        if self.rescale and self.error_feedback:
-            raise ConfigError("gradients.rescale", True, "false with error_feedback: what is kept would be sent twice")
-
-    def adaptable(self) -> tuple[str, tuple[Any, ...]] | None:
-        """See Method. A number of coordinates would be one for each group of layers, however large."""
-        return ("k", (self.k / 4, self.k / 2, min(2 * self.k, 0.99))) if isinstance(self.k, float) else None
+    options: GrandKOptions
 
     def average(self, residuals: Residuals) -> Average:
-        return RandomKAverage(DitheredAverage(self.bits, MAX_OF_L2), self, residuals)
+        return RandomKAverage(DitheredAverage(self.options.bits, MAX_OF_L2), self.options, residuals)
 
     def plan(self, d: int, n: int, shapes: Shapes | None = None) -> Plan:
-        return Plan(_told_before(n), (linear_plan(self.kept(d), n, self.bits),))
-
-    def kept(self, d: int) -> int:
-        """K for a bucket of d values."""
-        return min(d, max(1, round(self.k * d)) if isinstance(self.k, float) else self.k)
+        return Plan(_limits_and_norm(n), (linear_pieces(self.options.coordinates(d), n, self.options.bits),))
 
 
-@dataclass(frozen=True, kw_only=True)
-class GrandKMnTs(GrandKMn):
-    """`grandk_mn_ts`: QSGD-MN-TS on K coordinates. bits: of the scales, the narrow one first."""
+class GrandKMnTs(Method):
+    """`grandk_mn_ts`: QSGD-MN-TS on K coordinates."""
 
-    bits: Any = option((4, 8), widths)
-
-    def check(self, name: str) -> None:
-        many_widths(self.bits, name)
+    options: GrandKMultiScaleOptions
 
     def average(self, residuals: Residuals) -> Average:
-        return RandomKAverage(MultiScaleAverage(self.bits), self, residuals)
+        return RandomKAverage(MultiScaleAverage(self.options.bits), self.options, residuals)
 
     def plan(self, d: int, n: int, shapes: Shapes | None = None) -> Plan:
-        return Plan(_told_before(n), multi_scale_plan(self.kept(d), n, self.bits))
+        return Plan(_limits_and_norm(n), multi_scale_passes(self.options.coordinates(d), n, self.options.bits))
 
 
-def _told_before(n: int) -> tuple[Any, ...]:
-    """The least and the largest value, then the norm."""
+def _limits_and_norm(n: int) -> tuple[Exchange, ...]:
+    """The smallest and the largest value, then the norm."""
     return to_all(16, n), to_all(8, n)
 
 
 def random_coordinates(d: int, count: int, seed: int) -> Tensor:
-    """`count` different coordinates of d, all sets alike likely, ascending: int64 [count]."""
+    """Draw `count` different coordinates of d, uniformly over all sets; int64 [count], ascending."""
     if count >= d:
         return torch.arange(d)
     generator = torch.Generator().manual_seed(seed)
@@ -108,25 +72,27 @@ def random_coordinates(d: int, count: int, seed: int) -> Tensor:
 
 
 class RandomKAverage:
-    """`inner` on K shared random coordinates. rescale multiplies by d/K, which makes an unbiased method unbiased."""
+    """`inner` on K random coordinates, the same on all ranks. `rescale` multiplies by d/K, which keeps it unbiased."""
 
     exponents = None
 
-    def __init__(self, inner: DitheredAverage | MultiScaleAverage, options: GrandKMn, residuals: Residuals) -> None:
+    def __init__(
+        self, inner: DitheredAverage | MultiScaleAverage, options: RandomKOptions, residuals: Residuals
+    ) -> None:
         self._inner, self._options, self._residuals = inner, options, residuals
         self.largest = SUMMABLE if options.error_feedback else LARGEST
 
     def mean(self, x_d: Tensor, out_d: Tensor, call: Call) -> None:
-        """See Average. With NaN, Inf or a value above `largest` on any rank all get NaN, and no residual changes."""
+        """Average. NaN, Inf or a value above `largest` on any rank gives NaN on all, without changes to residuals."""
         d = x_d.numel()
-        count = self._options.kept(d)
+        count = self._options.coordinates(d)
         sum_d, e_d = x_d, None
         if self._options.error_feedback:
-            found = with_residual(x_d, out_d, self._residuals, call, SUMMABLE)
+            found = self._residuals.add_to(x_d, out_d, call, SUMMABLE)
             if found is None:
                 return
             e_d, sum_d = found
-        elif not within(x_d, call, LARGEST):  # also where nothing was chosen: loss scaling has to see it
+        elif not all_within(x_d, call, LARGEST):  # of all values, chosen or not: loss scaling must see it
             out_d.fill_(math.nan)
             return
         with call.counters.part("quantize"):
@@ -143,7 +109,7 @@ class RandomKAverage:
             out_d[index] = mean * (d / count) if self._options.rescale else mean
 
     def squared_error(self, x_d: Tensor, call: Call) -> float:
-        """See LayerAverage: of leaving coordinates out alone, the mean over all sets of them."""
-        share = self._options.kept(x_d.numel()) / x_d.numel()
+        """Return the squared error of dropped coordinates, the mean over all sets; quantization adds little."""
+        share = self._options.coordinates(x_d.numel()) / x_d.numel()
         left_out = 1 / share - 1 if self._options.rescale else 1 - share
-        return left_out * squared(x_d)
+        return left_out * squared_norm(x_d)

@@ -1,0 +1,38 @@
+"""The section "transport": how bytes travel between stages."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+
+from pipecomp.config.checks import OneOf, Section
+
+
+class TransportConfig(Section):
+    """How bytes travel between stages.
+
+    Attributes:
+        backend: "tls" encrypts all traffic between ranks and admits only machines with keys of this run; "gloo" sends
+            plain TCP from host memory; "auto" is "tls" if PIPECOMP_KEYS names a folder of keys, else "gloo".
+        checksum: protect every packet by a CRC-32.
+        timeout_s: seconds of silence after which a peer counts as lost; three quarters of that in a collective over
+            gloo.
+        keys: this machine's folder of keys, for "tls"; None: PIPECOMP_KEYS.
+        trusted_network: allow "gloo" at an address that is reachable from the internet.
+    """
+
+    section: ClassVar[str] = "transport"
+
+    backend: Annotated[str, OneOf(("auto", "gloo", "tls"))] = "auto"
+    checksum: bool = True
+    timeout_s: int | float = Field(default=120.0, ge=1, le=86400, description="seconds from 1 to 86400")
+    keys: str | None = Field(default=None, min_length=1, description="null or a folder")
+    trusted_network: bool = False
+
+    def check_given(self) -> None:
+        """Refuse given keys of the other backend."""
+        if self.backend == "tls":
+            self.refuse_given(("trusted_network",), "only with backend 'gloo', not 'tls'")
+        else:
+            self.refuse_given(("keys",), f"only with backend 'tls', not {self.backend!r}")
