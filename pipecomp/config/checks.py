@@ -94,7 +94,11 @@ def _config_error(model: type[Section], errors: list[ErrorDetails], values: Mapp
         near = difflib.get_close_matches(name, fields, n=1)
         hint = f"Did you mean {near[0]!r}?" if near else None
         return ConfigError(key, values[name], f"the keys {', '.join(fields)}", hint)
-    hint = "This key is required." if errors[0]["type"] == "missing" else None
+    missing = errors[0]["type"] == "missing"
+    if missing and not model.section:  # a nested object, whose place the outer model adds
+        optional = ", ".join(repr(key) for key in fields if key != name)
+        return ConfigError("", dict(values), f"an object with {name!r}, and optionally {optional}")
+    hint = "This key is required." if missing else None
     return ConfigError(key, values.get(name), _allowed_values(fields[name]), hint)
 
 

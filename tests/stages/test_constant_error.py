@@ -396,4 +396,4 @@ def test_a_configuration_says_it_as_it_is_written() -> None:
     assert config.shared()["activations"]["forward_bits"] == FORWARD, "as checkpoints and stores know it"
     assert bits_text(a.forward_bits) == "1 to 7 (error 0.07)"
     with pytest.raises(ConfigError, match=r"activations\.forward_bits\.error"):
-        a.replace(forward_bits=ConstantError(error=3.0))
+        a.replace(forward_bits={"error": 3.0})
