@@ -70,7 +70,7 @@ class ResumableConnection:
     Args:
         peer: Global rank.
         dialer: The first stream, and how to replace it.
-        send_queue: Told of each new connection.
+        send_queue: Sends unacknowledged frames again over each new stream.
         timeout_s: Silence after which the peer is lost.
         on_idle: Called when everything that has arrived is processed.
 

@@ -212,7 +212,7 @@ def _exchange(
     context = tls_context(server=False)
     context.verify_mode = ssl.CERT_NONE  # the fingerprint is compared instead, before anything is sent
     try:
-        sock = socket.create_connection((address.host, address.port), _CONNECT_S)
+        sock = socket.create_connection(address, _CONNECT_S)
     except OSError as error:
         cause = error.strerror or error
         raise KeysError(f"nothing answers at {address} ({cause}). Is `pipecomp keys invite` still waiting?") from error

@@ -64,7 +64,7 @@ class Credentials:
             within_s: Limit for the TLS handshake and the messages after it, together.
 
         Returns:
-            The stream, and who is at its other end.
+            The stream, and the identity of its other end.
 
         Raises:
             KeysError: The other end is not of this run; NoAnswerError, a subclass, if it hung up or stays silent.
@@ -125,7 +125,8 @@ class RankInfo(NamedTuple):
 class IncomingConnection(NamedTuple):
     """An authenticated connection that waits for `accept` or `reject`.
 
-    rank: who connected. purpose: why. to: for RELAY, the rank to be connected to. received: frames that it has.
+    rank: the connecting rank. purpose: JOIN, PEER, RELAY or RESUME. to: for RELAY, the rank to be connected to.
+    received: frames that the connecting rank has.
     """
 
     rank: int

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple, NoReturn
 
-from pipecomp.errors import KeysError, LinkError, LinkTimeoutError, PeerLostError
+from pipecomp.errors import ConfigError, KeysError, LinkError, LinkTimeoutError, PeerLostError
 from pipecomp.tls import handshake
 from pipecomp.tls.connection import Connection, Dialer
 from pipecomp.tls.frames import FIRST_LINK_STREAM
@@ -70,7 +70,7 @@ class Mesh:
         self._relay: Relay | None = None
         self._routes: Routes | None = None
         self._complete = self._closed = False  # whether rank 0 has seen all ranks; whether it admits none any more
-        self._peer_listeners: dict[int, PeerListener] = {}
+        self._peer_listeners: list[PeerListener] = []  # of rank 0
         self._rejected = 0
         self._streams: dict[int, int] = {}
 
@@ -153,7 +153,9 @@ class Mesh:
 
         def admit() -> None:
             handshake.accept(incoming, self._own)
-            self._add(rank, Dialer(incoming.stream, DIRECT, awaits_peer=True, is_gone=lambda: self._is_gone(rank)))
+            listener = PeerListener(self._own.credentials, rank)
+            self._peer_listeners.append(listener)
+            self._add(rank, Dialer(incoming.stream, DIRECT, awaits_peer=True, is_gone=listener.is_gone))
 
         return admit
 
@@ -167,22 +169,12 @@ class Mesh:
         accept = partial(handshake.accept, incoming, self._own)
         return lambda: known.resumable.replace(incoming.stream, incoming.received, accept)
 
-    def _is_gone(self, rank: int) -> bool:
-        listener = self._peer_listeners.get(rank)
-        return listener is not None and listener.is_gone()
-
     def _probe_listeners(self) -> None:
         """Check which of the ranks that connected to this one answer at their addresses."""
-        if self._routes is not None:
-            listeners = list(self._routes.peer_listeners)
-        else:
-            listeners = []
-            for rank in list(self.connections):
-                with contextlib.suppress(ValueError):  # empty: the rank does not listen
-                    address = Address.parse(self.store.get(address_key(rank)).decode())
-                    listeners.append(PeerListener(self._own.credentials, rank, address))
-            self._peer_listeners = {listener.rank: listener for listener in listeners}
-        for listener in listeners:
+        for listener in self._peer_listeners:  # rank 0's, which learns the addresses only now
+            with contextlib.suppress(ConfigError):  # empty: the rank does not listen
+                listener.address = Address.parse(self.store.get(address_key(listener.rank)).decode())
+        for listener in self._peer_listeners if self._routes is None else list(self._routes.peer_listeners):
             listener.probe()
 
     def _reject(self, incoming: IncomingConnection, reason: str) -> NoReturn:

@@ -53,7 +53,7 @@ def connect(
         KeysError: The other end is not the requested rank; NoAnswerError if it hung up or stays silent.
         ConnectionRejectedError: The rank rejects the request.
     """
-    sock = socket.create_connection((address.host, address.port), wait_s)
+    sock = socket.create_connection(address, wait_s)
     sock.settimeout(_REPLY_S if reply_s is None else reply_s)
     try:
         within_s = handshake.HANDSHAKE_S + (reply_s or 0.0)
@@ -74,11 +74,9 @@ def connect_direct(address: Address, own: RankInfo, rank: int, purpose: str, rec
 def nothing_listens(address: Address) -> bool:
     """Return whether certainly nothing listens at an address."""
     try:
-        close_socket(socket.create_connection((address.host, address.port), _DIRECT_S))
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        pass
+        close_socket(socket.create_connection(address, _DIRECT_S))
+    except OSError as error:
+        return isinstance(error, ConnectionRefusedError)
     return False
 
 
@@ -90,28 +88,28 @@ class PeerListener:
     connection then does not mean that the rank is gone. It counts only once the rank itself has answered there.
     """
 
-    def __init__(self, credentials: Credentials, rank: int, address: Address | None) -> None:
-        self.rank, self.reached = rank, False
-        self._credentials, self._address = credentials, address
+    def __init__(self, credentials: Credentials, rank: int, address: Address | None = None) -> None:
+        self.rank, self.address, self._credentials = rank, address, credentials
+        self._answered = False
 
     def probe(self) -> None:
         """Check whether the rank answers at its address; called while it is connected."""
-        if self._address is None:
+        self._answered = False
+        if self.address is None:
             return
-        with contextlib.suppress(OSError, PipecompError):
-            sock = socket.create_connection((self._address.host, self._address.port), _DIRECT_S)
-            try:
-                sock.settimeout(_REPLY_S)
-                _, peer = self._credentials.secure(sock, server=False, within_s=handshake.HANDSHAKE_S)
-                self._credentials.check_peer(peer)
-                self._credentials.check_rank(peer, self.rank)
-                self.reached = True
-            finally:
-                close_socket(sock)
+        with (
+            contextlib.suppress(OSError, PipecompError),
+            socket.create_connection(self.address, _DIRECT_S) as sock,
+        ):
+            sock.settimeout(_REPLY_S)
+            _, peer = self._credentials.secure(sock, server=False, within_s=handshake.HANDSHAKE_S)
+            self._credentials.check_peer(peer)
+            self._credentials.check_rank(peer, self.rank)
+            self._answered = True
 
     def is_gone(self) -> bool:
         """Return whether nothing listens any more where the rank did."""
-        return self.reached and self._address is not None and nothing_listens(self._address)
+        return self._answered and self.address is not None and nothing_listens(self.address)
 
 
 def wait_for_keys(store: Any, keys: dict[int, str], wait_s: float, problem: str) -> None:
