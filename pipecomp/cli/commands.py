@@ -298,15 +298,15 @@ def up(
         reached = shown if address is None else Address.parse(address, "address")
     else:
         reached = Address.parse(address or at, "at" if address is None else "address")
-    run = up_launcher.Run(address=reached, machines=machines, procs=procs, command=tuple(command))
+    run = up_launcher.UpRun(address=reached, machines=machines, procs=procs, command=tuple(command))
     checks = up_launcher.Checks(doctor=doctor, plan=plan, anyway=anyway)
     if at is not None and fingerprint is not None and code is not None:
-        up_launcher.join_run(run, keys, at, fingerprint, code, say=typer.echo)
+        up_launcher.join_run(keys, at, fingerprint, code, say=typer.echo)
     else:
         options = ["--machines", str(machines), "--procs", str(procs)]
         options += [f"--no-{name}" for name, wanted in (("doctor", doctor), ("plan", plan)) if not wanted]
         options += ["--anyway"] if anyway else []
-        up_launcher.invite_all(run, keys, bind, options, minutes=minutes, say=typer.echo)
+        up_launcher.invite_machines(run, keys, bind, options, minutes=minutes, say=typer.echo)
         listen = str(bind)
     status = up_launcher.start_ranks(run, keys, listen, checks, say=print_status)
     if status:

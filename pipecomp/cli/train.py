@@ -121,7 +121,7 @@ def train(
     every process runs this command with --out and becomes one rank.
     """
     from pipecomp.distributed.launch_env import read_launch
-    from pipecomp.distributed.ssh_launcher import ranks_of, run_ranks_of, working_directory
+    from pipecomp.distributed.ssh_launcher import assign_ranks, launch_ranks, working_directory
     from pipecomp.report.recorder import default_folder
     from pipecomp.utils.processes import python_module_command
 
@@ -142,14 +142,14 @@ def train(
         os.execv(sys.executable, command)
     read_launch(os.environ)  # refuses srun's tasks that have no rank
     hosts = [] if options.peers is None else [host.strip() for host in options.peers.split(",")]
-    ranks = ranks_of(command, options.stages or len(hosts) or 2, hosts)
+    ranks = assign_ranks(command, options.stages or len(hosts) or 2, hosts)
     if dry_run or any(rank.host for rank in ranks):
         shown = os.environ if dry_run else hide_secrets(os.environ)  # a dry run's lines are for pasting
         for rank in ranks:
-            print_line(f"{rank.host or 'here'}: {rank.line(working_directory(), shown)}")
+            print_line(f"{rank.host or 'here'}: {rank.shell_line(working_directory(), shown)}")
     if not dry_run:
         print_status("Measuring with 1 process." if len(ranks) == 1 else f"Measuring between {len(ranks)} processes.")
-        raise typer.Exit(run_ranks_of(ranks))
+        raise typer.Exit(launch_ranks(ranks))
 
 
 def hide_secrets(environment: Mapping[str, str]) -> dict[str, str]:

@@ -21,7 +21,7 @@ from typing import Any
 from pipecomp.demo.results import check_same_start, compare, extend_run, plot, summarize
 from pipecomp.demo.settings import MICRO_BATCH, NAMES, TIMED, WARM_UP, Settings, ds_config
 from pipecomp.demo.task import Sequences, Task, documentation_task, gpt2
-from pipecomp.distributed.local_launcher import preload_large_packages, run_ranks, start_server
+from pipecomp.distributed.local_launcher import preload_large_packages, run_ranks, start_fork_server
 from pipecomp.errors import writable
 from pipecomp.interfaces import TrainingEngine
 from pipecomp.netlab.shape import read_shape
@@ -55,7 +55,7 @@ def run_demo(settings: Settings, progress: Progress | None = None) -> dict[str, 
         out.mkdir(parents=True, exist_ok=True)
     report("Reading Python's documentation", 0, 1, None)
     preload_large_packages()
-    start_server()  # it imports while this process reads
+    start_fork_server()  # it imports while this process reads
     task = documentation_task(vocabulary=settings.vocabulary, length=settings.length, training=settings.training)
     report("Reading Python's documentation", 1, 1, None)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,7 +1,7 @@
-"""Slow networks on one machine: nodes with addresses of their own, links of a stated rate and delay, bytes counted.
+"""Slow networks on one machine: nodes with their own addresses, links of a given rate and delay, byte counters.
 
-The kernel does it (a network namespace for each node, tbf) where there is root and iproute2; otherwise, with
-`software=True`, pipecomp's own links slow themselves down.
+The kernel provides them (a network namespace for each node, tbf) given root and iproute2. With `software=True`,
+pipecomp's own links are throttled instead.
 """
 
 from pipecomp.netlab.lab import Finished, Lab

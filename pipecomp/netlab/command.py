@@ -1,4 +1,4 @@
-"""What `pipecomp netlab` does: a lab, one command on its nodes, signals that end both, and a report."""
+"""The command `pipecomp netlab`: a lab, a command on its nodes, and a report; signals end both."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from rich.table import Table
 
 from pipecomp.netlab.lab import Finished, Lab
-from pipecomp.netlab.shape import Shape
+from pipecomp.netlab.shape import LabShape
 from pipecomp.utils.processes import handle_signals
 from pipecomp.utils.tables import COMPACT, table
 from pipecomp.utils.units import format_nominal_rate
@@ -20,8 +20,8 @@ from pipecomp.utils.units import format_nominal_rate
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class Stopped(BaseException):
-    """A signal asked this process to end. Not an Exception: nothing on the way out may take it for a failure."""
+class StopSignal(BaseException):
+    """A signal to end this process. Not an Exception, so that no handler on the way out takes it for a failure."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -34,12 +34,12 @@ def _ignore_signals() -> None:
 
 
 @contextmanager
-def stopping() -> Iterator[None]:
-    """Raise Stopped at the first SIGINT, SIGTERM or SIGHUP; ignore later ones, so that all is taken down."""
+def stop_on_signals() -> Iterator[None]:
+    """Raise StopSignal at the first SIGINT, SIGTERM or SIGHUP, and ignore later ones during the cleanup."""
 
     def stop(number: int, frame: object) -> None:
         _ignore_signals()
-        raise Stopped(number)
+        raise StopSignal(number)
 
     with handle_signals(stop, *_SIGNALS):
         yield
@@ -48,18 +48,31 @@ def stopping() -> Iterator[None]:
 def run_in_lab(
     lab: Lab, command: Sequence[str], *, procs_per_node: int, launcher: str, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Run a command on all nodes and report: JSON values, see the keys below. say: takes sentences for people.
+    """Run a command on all nodes.
 
-    Errors are Lab's. `status` is the first failing node's; 128 + n if signal n stopped this process.
+    Args:
+        lab: A lab that has not been entered.
+        command: Program and arguments.
+        procs_per_node: Processes on each node.
+        launcher: "none" or "deepspeed".
+        say: Prints a line.
+
+    Returns:
+        The report, of JSON values. Its `status` is 0, that of the node that failed first, or 128 + n if signal n ended
+        this process.
+
+    Raises:
+        NetlabError: The lab cannot be provided here.
+        ConfigError: The command or an option is invalid.
     """
-    with stopping():
+    with stop_on_signals():
         try:
             with lab:
                 try:
                     return _run(lab, command, procs_per_node, launcher, say)
                 finally:
-                    _ignore_signals()  # nothing may interrupt taking the lab down
-        except Stopped as stopped:  # before anything ran
+                    _ignore_signals()  # during the cleanup
+        except StopSignal as stopped:  # before anything ran
             say(f"Stopped by {stopped}.")
             return _report(lab.shape, Finished(status=128 + stopped.number, failed=None, statuses={}, seconds=0.0))
 
@@ -73,7 +86,7 @@ def _run(
     began = time.monotonic()
     try:
         finished = lab.run(command, procs_per_node=procs_per_node, launcher=launcher)
-    except Stopped as stopped:
+    except StopSignal as stopped:
         say(f"Stopped by {stopped}.")
         seconds = time.monotonic() - began
         finished = Finished(status=128 + stopped.number, failed=None, statuses={}, seconds=seconds)
@@ -86,7 +99,7 @@ def _run(
     return report
 
 
-def _report(shape: Shape, finished: Finished) -> dict[str, Any]:
+def _report(shape: LabShape, finished: Finished) -> dict[str, Any]:
     nodes: list[dict[str, Any]] = [
         {"node": node, "up_bits_per_s": shape.up[node], "down_bits_per_s": shape.down[node]}
         for node in range(shape.nodes)
@@ -105,8 +118,8 @@ def _report(shape: Shape, finished: Finished) -> dict[str, Any]:
     }
 
 
-def describe(shape: Shape, form: str) -> str:
-    """Describe the links in a sentence."""
+def describe(shape: LabShape, form: str) -> str:
+    """Describe the links in one line."""
     pairs = set(zip(shape.up, shape.down, strict=True))
     if len(pairs) > 1:
         rates = "links of different rates"
@@ -125,7 +138,7 @@ def describe(shape: Shape, form: str) -> str:
 
 
 def bytes_table(report: dict[str, Any]) -> Table:
-    """Tabulate what each node sent and received, and its links' rates."""
+    """Make a table of the bytes and rates of each node."""
     title = "On the wire" if report["form"] == "kernel" else "Links between stages"
     rows = (
         (

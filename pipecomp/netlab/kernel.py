@@ -1,13 +1,13 @@
-"""A network of the kernel's own: a namespace for each node, a bridge between them, tbf in each direction.
+"""A network shaped by the kernel: a namespace for each node, a bridge between them, tbf in each direction.
 
     node 0: eth0 ── port0 ┐
                           ├ bridge (a namespace of its own; the machine's network is not touched)
     node 1: eth0 ── port1 ┘
 
-eth0's queue shapes what a node sends, its port's queue what it receives. Where the kernel has netem, eth0 delays too;
-where not, pipecomp's own links do, or, if the delay varies, a process that carries packets between port and bridge.
-With `nat`, every node but 0 has a router between eth0 and its port, which hides it.
-Nodes at several `sites` have a bridge for each, joined to a bridge in the middle by lines with such queues.
+The queue of eth0 shapes what a node sends, the queue of its port what it receives. If the kernel has netem, eth0 also
+delays packets; otherwise pipecomp's own links do, or, if the delay varies, a process between port and bridge. With
+`nat`, every node except 0 has a router between eth0 and its port. Each of several `sites` has a bridge of its own; a
+link with such queues joins it to a central bridge.
 """
 
 from __future__ import annotations
@@ -17,39 +17,80 @@ import os
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from pipecomp.netlab.namespaces import CONFIGURATION, Run, command, delete_namespaces, has_netem, processes_in
+from pipecomp.distributed.supervisor import ProcessSpec, Supervisor
+from pipecomp.netlab.namespaces import (
+    CONFIGURATION,
+    RunCommand,
+    delete_namespaces,
+    has_netem,
+    processes_in,
+    run_command,
+)
 from pipecomp.netlab.network import NetlabError, NodeBytes
-from pipecomp.netlab.processes import end
-from pipecomp.netlab.shape import Shape, burst_bytes, queue_bytes
+from pipecomp.netlab.shape import LabShape, burst_bytes, queue_bytes
 from pipecomp.netlab.software import SharedState, ThrottleSettings
 
-_PREFIX_BITS = 16  # of 198.18.0.0/15, which RFC 2544 sets aside for tests of networks; its other half is behind routers
+# RFC 2544 reserves 198.18.0.0/15 for network tests: 198.18 for the bridge, 198.19 for networks behind routers.
+_PREFIX_BITS = 16
 _PRIVATE_BITS = 24
 _DELAYER = Path(__file__).with_name("delayer.py")
+_START_S = 20.0
+_TABLE = "pipecomp"  # of nftables
+_LOSS_STEPS = 10**6  # resolution of the share of lost packets
+WIREGUARD_INTERFACE, WIREGUARD_MTU, _WIREGUARD_BITS = "wg0", 1420, 24
+_WIREGUARD_PORT, _KEEPALIVE_S = 51820, 25
+_WIREGUARD_SOCKETS = Path("/var/run/wireguard")
+# Program -> Debian's package.
+_FILTER_PROGRAMS = {"nft": "nftables", "sysctl": "procps"}
+_WIREGUARD_PROGRAMS = {"wireguard-go": "wireguard-go", "wg": "wireguard-tools"}
+
+
+def missing_filters() -> str | None:
+    """Return what this machine lacks for routers and lost packets, None if nothing."""
+    lacking = [package for program, package in _FILTER_PROGRAMS.items() if shutil.which(program) is None]
+    return f"no packet filter here: install {' and '.join(lacking)}" if lacking else None
+
+
+def missing_wireguard() -> str | None:
+    """Return what this machine lacks for WireGuard, None if nothing."""
+    if lacking := [package for program, package in _WIREGUARD_PROGRAMS.items() if shutil.which(program) is None]:
+        return f"no WireGuard here: install {' and '.join(lacking)}"
+    return None if os.access("/dev/net/tun", os.R_OK | os.W_OK) else "no /dev/net/tun here, and WireGuard needs it"
 
 
 class KernelNetwork:
-    """Namespaces `<name>-n0`, `<name>-n1`, … and `<name>-hub`. NetlabError if the kernel refuses.
+    """The namespaces `<name>-n0`, `<name>-n1`, … and `<name>-hub`.
 
-    folder: where the state of software delays is kept. run, netem: how ip and tc are run and whether netem is there,
-    for tests.
+    Args:
+        shape: Shape of the links.
+        folder: The lab's folder, for keys and for the state of software delays.
+        name: The lab's name.
+        run: Runs ip, tc and nft.
+        netem: Whether the kernel has netem; by default it is probed.
+
+    Raises:
+        NetlabError: The kernel refuses a command.
     """
 
     form = "kernel"
 
-    def __init__(self, shape: Shape, folder: Path, name: str, *, run: Run = command, netem: bool | None = None) -> None:
-        self._shape, self._run, self._ports = shape, run, 29500
+    def __init__(
+        self, shape: LabShape, folder: Path, name: str, *, run: RunCommand = run_command, netem: bool | None = None
+    ) -> None:
+        self._shape, self._run, self._last_port = shape, run, 29500
         self._hub = f"{name}-hub"
         self._nodes = [f"{name}-n{node}" for node in range(shape.nodes)]
         self._routers = {node: f"{name}-r{node}" for node in range(1, shape.nodes) if shape.nat}
-        self._wireguard: WireGuard | None = None
-        self._delayer: subprocess.Popen | None = None
-        self.interface = INTERFACE if shape.wireguard else "eth0"
+        self._delayer_ready = threading.Event()
+        self._helpers = Supervisor(lambda *_: self._delayer_ready.set())
+        # wireguard-go's sockets are shared by all namespaces of the machine.
+        self._wireguard = [f"wg{os.getpid()}n{node}" for node in range(shape.nodes)] if shape.wireguard else []
+        self.interface = WIREGUARD_INTERFACE if shape.wireguard else "eth0"
         self.delay_by: str | None = None
         self._state = folder / "state"
         if shape.delay_s:
@@ -59,10 +100,10 @@ class KernelNetwork:
         try:
             self._build()
             if self.delay_by == "process":
-                self._delayer = _start_delayer(self._hub, shape)
+                command = [sys.executable, str(_DELAYER), str(shape.delay_s), str(shape.jitter_s), str(shape.nodes)]
+                self._start_helper(self._hub, command, self._delayer_ready.is_set)
             if shape.wireguard:
-                outside = [self._outside(node) for node in range(shape.nodes)]
-                self._wireguard = WireGuard(self._nodes, outside, folder, run, star=shape.nat)
+                self._build_wireguard(folder)
         except BaseException:
             self.close()
             raise
@@ -103,7 +144,7 @@ class KernelNetwork:
             self._name_nodes(name)
 
     def _build_bridges(self) -> None:
-        """A bridge for each site, and one in the middle where there are several."""
+        """Create a bridge for each site, and a central one if there are several."""
         run, hub, shape = self._run, self._hub, self._shape
         sites = sorted(set(shape.site))
         for bridge in [*(f"br{site}" for site in sites), *(["core"] if len(sites) > 1 else [])]:
@@ -123,11 +164,11 @@ class KernelNetwork:
         return f"br{self._shape.site[node]}"
 
     def _member(self, node: int) -> str:
-        """What of a node is the bridge's."""
+        """The interface of a node that is attached to the bridge."""
         return f"line{node}" if self.delay_by == "process" else f"port{node}"
 
     def _build_router(self, node: int, router: str) -> None:
-        """eth0 of a node, a router's two sides, and a port of the bridge."""
+        """Create eth0 of a node, both interfaces of its router, and the port of the bridge."""
         run = self._run
         run(f"ip netns add {router}")
         run(f"ip link add eth0 netns {self._nodes[node]} type veth peer name lan netns {router}")
@@ -139,8 +180,8 @@ class KernelNetwork:
         masquerade(router, "wan", run)
 
     def _name_nodes(self, namespace: str) -> None:
-        # `ip netns exec` shows this as /etc/hosts. Without names, torch warns of every connection, which it looks up as
-        # an IPv4 address within IPv6.
+        # Note: `ip netns exec` mounts this as /etc/hosts. Without names torch logs a warning for each connection, whose
+        # IPv4-mapped IPv6 address it cannot resolve.
         hosts = Path("/etc/hosts").read_text().rstrip("\n") if Path("/etc/hosts").exists() else "127.0.0.1 localhost"
         for node in range(self._shape.nodes):
             hosts += f"\n{self.address(node)} node{node}\n::ffff:{self.address(node)} node{node}"
@@ -149,48 +190,42 @@ class KernelNetwork:
         (folder / "hosts").write_text(f"{hosts}\n")
 
     def _without_ipv6(self, namespace: str, interface: str) -> None:
-        # An IPv6 address announces itself: only the nodes' own bytes are to be counted.
+        # Note: interfaces announce IPv6 addresses, and those packets would be counted as the nodes' own.
         if Path("/proc/sys/net/ipv6").exists():
             self._run(f"ip -n {namespace} link set {interface} addrgenmode none")
 
     def address(self, node: int) -> str:
-        """See Network."""
         return wireguard_address(node) if self._shape.wireguard else self._outside(node)
 
     def _outside(self, node: int) -> str:
         return f"198.19.{node}.2" if node in self._routers else _on_bridge(node)
 
     def port(self) -> int:
-        """See Network."""
-        self._ports += 1  # the namespace is new: only earlier runs of this lab have used any
-        return self._ports
+        self._last_port += 1  # the namespace is new: only earlier runs of this lab have used any
+        return self._last_port
 
     def wrap(self, node: int, command: Sequence[str]) -> list[str]:
-        """See Network."""
         return ["ip", "netns", "exec", self._nodes[node], *command]
 
     def settings(self, node: int, procs_per_node: int) -> str | None:
-        """See Network."""
         if self.delay_by != "software":
             return None
-        unlimited = (None,) * self._shape.nodes  # the kernel keeps the rates
+        unlimited = (None,) * self._shape.nodes  # the kernel limits the rates
         only_delay = replace(self._shape, up=unlimited, down=unlimited)
         return ThrottleSettings.of(only_delay, self._state, node, procs_per_node).text()
 
     def bytes(self) -> list[NodeBytes]:
-        """See Network."""
         return [
             NodeBytes(node, self._count(name, "eth0"), self._count(self._hub, f"port{node}"))
             for node, name in enumerate(self._nodes)
         ]
 
     def _count(self, namespace: str, interface: str) -> int:
-        # The queue's own counter: the interface's leaves out the headers of segments that are cut further down.
+        # Note: the counter of the queue. That of the interface omits headers of segments that are split further down.
         queues = json.loads(self._run(f"tc -n {namespace} -s -j qdisc show dev {interface}"))
         return next(int(queue["bytes"]) for queue in queues if queue.get("root"))
 
     def set_rate(self, rate: int) -> None:
-        """See Network."""
         delay = self._shape if self.delay_by == "netem" else None
         for node, name in enumerate(self._nodes):
             for text in (
@@ -200,47 +235,63 @@ class KernelNetwork:
                 self._run(text)
 
     def cut(self, node: int) -> None:
-        """See Network."""
-        # Off the bridge, not down: as with a line that breaks far away, the node itself notices nothing.
+        # Note: detached from the bridge, but up. As with a distant line that breaks, the node itself notices nothing.
         self._run(f"ip -n {self._hub} link set {self._member(node)} nomaster")
 
     def join(self, node: int) -> None:
-        """See Network."""
         self._run(f"ip -n {self._hub} link set {self._member(node)} master {self._bridge(node)}")
 
     def processes(self) -> set[int]:
-        """See Network."""
-        own = set() if self._wireguard is None else self._wireguard.processes
-        own |= set() if self._delayer is None else {self._delayer.pid}
-        return processes_in(self._namespaces, self._run) - own
+        return processes_in(self._namespaces, self._run) - self._helpers.pids
 
     def close(self) -> None:
-        """See Network."""
-        if self._wireguard is not None:
-            self._wireguard.close()
-        if self._delayer is not None:
-            end(self._delayer)
+        self._helpers.close()
+        for name in self._wireguard:
+            (_WIREGUARD_SOCKETS / f"{name}.sock").unlink(missing_ok=True)
         delete_namespaces(self._namespaces, self._run)
 
     @property
     def _namespaces(self) -> list[str]:
         return [*self._nodes, *self._routers.values(), self._hub]
 
+    def _build_wireguard(self, folder: Path) -> None:
+        """Give each node an interface by wireguard-go, in user space.
 
-def _start_delayer(hub: str, shape: Shape) -> subprocess.Popen:
-    words = [sys.executable, str(_DELAYER), str(shape.delay_s), str(shape.jitter_s), str(shape.nodes)]
-    started = subprocess.Popen(
-        ["ip", "netns", "exec", hub, *words],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    assert started.stdout is not None
-    if not started.stdout.readline():
-        end(started)
-        raise NetlabError(f"what delays packets did not start (exit status {started.returncode})")
-    return started
+        With routers all nodes connect to node 0 only, which forwards between them.
+        """
+        run, nodes, star = self._run, range(self._shape.nodes), self._shape.nat
+        keys = [_wg("genkey") for _ in nodes]
+        public = [_wg("pubkey", key) for key in keys]
+        for node, (namespace, name) in enumerate(zip(self._nodes, self._wireguard, strict=True)):
+            self._start_helper(namespace, ["wireguard-go", "-f", name], (_WIREGUARD_SOCKETS / f"{name}.sock").exists)
+            private = folder / f"wg-{node}"
+            private.touch(mode=0o600)
+            private.write_text(keys[node])
+            text = f"ip netns exec {namespace} wg set {name} listen-port {_WIREGUARD_PORT} private-key {private}"
+            for peer in [0] if star and node else [other for other in nodes if other != node]:
+                text += f" peer {public[peer]} allowed-ips "
+                text += (
+                    f"{wireguard_address(0)}/{_WIREGUARD_BITS}" if star and node else f"{wireguard_address(peer)}/32"
+                )
+                if not star or node:
+                    endpoint = f"{self._outside(peer)}:{_WIREGUARD_PORT}"
+                    text += f" endpoint {endpoint} persistent-keepalive {_KEEPALIVE_S}"
+            run(text)
+            run(f"ip -n {namespace} link set {name} name {WIREGUARD_INTERFACE} mtu {WIREGUARD_MTU}")
+            run(f"ip -n {namespace} addr add {wireguard_address(node)}/{_WIREGUARD_BITS} dev {WIREGUARD_INTERFACE}")
+            run(f"ip -n {namespace} link set {WIREGUARD_INTERFACE} up")
+        if star:
+            enable_forwarding(self._nodes[0], run)
+
+    def _start_helper(self, namespace: str, command: Sequence[str], ready: Callable[[], bool]) -> None:
+        """Start a process that serves the network itself, and wait until it is ready."""
+        wrapped = ["ip", "netns", "exec", namespace, *command]
+        environment = {**os.environ, "LOG_LEVEL": "silent"}  # of wireguard-go
+        self._helpers.start(ProcessSpec(label=command[0], command=wrapped, environment=environment))
+        for _ in self._helpers.watch(grace_s=0.0, timeout_s=_START_S):
+            if ready():
+                return
+        raise NetlabError(f"{' '.join(command)} did not start (exit status {self._helpers.status})")
 
 
 def _on_bridge(node: int) -> str:
@@ -248,23 +299,29 @@ def _on_bridge(node: int) -> str:
 
 
 def _lan(node: int) -> str:
-    """A router's address towards its node."""
+    """Address of a router towards its node."""
     return f"198.19.{node}.1"
 
 
 def queue_commands(
-    verb: str, namespace: str, interface: str, rate: int | None, delay_s: float, delay: Shape | None
+    verb: str, namespace: str, interface: str, rate: int | None, delay_s: float, delay: LabShape | None
 ) -> list[str]:
-    """Make the tc commands that "add" or "change" an interface's queue: netem for `delay`, tbf at `rate` bits/s.
+    """Return the tc commands that "add" or "change" an interface's queue.
 
-    delay_s: seconds one way that the queue must be long enough for.
+    Args:
+        verb: "add" or "change".
+        namespace: Namespace of the interface.
+        interface: Its name.
+        rate: Bits per second for tbf, None for no limit.
+        delay_s: One-way delay in seconds, for the length of the queue.
+        delay: Shape of the delay by netem, None for none.
     """
     add = f"tc -n {namespace} qdisc {verb} dev {interface}"
     place, commands = "root", []
     if delay is not None:
         netem = f"delay {round(delay.delay_s * 1e6)}us"
         if delay.jitter_s:
-            # Without a rate, netem would let packets overtake each other.
+            # Without a rate, netem reorders packets.
             netem += f" {round(delay.jitter_s * 1e6)}us rate 100gbit"
         commands.append(f"{add} root handle 1: netem limit 1000000 {netem}")
         place = "parent 1: handle 10:"
@@ -276,33 +333,29 @@ def queue_commands(
     return commands
 
 
-_TABLE = "pipecomp"
-_FILTER_PROGRAMS = {"nft": "nftables", "sysctl": "procps"}  # program -> Debian's package
-_DRAWN = 10**6  # a packet is lost if a number below this is below the share
+def wireguard_address(node: int) -> str:
+    """Return a node's address inside WireGuard."""
+    return f"198.19.255.{node + 1}"
 
 
-def missing_filters() -> str | None:
-    """Say what this machine lacks for it, None if nothing."""
-    lacking = [package for program, package in _FILTER_PROGRAMS.items() if shutil.which(program) is None]
-    return f"no packet filter here: install {' and '.join(lacking)}" if lacking else None
+def _wg(subcommand: str, text: str = "") -> str:
+    return subprocess.run(["wg", subcommand], input=text, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def lose_packets(namespace: str, interface: str, share: float, run: Run) -> None:
-    """Lose this share of the packets that come in at an interface, each for itself.
-
-    Each packet then has to be one on the wire: the kernel hands over up to 64 KiB as one otherwise.
-    """
+def lose_packets(namespace: str, interface: str, share: float, run: RunCommand) -> None:
+    """Drop this share of an interface's incoming packets at random."""
+    # Note: without segmentation offload, because the kernel otherwise hands over up to 64 KiB as one packet.
     run(f"ip -n {namespace} link set {interface} gso_max_segs 1")
     nft = f"ip netns exec {namespace} nft add"
     run(f"{nft} table inet {_TABLE}")
     run(f"{nft} chain inet {_TABLE} loss {{ type filter hook prerouting priority -300 ; }}")
-    random = f"numgen random mod {_DRAWN} < {round(share * _DRAWN)}"
+    random = f"numgen random mod {_LOSS_STEPS} < {round(share * _LOSS_STEPS)}"
     run(f"{nft} rule inet {_TABLE} loss iifname {interface} {random} counter drop")
 
 
-def masquerade(router: str, outside: str, run: Run) -> None:
-    """Let a namespace pass on what comes from within under its own address, and take no connection from outside."""
-    pass_on(router, run)
+def masquerade(router: str, outside: str, run: RunCommand) -> None:
+    """Let a namespace forward packets from inside under its own address, and reject connections from outside."""
+    enable_forwarding(router, run)
     nft = f"ip netns exec {router} nft add"
     run(f"{nft} table ip {_TABLE}")
     run(f"{nft} chain ip {_TABLE} out {{ type nat hook postrouting priority 100 ; }}")
@@ -312,101 +365,6 @@ def masquerade(router: str, outside: str, run: Run) -> None:
         run(f"{nft} rule ip {_TABLE} {hook} iifname {outside} ct state new drop")
 
 
-def pass_on(namespace: str, run: Run) -> None:
+def enable_forwarding(namespace: str, run: RunCommand) -> None:
     """Let a namespace forward packets."""
     run(f"ip netns exec {namespace} sysctl -q -w net.ipv4.ip_forward=1")
-
-
-INTERFACE = "wg0"
-MTU = 1420
-PREFIX_BITS = 24
-_PORT = 51820
-_KEEPALIVE_S = 25
-_SOCKETS = Path("/var/run/wireguard")
-_START_S = 20.0
-_WIREGUARD_PROGRAMS = {"wireguard-go": "wireguard-go", "wg": "wireguard-tools"}  # program -> Debian's package
-
-
-def missing_wireguard() -> str | None:
-    """Say what this machine lacks for it, None if nothing."""
-    if lacking := [package for program, package in _WIREGUARD_PROGRAMS.items() if shutil.which(program) is None]:
-        return f"no WireGuard here: install {' and '.join(lacking)}"
-    return None if os.access("/dev/net/tun", os.R_OK | os.W_OK) else "no /dev/net/tun here, which WireGuard needs"
-
-
-def wireguard_address(node: int) -> str:
-    """A node's address inside WireGuard."""
-    return f"198.19.255.{node + 1}"
-
-
-class WireGuard:
-    """The interfaces of all nodes. `processes` serve them, and end with `close`.
-
-    namespaces: of the nodes. outside: their addresses without WireGuard. star: whether all go through node 0.
-    """
-
-    def __init__(
-        self, namespaces: Sequence[str], outside: Sequence[str], folder: Path, run: Run, *, star: bool
-    ) -> None:
-        self._processes: list[subprocess.Popen] = []
-        # wireguard-go's sockets are the machine's, whatever the namespace.
-        self._names = [f"wg{os.getpid()}n{node}" for node in range(len(namespaces))]
-        keys = [_wg("genkey") for _ in namespaces]
-        public = [_wg("pubkey", key) for key in keys]
-        try:
-            for node, namespace in enumerate(namespaces):
-                self._serve(namespace, node)
-                private = folder / f"wg-{node}"
-                private.touch(mode=0o600)
-                private.write_text(keys[node])
-                peers = [0] if star and node else [other for other in range(len(namespaces)) if other != node]
-                text = f"ip netns exec {namespace} wg set {self._names[node]} listen-port {_PORT} private-key {private}"
-                for peer in peers:
-                    text += f" peer {public[peer]} allowed-ips "
-                    text += (
-                        f"{wireguard_address(0)}/{PREFIX_BITS}" if star and node else f"{wireguard_address(peer)}/32"
-                    )
-                    if not star or node:
-                        text += f" endpoint {outside[peer]}:{_PORT} persistent-keepalive {_KEEPALIVE_S}"
-                run(text)
-                run(f"ip -n {namespace} link set {self._names[node]} name {INTERFACE} mtu {MTU}")
-                run(f"ip -n {namespace} addr add {wireguard_address(node)}/{PREFIX_BITS} dev {INTERFACE}")
-                run(f"ip -n {namespace} link set {INTERFACE} up")
-            if star:
-                pass_on(namespaces[0], run)
-        except BaseException:
-            self.close()
-            raise
-
-    @property
-    def processes(self) -> set[int]:
-        """Their ids."""
-        return {process.pid for process in self._processes}
-
-    def _serve(self, namespace: str, node: int) -> None:
-        socket = _SOCKETS / f"{self._names[node]}.sock"
-        process = subprocess.Popen(
-            ["ip", "netns", "exec", namespace, "wireguard-go", "-f", self._names[node]],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "LOG_LEVEL": "silent"},
-            start_new_session=True,
-        )
-        self._processes.append(process)
-        deadline = time.monotonic() + _START_S
-        while not socket.exists():
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise NetlabError(f"wireguard-go made no interface on node {node} (exit status {process.returncode})")
-            time.sleep(0.02)
-
-    def close(self) -> None:
-        """End the processes; the interfaces end with them."""
-        for process in self._processes:
-            end(process)
-        for name in self._names:
-            (_SOCKETS / f"{name}.sock").unlink(missing_ok=True)
-
-
-def _wg(what: str, text: str = "") -> str:
-    return subprocess.run(["wg", what], input=text, capture_output=True, text=True, check=True).stdout.strip()

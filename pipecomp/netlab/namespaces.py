@@ -1,4 +1,8 @@
-"""Network namespaces: ip and tc run in them, what lives in them, and how they go."""
+"""Labs as the system sees them: their names, namespaces and processes, what a killed lab has left, and what is missing.
+
+A lab's name has the id and the start time of the process that entered it, so that the leftovers of a killed one are
+recognized.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +16,24 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from pipecomp.distributed.supervisor import kill_processes
 from pipecomp.netlab.network import NetlabError
-from pipecomp.netlab.processes import kill
 
+LAB_VARIABLE = "PIPECOMP_NETLAB_NAME"  # in the environment of every process that a lab starts
 CONFIGURATION = Path("/etc/netns")
+SOFTWARE_HINT = "--software (software=True in Python) works without it, but throttles only pipecomp's own links"
 _COMMAND_S = 20.0
+_NAME = re.compile(r"pclab-([0-9]+)-([0-9]+)-[0-9]+")
+_numbers = itertools.count()
 
-Run = Callable[[str], str]
+RunCommand = Callable[[str], str]
 
 
-def command(text: str) -> str:
-    """Run ip, tc or nft, which must not hang or be stopped half way; return what it prints. NetlabError if it fails."""
+def run_command(text: str) -> str:
+    """Run ip, tc or nft, and return its output. Raises NetlabError if it fails or takes too long."""
     words = text.split()
     try:
-        # A session of its own: Ctrl-C in a terminal would reach it too, in the middle of cleaning up.
+        # Note: in a new session, so that Ctrl-C in a terminal does not interrupt it in the middle of a cleanup.
         done = subprocess.run(words, capture_output=True, text=True, timeout=_COMMAND_S, start_new_session=True)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NetlabError(f"{text}: {error}") from error
@@ -34,20 +42,28 @@ def command(text: str) -> str:
     return done.stdout
 
 
-def processes_in(namespaces: Sequence[str], run: Run = command) -> set[int]:
-    """List the ids of the processes in network namespaces that exist."""
-    found: set[int] = set()
+# -- namespaces
+
+
+def list_namespaces(run: RunCommand = run_command) -> set[str]:
+    """List all named network namespaces of this machine."""
+    return {line.split()[0] for line in run("ip netns list").splitlines() if line.strip()}
+
+
+def processes_in(namespaces: Sequence[str], run: RunCommand = run_command) -> set[int]:
+    """List the ids of the processes in these network namespaces; a missing namespace has none."""
+    pids: set[int] = set()
     for name in namespaces:
         try:
-            found |= {int(pid) for pid in run(f"ip netns pids {name}").split()}
-        except NetlabError:  # no such namespace
+            pids |= {int(pid) for pid in run(f"ip netns pids {name}").split()}
+        except NetlabError:
             continue
-    return found
+    return pids
 
 
-def delete_namespaces(namespaces: Sequence[str], run: Run = command) -> None:
-    """Delete those that exist, all of them even if one fails. NetlabError for what is left."""
-    existing = namespace_names(run)
+def delete_namespaces(namespaces: Sequence[str], run: RunCommand = run_command) -> None:
+    """Delete all of these that exist, even if one fails. Raises NetlabError for those that remain."""
+    existing = list_namespaces(run)
     failures = []
     for name in namespaces:
         shutil.rmtree(CONFIGURATION / name, ignore_errors=True)
@@ -55,86 +71,81 @@ def delete_namespaces(namespaces: Sequence[str], run: Run = command) -> None:
             try:
                 run(f"ip netns delete {name}")
             except NetlabError as error:
-                if name in namespace_names(run):  # else another lab that found the same leftovers was faster
+                if name in list_namespaces(run):  # otherwise another lab has removed the same leftovers
                     failures.append(str(error))
     if failures:
         raise NetlabError("; ".join(failures))
 
 
-def namespace_names(run: Run = command) -> set[str]:
-    """List all named network namespaces of this machine."""
-    return {line.split()[0] for line in run("ip netns list").splitlines() if line.strip()}
+# -- names and leftovers
 
 
-MARK = "PIPECOMP_NETLAB_NAME"  # in the environment of every process that a lab starts
-_NAME = re.compile(r"pclab-([0-9]+)-([0-9]+)-[0-9]+")
-_numbers = itertools.count()
+def new_lab_name() -> str:
+    """Make a name from this process's id, its start time, and a counter."""
+    return f"pclab-{os.getpid()}-{_start_time(os.getpid())}-{next(_numbers)}"
 
 
-def new_name() -> str:
-    """Make a lab's name: this process's id and start, and a number."""
-    return f"pclab-{os.getpid()}-{_started(os.getpid())}-{next(_numbers)}"
-
-
-def abandoned(name: str) -> str | None:
-    """Give the lab's name if `name` begins with one whose process is gone, else None."""
-    found = _NAME.match(name)
-    if found is None or _started(int(found[1])) == int(found[2]):
+def abandoned_lab(name: str) -> str | None:
+    """Return the lab's name at the start of `name` if its process has ended, otherwise None."""
+    match = _NAME.match(name)
+    if match is None or _start_time(int(match[1])) == int(match[2]):
         return None
-    return found[0]
+    return match[0]
 
 
-def folder_of(name: str) -> Path:
-    """Where a lab keeps its files."""
+def lab_folder(name: str) -> Path:
+    """Return the folder for a lab's files."""
     return Path(tempfile.gettempdir()) / name
 
 
-def marked(name: str) -> set[int]:
-    """Ids of the processes that the lab `name` started, and of what those started."""
-    entry = f"{MARK}={name}".encode()
-    found = set()
+def processes_of_lab(name: str) -> set[int]:
+    """List the ids of the processes that a lab has started, directly or not."""
+    entry = f"{LAB_VARIABLE}={name}".encode()
+    pids = set()
     for process in Path("/proc").iterdir():
         if process.name.isdigit():
             try:
                 if entry in (process / "environ").read_bytes().split(b"\0"):
-                    found.add(int(process.name))
-            except OSError:  # gone, or another user's
+                    pids.add(int(process.name))
+            except OSError:  # it has ended, or is another user's
                 continue
-    return found
+    return pids
 
 
-def _started(pid: int) -> int:
-    """When a process began, in clock ticks since the machine's start; -1 if there is none. A later one differs."""
+def _start_time(pid: int) -> int:
+    """Clock ticks from the machine's start to the process's; -1 without such a process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return -1
-    # The command's name stands in brackets and may hold anything; the start is field 22.
+    # Field 22; the command's name, in parentheses, may contain anything.
     return int(stat.rpartition(")")[2].split()[19])
 
 
 def remove_leftovers() -> list[str]:
-    """Take down every lab whose process is gone; the names of those labs. NetlabError for what resists."""
-    found: dict[str, list[str]] = {}
+    """Remove every lab whose process has ended, and return their names. Raises NetlabError for what remains."""
+    namespaces: dict[str, list[str]] = {}
     if os.geteuid() == 0 and shutil.which("ip") is not None:
-        for namespace in sorted(namespace_names()):
-            if lab := abandoned(namespace):
-                found.setdefault(lab, []).append(namespace)
-    folders = {lab for path in Path(tempfile.gettempdir()).glob("pclab-*") if (lab := abandoned(path.name))}
-    for lab in sorted(folders | set(found)):
-        own = found.get(lab, [])
-        kill(lambda lab=lab, own=own: marked(lab) | processes_in(own))  # type: ignore[misc]
+        for namespace in sorted(list_namespaces()):
+            if lab := abandoned_lab(namespace):
+                namespaces.setdefault(lab, []).append(namespace)
+    folders = {lab for path in Path(tempfile.gettempdir()).glob("pclab-*") if (lab := abandoned_lab(path.name))}
+    for lab in sorted(folders | set(namespaces)):
+        own = namespaces.get(lab, [])
+        kill_processes(lambda lab=lab, own=own: processes_of_lab(lab) | processes_in(own))  # type: ignore[misc]
         delete_namespaces(own)
-        shutil.rmtree(folder_of(lab), ignore_errors=True)
-    return sorted(folders | set(found))
+        shutil.rmtree(lab_folder(lab), ignore_errors=True)
+    return sorted(folders | set(namespaces))
 
 
-WITHOUT = "--software (software=True in Python) needs none of this, but slows down only pipecomp's own links"
+# -- what this machine's kernel supports
+
 _ADD, _DELETE = "ip netns add {0}", "ip netns delete {0}"
-_KINDS = {
-    "veth pairs": "ip link add probe0 netns {0} type veth peer name probe1 netns {0}",
+_VETH = "ip link add probe0 netns {0} type veth peer name probe1 netns {0}"
+_FEATURES = {
+    "veth pairs": _VETH,
     "bridges (module bridge)": "ip -n {0} link add probe2 type bridge",
-    "the queue that limits rates, tbf (module sch_tbf)": (
+    "the rate-limiting queue tbf (module sch_tbf)": (
         "tc -n {0} qdisc add dev probe0 root tbf rate 1mbit burst 4000 limit 100000"
     ),
 }
@@ -142,34 +153,34 @@ _NETEM = "tc -n {0} qdisc add dev probe1 root netem delay 1ms"
 
 
 def missing() -> str | None:
-    """Say why the kernel cannot make a network here, None if it can."""
+    """Return why this machine's kernel cannot provide a lab's network, None if it can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     if lacking := [tool for tool in ("ip", "tc") if shutil.which(tool) is None]:
         return f"no {' and no '.join(lacking)} here: install iproute2"
-    with _probe() as fails:
+    with _probe_namespace() as fails:
         if problem := fails(_ADD):
             return f"no network namespaces here: {problem}"
-        for what, text in _KINDS.items():
+        for feature, text in _FEATURES.items():
             if problem := fails(text):
-                return f"this kernel lacks {what}: {problem}"
+                return f"this kernel lacks {feature}: {problem}"
     return None
 
 
 def has_netem() -> bool:
-    """Say whether the kernel can delay packets."""
-    with _probe() as fails:
-        return not any(map(fails, (_ADD, _KINDS["veth pairs"], _NETEM)))
+    """Return whether the kernel can delay packets."""
+    with _probe_namespace() as fails:
+        return not any(map(fails, (_ADD, _VETH, _NETEM)))
 
 
 @contextmanager
-def _probe() -> Iterator[Callable[[str], str | None]]:
-    """Yield what tries a command on a namespace ("{0}") and says why it failed; the namespace is deleted in the end."""
-    name = f"{new_name()}-probe"
+def _probe_namespace() -> Iterator[Callable[[str], str | None]]:
+    """Yield a function that runs a command on a new namespace ("{0}") and returns its error, None if it succeeds."""
+    name = f"{new_lab_name()}-probe"
 
     def fails(text: str) -> str | None:
         try:
-            command(text.format(name))
+            run_command(text.format(name))
         except NetlabError as error:
             return str(error).partition(": ")[2]
         return None

@@ -1,4 +1,4 @@
-"""The seam between a lab and what makes its network, and what can go wrong there. No implementation here."""
+"""The interface between a lab and the implementations of its network."""
 
 from __future__ import annotations
 
@@ -9,50 +9,50 @@ from pipecomp.errors import PipecompError
 
 
 class NetlabError(PipecompError, RuntimeError):
-    """The lab cannot be made or used on this machine; the message says what is missing and what works without it."""
+    """The lab cannot be provided on this machine; the message has the reason and the alternative."""
 
 
 class NodeBytes(NamedTuple):
-    """What a node's interface has carried since the lab began, Ethernet, IP and TCP headers included."""
+    """Bytes through a node's interface since the lab was entered, Ethernet, IP and TCP headers included."""
 
     node: int
     sent: int
     received: int
 
 
-class Network(Protocol):
+class LabNetwork(Protocol):
     """Nodes that reach each other over shaped links."""
 
     form: str  # "kernel" or "software"
-    delay_by: str | None  # "netem", "process", "software" (pipecomp's own links), or None where there is no delay
-    interface: str  # the nodes' own name for theirs
+    delay_by: str | None  # "netem", "process", "software" (pipecomp's own links), or None without a delay
+    interface: str  # the nodes' own name of their network interface
 
     def address(self, node: int) -> str:
-        """Tell where others reach a node."""
+        """Return the address where other nodes reach a node."""
 
     def port(self) -> int:
-        """Name a TCP port that is free on node 0."""
+        """Return a free TCP port of node 0."""
 
     def wrap(self, node: int, command: Sequence[str]) -> list[str]:
-        """Make the command that runs `command` on a node."""
+        """Return the command that runs `command` on a node."""
 
     def settings(self, node: int, procs_per_node: int) -> str | None:
-        """Tell what the node's own links must know to slow themselves down; None if the kernel does it all."""
+        """Return the settings for throttling the node's own links in software, None if the kernel shapes all."""
 
     def bytes(self) -> list[NodeBytes]:
         """Read the counters of all nodes."""
 
     def set_rate(self, rate: int) -> None:
-        """Set all nodes' rate from now on, each way, in bits per second; NetlabError where it cannot be changed."""
+        """Change the rate of all nodes, each way, in bits per second. Raises NetlabError where it cannot change."""
 
     def cut(self, node: int) -> None:
-        """Let nothing reach or leave the node any more."""
+        """Disconnect a node."""
 
     def join(self, node: int) -> None:
-        """End a cut."""
+        """Reconnect a node."""
 
     def processes(self) -> set[int]:
-        """List the ids of processes that run on the nodes, as far as the network itself knows."""
+        """List the ids of the processes on the nodes that the network knows of."""
 
     def close(self) -> None:
-        """Take it down; safe to call twice."""
+        """Remove the network; safe to call twice."""

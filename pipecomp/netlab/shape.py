@@ -1,6 +1,6 @@
-"""What a lab's links are like: rates, delays and cuts, read strictly from text.
+"""The shape of a lab's links: rates, delays and cuts, parsed strictly from options.
 
-Rates are bits per second on the wire, headers included, as network equipment counts them.
+Rates are in bits per second on the wire, headers included, as network equipment counts.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from pipecomp.utils.units import FRAME, MAX_DELAY_S, parse_rate, parse_time
 MAX_CUT_S = 86400.0
 MAX_NODES = 64
 MAX_LOSS = 0.5
-_CUTS = "NODE@TIME or NODE@TIME+TIME, as in 1@30s+5s: which node is cut off, when, and for how long (else for good)"
+_CUTS = "NODE@TIME, or NODE@TIME+TIME for a limited time, as in 1@30s+5s"
 
-_BURST_S = 0.004  # what a token bucket may save up: with less, a busy machine's late timers cost rate (100 Mbit/s: 7 %)
+_BURST_S = 0.004  # size of a token bucket: with less, late timers of a busy machine cost rate (7 % of 100 Mbit/s)
 _QUEUE_S = 0.1
 _MIN_QUEUE = 1 << 17
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """A node loses its connection `at_s` seconds after the start of a run, for `for_s` seconds (None: for good)."""
+    """A node's lost connection, `at_s` seconds after the start of a run and for `for_s` seconds (None: for good)."""
 
     node: int
     at_s: float
@@ -33,12 +33,20 @@ class Cut:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
-    """All links of a lab. up, down: bits per second from and to each node (None: as fast as it goes).
+class LabShape:
+    """All links of a lab.
 
-    delay_s: seconds one way. jitter_s: the delay varies evenly by up to this, order is kept. loss: share of the packets
-    that do not arrive. nat: all nodes but 0 are behind routers of their own. wireguard: nodes talk through WireGuard.
-    site: of each node. between: bits per second, each way, of the line that joins a site to the others.
+    Attributes:
+        nodes: Number of nodes.
+        up, down: Bits per second from and to each node, None for no limit.
+        delay_s: One-way delay in seconds.
+        jitter_s: Largest deviation from the delay, uniformly distributed; packets keep their order.
+        cuts: Lost connections.
+        loss: Share of lost packets.
+        nat: Whether all nodes except 0 are behind routers of their own.
+        wireguard: Whether the nodes are connected through WireGuard.
+        site: Site of each node.
+        between: Bits per second, each way, of the link from a site to the others.
     """
 
     nodes: int
@@ -54,8 +62,8 @@ class Shape:
     between: int | None = None
 
 
-class Options(TypedDict, total=False):
-    """What a lab is like, as text; see `Lab`."""
+class LabOptions(TypedDict, total=False):
+    """The options of `Lab`."""
 
     nodes: int
     bandwidth: str | None
@@ -70,8 +78,8 @@ class Options(TypedDict, total=False):
     sites: str | None
 
 
-def read_shape(**options: Unpack[Options]) -> Shape:
-    """Read the shape that the options describe. ConfigError for what is not allowed or could not take effect."""
+def read_shape(**options: Unpack[LabOptions]) -> LabShape:
+    """Parse the options. Raises ConfigError for values that are invalid or could not take effect."""
     nodes = options.get("nodes", 2)
     require(
         not isinstance(nodes, bool) and isinstance(nodes, int) and 2 <= nodes <= MAX_NODES,
@@ -88,7 +96,7 @@ def read_shape(**options: Unpack[Options]) -> Shape:
     site, between = ((0,) * nodes, None) if sites is None else _sites(sites, nodes)
     cuts = [_cut(text, nodes) for text in options.get("cuts", ())]
     cuts += [cut for text in options.get("outages", ()) for cut in _outage(text, nodes)]
-    return Shape(
+    return LabShape(
         nodes=nodes,
         up=up,
         down=down,
@@ -107,8 +115,8 @@ _Rates = tuple[int | None, ...]
 
 
 def _rates(nodes: int, bandwidth: str | None, asymmetric: Sequence[str]) -> tuple[_Rates, _Rates]:
-    """Bits per second down and up, of each node."""
-    require(bandwidth is None or not asymmetric, "asymmetric", list(asymmetric), "instead of bandwidth, not beside it")
+    """Bits per second down and up of each node."""
+    require(bandwidth is None or not asymmetric, "asymmetric", list(asymmetric), "instead of bandwidth")
     if asymmetric:
         require(
             not isinstance(asymmetric, str) and len(asymmetric) in (1, nodes),
@@ -141,13 +149,13 @@ def _cut(text: str, nodes: int) -> Cut:
 def _outage(text: str, nodes: int) -> list[Cut]:
     length, at, begin = text.partition("@") if isinstance(text, str) else ("", "", "")
     if not at:
-        raise ConfigError("outage", text, "TIME@TIME, as in 60s@300s: for how long all nodes are cut off, and when")
+        raise ConfigError("outage", text, "TIME@TIME, the duration and the start, as in 60s@300s")
     at_s, for_s = parse_time("outage", begin, MAX_CUT_S), parse_time("outage", length, MAX_CUT_S)
     return [Cut(node=node, at_s=at_s, for_s=for_s) for node in range(nodes)]
 
 
 def _sites(text: str, nodes: int) -> tuple[tuple[int, ...], int]:
-    """The site of each node, and bits per second between sites."""
+    """Site of each node, and bits per second between sites."""
     allowed = f"two sites or more, with every node from 0 to {nodes - 1} once, and a rate, as in 0,2/1,3@10mbit"
     found = re.fullmatch(r"([0-9]+(?:[,/][0-9]+)*)@(.+)", text) if isinstance(text, str) else None
     if found is None:
@@ -165,10 +173,10 @@ def _share(text: str) -> float:
 
 
 def burst_bytes(rate: int) -> int:
-    """Count the bytes that a link may send at once after a pause."""
+    """Return how many bytes a link may send at once after a pause."""
     return max(2 * FRAME, round(rate / 8 * _BURST_S))
 
 
 def queue_bytes(rate: int, delay_s: float) -> int:
-    """Count the bytes that may wait before a link: enough for one TCP connection to fill it."""
+    """Return how many bytes may wait before a link: enough for one TCP connection to saturate it."""
     return burst_bytes(rate) + max(_MIN_QUEUE, round(rate / 8 * (_QUEUE_S + 2 * delay_s)))

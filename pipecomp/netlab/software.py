@@ -1,4 +1,8 @@
-"""A network without root: all nodes on the loopback interface, pipecomp's own links slowed down by `Throttle`."""
+"""A network in software, without root: all nodes on the loopback interface, pipecomp's own links throttled.
+
+Each node and direction has a token bucket; then frames are delayed. All processes of a lab run on one machine and share
+its clock, and a file with the state of each node's link. `PIPECOMP_NETLAB` names the file and describes the links.
+"""
 
 from __future__ import annotations
 
@@ -17,75 +21,76 @@ from typing import BinaryIO
 from pipecomp.distributed.placement import free_port, loopback
 from pipecomp.errors import LinkError, require
 from pipecomp.netlab.network import NetlabError, NodeBytes
-from pipecomp.netlab.shape import Shape, burst_bytes
+from pipecomp.netlab.shape import LabShape, burst_bytes
 from pipecomp.utils.units import SEGMENT, wire_bytes
+
+VARIABLE = "PIPECOMP_NETLAB"
+_MAX_LAG_S = 0.05  # how far a sender may lag behind its rate and catch up: what a socket's buffer would hold
+_POLL_S = 0.01
+_TURN_S = 0.02  # time on a link before other senders have their turn, as TCP connections share one
+_NODE = struct.Struct("<dddd?7x")
 
 
 class SoftwareNetwork:
-    """Nodes are only names here: every process runs on this machine's own network."""
+    """Nodes in name only: every process runs on this machine's own network.
+
+    Args:
+        shape: Shape of the links.
+        folder: The lab's folder, for the state of the links.
+    """
 
     form = "software"
 
-    def __init__(self, shape: Shape, folder: Path) -> None:
+    def __init__(self, shape: LabShape, folder: Path) -> None:
         self._shape, self._path = shape, folder / "state"
         self._state = SharedState.create(self._path, shape.nodes)
         self.delay_by = "software" if shape.delay_s else None
         self.interface = loopback()
 
     def address(self, node: int) -> str:
-        """See Network."""
         return "127.0.0.1"
 
     def port(self) -> int:
-        """See Network."""
         return free_port()
 
     def wrap(self, node: int, command: Sequence[str]) -> list[str]:
-        """See Network."""
         return list(command)
 
     def settings(self, node: int, procs_per_node: int) -> str | None:
-        """See Network."""
         return ThrottleSettings.of(self._shape, self._path, node, procs_per_node).text()
 
     def bytes(self) -> list[NodeBytes]:
-        """See Network."""
         states = [self._state.read(node) for node in range(self._shape.nodes)]
         return [NodeBytes(node, int(state.sent), int(state.received)) for node, state in enumerate(states)]
 
     def set_rate(self, rate: int) -> None:
-        """See Network."""
-        raise NetlabError("a software lab keeps the rate that it started with")
+        raise NetlabError("the rates of a software lab cannot be changed")
 
     def cut(self, node: int) -> None:
-        """See Network."""
         with self._state.change(node) as (state,):
             state.cut = True
 
     def join(self, node: int) -> None:
-        """See Network."""
         with self._state.change(node) as (state,):
             now = time.monotonic()
             state.cut, state.up_free, state.down_free = False, max(state.up_free, now), max(state.down_free, now)
 
     def processes(self) -> set[int]:
-        """See Network."""
         return set()
 
     def close(self) -> None:
         """Do nothing: the lab removes its folder."""
 
 
-VARIABLE = "PIPECOMP_NETLAB"
-_BEHIND_S = 0.05  # how far a sender may lag behind what it could have sent: what a socket's buffer would have held
-_POLL_S = 0.01
-_TURN_S = 0.02  # what one sender may put on a link before others have their turn, as TCP connections share one
-_NODE = struct.Struct("<dddd?7x")
-
-
 @dataclass(slots=True)
 class NodeState:
-    """A node's link. up_free, down_free: monotonic seconds when it has sent and received what it has accepted."""
+    """State of a node's link.
+
+    Attributes:
+        up_free, down_free: Monotonic time in seconds when the link has sent and received all accepted bytes.
+        sent, received: Bytes on the wire.
+        cut: Whether the node is disconnected.
+    """
 
     up_free: float = 0.0
     down_free: float = 0.0
@@ -95,25 +100,25 @@ class NodeState:
 
 
 class SharedState:
-    """The file that all processes of a lab share; locked while one of them changes it."""
+    """The state file that the processes of a lab share, locked during changes."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = path
 
     @classmethod
     def create(cls, path: str | os.PathLike[str], nodes: int) -> SharedState:
-        """Make the file; no node has sent anything."""
+        """Create the file for idle links."""
         Path(path).write_bytes(bytes(_NODE.size * nodes))
         return cls(path)
 
     def read(self, node: int) -> NodeState:
-        """Read what is known of a node."""
+        """Read the state of a node's link."""
         with self._open() as file:
             return _read(file, node)
 
     @contextmanager
     def change(self, *nodes: int) -> Iterator[list[NodeState]]:
-        """Yield the nodes' states; what the caller changes in them is kept."""
+        """Yield the states of the nodes' links, and write them back after the body."""
         with self._open() as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # closing the file unlocks it
             states = [_read(file, node) for node in nodes]
@@ -126,7 +131,7 @@ class SharedState:
         try:
             return open(self._path, "r+b", buffering=0)
         except OSError as error:
-            raise LinkError(f"{VARIABLE}: this process's network lab is gone ({error})") from error
+            raise LinkError(f"{VARIABLE}: the network lab of this process has ended ({error})") from error
 
 
 def _read(file: BinaryIO, node: int) -> NodeState:
@@ -135,7 +140,15 @@ def _read(file: BinaryIO, node: int) -> NodeState:
 
 @dataclass(frozen=True, kw_only=True)
 class ThrottleSettings:
-    """What `PIPECOMP_NETLAB` says, as JSON. Rates in bits per second or None, for each node; times in seconds."""
+    """The value of `PIPECOMP_NETLAB`, in JSON.
+
+    Attributes:
+        state: Path of the state file.
+        node: Node of this process.
+        procs_per_node: Ranks on each node.
+        up, down: Rates of each node in bits per second, None for no limit.
+        delay_s, jitter_s: One-way delay and its variation in seconds.
+    """
 
     state: str
     node: int
@@ -146,8 +159,8 @@ class ThrottleSettings:
     jitter_s: float
 
     @classmethod
-    def of(cls, shape: Shape, state: Path, node: int, procs_per_node: int) -> ThrottleSettings:
-        """Take what a lab's links are like; state: the file of its `SharedState`."""
+    def of(cls, shape: LabShape, state: Path, node: int, procs_per_node: int) -> ThrottleSettings:
+        """Make the settings of one node from a lab's shape."""
         return cls(
             state=str(state),
             node=node,
@@ -159,32 +172,37 @@ class ThrottleSettings:
         )
 
     def text(self) -> str:
-        """Write the variable's value."""
+        """Return the variable's value."""
         return json.dumps(asdict(self))
 
     @classmethod
     def read(cls, text: str) -> ThrottleSettings:
-        """ConfigError if it is not what a lab sets."""
+        """Parse the variable's value. Raises ConfigError for a value that no lab sets."""
         names = {field.name for field in fields(cls)}
         try:
-            found = json.loads(text)
+            values = json.loads(text)
         except ValueError:
-            found = None
+            values = None
         require(
-            isinstance(found, dict) and set(found) == names,
+            isinstance(values, dict) and set(values) == names,
             VARIABLE,
             text,
-            f"what pipecomp netlab sets: a JSON object of {', '.join(sorted(names))}",
+            f"the value that pipecomp netlab sets, a JSON object with {', '.join(sorted(names))}",
         )
-        return cls(**found)
+        return cls(**values)
 
 
 class Throttle:
-    """What goes from one node to another, held back until it would have arrived.
+    """Delays the frames from one node to another until they would have arrived.
 
-    A frame leaves `source` when that node's token bucket lets it, passes the bucket of `destination`, and is delayed.
-    What several senders send at once takes turns, in pieces of 20 ms.
-    One thread at a time may use it, and so frames keep their order. now, sleep: the clock, in seconds.
+    A frame passes the token bucket of the source node, then that of the destination, and is delayed. Several senders
+    share a link in turns of 20 ms. One thread at a time may use a throttle, so that frames keep their order.
+
+    Args:
+        settings: Settings of the source node.
+        destination: The other node.
+        now: Clock in seconds.
+        sleep: Sleeps for some seconds.
     """
 
     def __init__(
@@ -205,10 +223,10 @@ class Throttle:
         self._piece = None if rate is None else SEGMENT * max(8, round(rate / 8 * _TURN_S / SEGMENT))
 
     def hold(self, size: int, ready: float) -> None:
-        """Return when `size` bytes that were ready to leave at the monotonic time `ready` would have arrived.
+        """Wait until `size` bytes that were ready to leave at the monotonic time `ready` would have arrived.
 
-        `ready` may lie in the past: a sender that waited here for one frame asks late for the next, which a real link
-        would have carried behind the first.
+        `ready` may lie in the past: after waiting here for one frame, a sender comes late with the next, which a real
+        link would have carried behind the first.
         """
         while self._piece is not None and size > self._piece:
             self._wait_until(self._reserve(self._piece, ready))
@@ -225,10 +243,10 @@ class Throttle:
             self._sleep(left)
 
     def _reserve(self, size: int, ready: float) -> float:
-        """Take the frame's place on both nodes' links; the monotonic time when its last byte has passed them."""
+        """Reserve both links for a frame; returns the monotonic time when its last byte has passed them."""
         wire = wire_bytes(size)
         with self._state.change(self._source, self._destination) as (source, destination):
-            ready = max(ready, self._now() - self._delay_s - self._jitter_s - _BEHIND_S)
+            ready = max(ready, self._now() - self._delay_s - self._jitter_s - _MAX_LAG_S)
             first = last = ready
             if self._up is not None:
                 seconds = 8 * wire / self._up
@@ -245,7 +263,7 @@ class Throttle:
 
 
 def throttle_to(rank: int, environment: Mapping[str, str] = os.environ) -> Throttle | None:
-    """Make the throttle of this process's link to another rank; None outside a lab and within a node."""
+    """Return the throttle of this process's link to another rank, None outside a lab and within a node."""
     text = environment.get(VARIABLE)
     if text is None:
         return None

@@ -87,12 +87,12 @@ class TestInit:
         (["--data", "text.txt", "--peers", "a,,b"], "--peers: got 'a,,b', allowed: host names with commas"),
         (["--data", "text.txt", "--peers", "a,a"], "--peers: got 'a,a', allowed: each host once"),
         (["--data", "text.txt", "--peers", "a,b", "--stages", "3"], "--stages: got 3, allowed: a multiple of 2"),
-        (["--data", "text.txt", "--peers", "no.such.host.invalid,b"], "allowed: hosts whose names can be looked up"),
+        (["--data", "text.txt", "--peers", "no.such.host.invalid,b"], "host names that this machine can resolve"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_starts(arguments, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("pipecomp.distributed.ssh_launcher.run_ranks_of", lambda ranks: pytest.fail("it starts"))
+    monkeypatch.setattr("pipecomp.distributed.ssh_launcher.launch_ranks", lambda ranks: pytest.fail("it starts"))
     write_text(tmp_path / "text.txt")
     (tmp_path / "empty.txt").touch()
     assert message in told("train", "--model", "model", *arguments, status=1)
@@ -128,7 +128,7 @@ def test_tasks_that_srun_has_started_without_a_rank_start_nothing(tmp_path, monk
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
-    monkeypatch.setattr("pipecomp.distributed.ssh_launcher.run_ranks_of", lambda ranks: pytest.fail("it starts"))
+    monkeypatch.setattr("pipecomp.distributed.ssh_launcher.launch_ranks", lambda ranks: pytest.fail("it starts"))
     write_text(tmp_path / "text.txt")
     message = told("train", "--model", "gpt2", "--data", "text.txt", "--out", "shared", status=1)
     assert "RANK: got None, allowed: a number: srun has started this 2 times, and each would train alone" in message
@@ -160,7 +160,7 @@ def test_what_runs_on_other_machines_is_shown_without_secrets(tmp_path, monkeypa
     monkeypatch.setenv("HF_TOKEN", "hf_mine")
     monkeypatch.setenv("PIPECOMP_KEYS", "mykeys")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://me:hid@den@runs.example/a@b")
-    monkeypatch.setattr("pipecomp.distributed.ssh_launcher.run_ranks_of", lambda ranks: 0)
+    monkeypatch.setattr("pipecomp.distributed.ssh_launcher.launch_ranks", lambda ranks: 0)
     write_text(tmp_path / "text.txt")
     given = ["train", "--model", "gpt2", "--data", "text.txt", "--peers", "198.51.100.1,198.51.100.2"]
     text = told(*given)

@@ -12,7 +12,7 @@ import pytest
 
 from pipecomp.distributed.local_launcher import run_ranks
 from pipecomp.netlab import Lab, kernel, missing
-from pipecomp.netlab.lab import Starter
+from pipecomp.netlab.lab import LabRun
 from tests.limits import HANG_S
 
 CLONE_NEWNET = 0x40000000
@@ -28,9 +28,10 @@ WITH_FILTERS = [  # of modules whose tests need a lab with routers or lost packe
 def run_in_lab(lab: Lab, function: Callable[..., Any], *args: Any, **options: Any) -> dict[int, Any]:
     """What `lab.run(function, *args)` returns, for a lab without cuts at stated times. options: of `run_ranks`."""
     nodes = lab.shape.nodes
-    jobs = Starter(lab.network, lab.name, nodes, 1, {}).ranks(lambda rank: (["true"], ()))
+    run = LabRun(lab.network, lab.name, nodes, 1, {})
+    environments = [run.rank(rank, ["true"]).environment for rank in range(nodes)]
     spaces = [None if lab.network.form == "software" else f"{lab.name}-n{node}" for node in range(nodes)]
-    return run_ranks(nodes, _on_node, spaces, [job.environment for job in jobs], function, args, **options)
+    return run_ranks(nodes, _on_node, spaces, environments, function, args, **options)
 
 
 def _on_node(

@@ -13,7 +13,7 @@ import pytest
 from pipecomp.codecs.wire import MAGIC
 from pipecomp.distributed.local_launcher import run_ranks
 from pipecomp.netlab import Lab, kernel
-from pipecomp.netlab.namespaces import command
+from pipecomp.netlab.namespaces import run_command
 from pipecomp.tls.routes import DIRECT, RELAYED
 from tests.dist.closed_work import TEXT, says_things, trains_closed
 from tests.dist.lab_ranks import CLONE_NEWNET, WITH_FILTERS, run_in_lab
@@ -102,8 +102,8 @@ def test_a_change_of_address(keys, expected, which, tmp_path):
 
         def change() -> None:
             space = f"{lab.name}-n{which}"
-            command(f"ip -n {space} addr del {lab.network.address(which)}/16 dev eth0")
-            command(f"ip -n {space} addr add 198.18.1.9/16 dev eth0")
+            run_command(f"ip -n {space} addr del {lab.network.address(which)}/16 dev eth0")
+            run_command(f"ip -n {space} addr add 198.18.1.9/16 dev eth0")
 
         found = run(lab, keys, Once(tmp_path, change))
     assert found[2]["losses"] == expected[3]

@@ -16,7 +16,7 @@ import pytest
 from pipecomp.distributed.local_launcher import RankFailedError
 from pipecomp.errors import LinkTimeoutError, PeerLostError
 from pipecomp.netlab import Lab, NetlabError, kernel, missing
-from pipecomp.netlab.namespaces import command, folder_of, has_netem, namespace_names, processes_in
+from pipecomp.netlab.namespaces import has_netem, lab_folder, list_namespaces, processes_in, run_command
 from tests.dist.lab_ranks import run_in_lab
 from tests.dist.netlab_work import place, plain_tcp, reached, round_trips, trains, transfer
 from tests.dist.small import ds_config
@@ -31,8 +31,8 @@ HEADERS = 1514 / 1448  # of full frames
 
 def left_over(name: str) -> list[str]:
     """What a lab has left on the machine."""
-    found = [space for space in namespace_names() if space.startswith(name)] if WHY_NOT is None else []
-    return [*found, *Path("/etc/netns").glob(f"{name}*"), *([folder_of(name)] if folder_of(name).exists() else [])]
+    found = [space for space in list_namespaces() if space.startswith(name)] if WHY_NOT is None else []
+    return [*found, *Path("/etc/netns").glob(f"{name}*"), *([lab_folder(name)] if lab_folder(name).exists() else [])]
 
 
 def quiet(label, stream, line):
@@ -64,7 +64,7 @@ def test_queues_have_the_rates_of_their_directions():
         rates = []
         for node in range(2):
             for space, device in ((f"{lab.name}-n{node}", "eth0"), (f"{lab.name}-hub", f"port{node}")):
-                (queue,) = json.loads(command(f"tc -n {space} -j qdisc show dev {device}"))
+                (queue,) = json.loads(run_command(f"tc -n {space} -j qdisc show dev {device}"))
                 assert (queue["kind"], queue["root"]) == ("tbf", True)
                 rates.append(queue["options"]["rate"] * 8)
     assert rates == [10_000_000, 100_000_000, 3_000_000, 30_000_000]
@@ -76,7 +76,7 @@ def test_what_sites_say_to_each_other_passes_their_lines():
         found = lab.run(plain_tcp, 1_000_000, lab.network.address(0), timeout_s=HANG_S, on_line=quiet)
         passed = {}
         for device in ("out0", "in0", "out1", "in1"):
-            (queue,) = json.loads(command(f"tc -n {lab.name}-hub -s -j qdisc show dev {device}"))
+            (queue,) = json.loads(run_command(f"tc -n {lab.name}-hub -s -j qdisc show dev {device}"))
             assert queue["options"]["rate"] * 8 == 50_000_000
             passed[device] = queue["bytes"]
         name = lab.name
@@ -258,8 +258,8 @@ def test_deepspeeds_launcher(tmp_path):
 @needs_kernel
 def test_a_rate_that_changes():
     def rates(lab):
-        queues = [command(f"tc -n {lab.name}-n{node} -j qdisc show dev eth0") for node in range(2)]
-        queues += [command(f"tc -n {lab.name}-hub -j qdisc show dev port{node}") for node in range(2)]
+        queues = [run_command(f"tc -n {lab.name}-n{node} -j qdisc show dev eth0") for node in range(2)]
+        queues += [run_command(f"tc -n {lab.name}-hub -j qdisc show dev port{node}") for node in range(2)]
         return [8 * json.loads(found)[0]["options"]["rate"] for found in queues]
 
     with Lab(nodes=2, bandwidth="100mbit") as lab:
@@ -311,7 +311,7 @@ def start_command() -> tuple[subprocess.Popen, str]:
     running = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + HANG_S
     while True:
-        names = [name for name in namespace_names() if name.startswith(f"pclab-{running.pid}-")]
+        names = [name for name in list_namespaces() if name.startswith(f"pclab-{running.pid}-")]
         nodes = [name for name in names if "-n" in name]
         if len(nodes) == 2 and len(processes_in(nodes)) == 6:
             return running, nodes[0].rpartition("-")[0]

@@ -77,7 +77,7 @@ def ends_badly(rank: int, world: int, note: Any) -> None:
 
 
 def test_a_rank_that_ends_with_an_error_after_its_result_has_failed():
-    with pytest.raises(RankFailedError, match="rank 1 ended with exit code 3"):
+    with pytest.raises(RankFailedError, match="rank 1 ended with exit status 3"):
         run_ranks(2, ends_badly, timeout_s=HANG_S)
     assert run_ranks(2, ends_badly, timeout_s=HANG_S, may_die=(1,)) == {0: None, 1: None}
 
@@ -122,7 +122,7 @@ def test_ranks_are_forked_from_what_has_imported_torch_where_none_uses_a_gpu(
 ):
     """As in all tests but those of GPUs: what they compare was computed by CPUs, and a GPU has place for one rank."""
     (tmp_path / "nvidiactl").touch()
-    monkeypatch.setattr(local_launcher, "_DRIVERS", (str(tmp_path / ("nvidiactl" if drivers else "none")),))
+    monkeypatch.setattr(local_launcher, "_NVIDIA_DRIVERS", (str(tmp_path / ("nvidiactl" if drivers else "none")),))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setenv("DS_ACCELERATOR", "cuda")
     monkeypatch.delenv("DS_ACCELERATOR")
@@ -137,15 +137,20 @@ def test_ranks_are_forked_from_what_has_imported_torch_where_none_uses_a_gpu(
 
 
 @pytest.mark.parametrize(
-    "place", ["multiprocessing.context.BaseContext.Queue", "multiprocessing.forkserver.ensure_running"]
+    ("place", "number", "key"),
+    [
+        ("pipecomp.distributed.supervisor.Pipe", errno.EMFILE, "ulimit -n"),
+        ("multiprocessing.forkserver.ensure_running", errno.EMFILE, "ulimit -n"),
+        ("multiprocessing.forkserver.ensure_running", errno.ENOENT, "TMPDIR"),
+    ],
 )
-@pytest.mark.parametrize("number", [errno.ENOENT, errno.EMFILE])
-def test_what_processes_cannot_share_is_named(monkeypatch: pytest.MonkeyPatch, place: str, number: int) -> None:
+def test_what_processes_cannot_share_is_named(
+    monkeypatch: pytest.MonkeyPatch, place: str, number: int, key: str
+) -> None:
     def refuse(*_: object) -> None:
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(place, refuse)
     with pytest.raises(ConfigError) as caught:
         run_ranks(1, len, timeout_s=HANG_S)
-    other = "/dev/shm" if place.endswith("Queue") else "TMPDIR"
-    assert caught.value.key == ("ulimit -n" if number == errno.EMFILE else other)
+    assert caught.value.key == key

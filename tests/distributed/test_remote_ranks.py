@@ -13,16 +13,23 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipecomp.distributed import ssh_launcher
-from pipecomp.distributed.ssh_launcher import Rank, is_here, meeting_address, ranks_of, run_ranks_of, working_directory
+from pipecomp.distributed import ssh_launcher, supervisor
+from pipecomp.distributed.ssh_launcher import (
+    RankCommand,
+    assign_ranks,
+    is_this_machine,
+    launch_ranks,
+    rendezvous_address,
+    working_directory,
+)
 from pipecomp.errors import ConfigError
 from tests.limits import HANG_S, until
 from tests.recipes.recipe_runs import ROOT
 
 
 def test_ranks_follow_the_order_of_the_hosts(monkeypatch):
-    monkeypatch.setattr(ssh_launcher, "is_here", lambda host: host == "198.51.100.1")
-    found = ranks_of(["train"], 4, ["198.51.100.1", "me@198.51.100.2"])
+    monkeypatch.setattr(ssh_launcher, "is_this_machine", lambda host: host == "198.51.100.1")
+    found = assign_ranks(["train"], 4, ["198.51.100.1", "me@198.51.100.2"])
     assert [rank.host for rank in found] == [None, None, "me@198.51.100.2", "me@198.51.100.2"]
     assert [rank.variables["RANK"] for rank in found] == ["0", "1", "2", "3"]
     assert [rank.variables["LOCAL_RANK"] for rank in found] == ["0", "1", "0", "1"]
@@ -33,17 +40,17 @@ def test_where_they_meet_may_be_another_port(monkeypatch):
     """Two runs at a time on one first host, or a firewall that lets others in."""
     hosts = ["198.51.100.1", "198.51.100.2"]
     monkeypatch.setenv("MASTER_PORT", "29501")
-    assert {rank.variables["MASTER_PORT"] for rank in ranks_of(["train"], 2, hosts)} == {"29501"}
+    assert {rank.variables["MASTER_PORT"] for rank in assign_ranks(["train"], 2, hosts)} == {"29501"}
     for wrong in ("", "0", "65536", "http"):
         monkeypatch.setenv("MASTER_PORT", wrong)
         with pytest.raises(ConfigError, match=f"MASTER_PORT: got '{wrong}', allowed: a number from 1 to 65535"):
-            ranks_of(["train"], 2, hosts)
+            assign_ranks(["train"], 2, hosts)
     monkeypatch.delenv("MASTER_PORT")
-    assert {rank.variables["MASTER_PORT"] for rank in ranks_of(["train"], 2, hosts)} == {"29500"}
+    assert {rank.variables["MASTER_PORT"] for rank in assign_ranks(["train"], 2, hosts)} == {"29500"}
 
 
 def test_without_hosts_all_ranks_are_here():
-    found = ranks_of(["train"], 3)
+    found = assign_ranks(["train"], 3)
     assert [rank.host for rank in found] == [None] * 3
     assert {(r.variables["MASTER_ADDR"], r.variables["LOCAL_WORLD_SIZE"]) for r in found} == {("127.0.0.1", "3")}
     assert len({rank.variables["MASTER_PORT"] for rank in found}) == 1
@@ -61,32 +68,34 @@ def test_without_hosts_all_ranks_are_here():
 )
 def test_hosts_that_cannot_be(world, hosts, message):
     with pytest.raises(ConfigError, match=message):
-        ranks_of(["train"], world, hosts)
+        assign_ranks(["train"], world, hosts)
 
 
 def test_a_first_host_whose_name_is_127_0_1_1_here_meets_at_the_address_that_leads_to_the_second(monkeypatch):
     names = {"one": ["127.0.1.1"], "two": ["198.51.100.2"], "198.51.100.2": ["198.51.100.2"]}
-    monkeypatch.setattr(ssh_launcher, "_addresses", names.__getitem__)
+    monkeypatch.setattr(ssh_launcher, "_resolve", names.__getitem__)
     monkeypatch.setattr(ssh_launcher, "address_towards", {"two": "198.51.100.1"}.get)
-    assert meeting_address(["me@one", "me@two"]) == "198.51.100.1"
-    assert meeting_address(["one"]) == "127.0.1.1"
-    assert is_here("me@one")
-    assert not is_here("two")
+    assert rendezvous_address(["me@one", "me@two"]) == "198.51.100.1"
+    assert rendezvous_address(["one"]) == "127.0.1.1"
+    assert is_this_machine("me@one")
+    assert not is_this_machine("two")
     names["three"] = ["198.51.100.3"]
-    with pytest.raises(ConfigError, match="--peers: got 'me@one', allowed: an address where three finds this machine"):
-        meeting_address(["me@one", "three"])
+    with pytest.raises(
+        ConfigError, match="--peers: got 'me@one', allowed: an address of this machine that three can reach"
+    ):
+        rendezvous_address(["me@one", "three"])
 
 
 def test_a_host_may_be_one_of_ssh_s_configuration(monkeypatch, stand_in):
     stand_in('[ "$*" = "$1 $2 $3 $4 $5 $6 -G me@office.invalid" ] && echo user me && echo hostname 198.51.100.7')
-    assert meeting_address(["me@office.invalid", "198.51.100.2"]) == "198.51.100.7"
-    assert not is_here("me@office.invalid")
+    assert rendezvous_address(["me@office.invalid", "198.51.100.2"]) == "198.51.100.7"
+    assert not is_this_machine("me@office.invalid")
 
 
 def test_an_address_with_an_interface_of_this_machine_is_none_for_others(monkeypatch):
     found = [(0, 0, 0, "", (address, 0)) for address in ("fe80::1%eth0", "2001:db8::7")]
     monkeypatch.setattr(ssh_launcher.socket, "getaddrinfo", lambda *name, **how: found)
-    assert meeting_address(["host.local"]) == "2001:db8::7"
+    assert rendezvous_address(["host.local"]) == "2001:db8::7"
 
 
 def test_folders_are_named_as_people_name_them(tmp_path, monkeypatch):
@@ -103,9 +112,9 @@ def test_folders_are_named_as_people_name_them(tmp_path, monkeypatch):
 
 def test_the_line_for_another_machine_survives_its_shell():
     command = (sys.executable, "-c", "import os, sys; print(os.getcwd(), os.environ['PIPECOMP_KEYS'], sys.argv[1:])")
-    rank = Rank(number=1, host="two", command=(*command, "a b", "$HOME"), variables={"RANK": "1"})
+    rank = RankCommand(rank=1, host="two", command=(*command, "a b", "$HOME"), variables={"RANK": "1"})
     own = {"PIPECOMP_LISTEN": "198.51.100.1:1", "PIPECOMP_LAUNCHER": "7"}
-    line = rank.line("/", {"PIPECOMP_KEYS": "my keys", "SECRET": "x", **own})
+    line = rank.shell_line("/", {"PIPECOMP_KEYS": "my keys", "SECRET": "x", **own})
     assert "RANK=1" in shlex.split(line)
     assert "SECRET" not in line
     assert not any(name in line for name in own), "they name this machine's own address, and a process of it"
@@ -137,27 +146,27 @@ def test_what_other_machines_are_given_stands_on_no_command_line(monkeypatch, ca
     stand_in(f'echo "$@"\n{LINE}')
     monkeypatch.setenv("HF_TOKEN", secret := "it's \\ a\nsecret")
     program = "import os; print(ascii(os.environ['HF_TOKEN']), os.environ['RANK'])"
-    rank = Rank(number=1, host="two", command=(sys.executable, "-c", program), variables={"RANK": "1"})
-    assert run_ranks_of([rank]) == 0
+    rank = RankCommand(rank=1, host="two", command=(sys.executable, "-c", program), variables={"RANK": "1"})
+    assert launch_ranks([rank]) == 0
     said = capfd.readouterr().out.splitlines()
     assert said[-1] == f"{secret!a} 1"
     assert "RANK=1" in " ".join(said[:-1])
     assert "secret" not in " ".join(said[:-1])
 
 
-def python(*programs: str) -> list[Rank]:
-    return [Rank(number=n, host=None, command=(sys.executable, "-c", text)) for n, text in enumerate(programs)]
+def python(*programs: str) -> list[RankCommand]:
+    return [RankCommand(rank=n, host=None, command=(sys.executable, "-c", text)) for n, text in enumerate(programs)]
 
 
 def test_the_first_status_that_is_not_0_counts():
-    assert run_ranks_of(python("", "")) == 0
-    assert run_ranks_of(python("", "raise SystemExit(3)")) == 3
-    assert run_ranks_of(python("import os; os.kill(os.getpid(), 15)", "")) == 128 + 15
+    assert launch_ranks(python("", "")) == 0
+    assert launch_ranks(python("", "raise SystemExit(3)")) == 3
+    assert launch_ranks(python("import os; os.kill(os.getpid(), 15)", "")) == 128 + 15
 
 
 def test_a_rank_that_stays_when_another_has_failed_is_ended(monkeypatch):
     monkeypatch.setattr(ssh_launcher, "_GRACE_S", 0.5)
-    assert run_ranks_of(python("raise SystemExit(2)", f"import time; time.sleep({HANG_S})")) == 2
+    assert launch_ranks(python("raise SystemExit(2)", f"import time; time.sleep({HANG_S})")) == 2
 
 
 WAIT = f"""import os, pathlib, signal, sys, time
@@ -168,10 +177,10 @@ pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))
 time.sleep({HANG_S})"""
 
 
-def waiting(number: int, file: Path, host: str | None = None) -> Rank:
+def waiting(number: int, file: Path, host: str | None = None) -> RankCommand:
     """A rank that writes its process's id to a file, and ends with 5 when it gets SIGTERM."""
     variables = {"RANK": str(number), "PYTHONPATH": str(ROOT)}
-    return Rank(number=number, host=host, command=(sys.executable, "-c", WAIT, str(file)), variables=variables)
+    return RankCommand(rank=number, host=host, command=(sys.executable, "-c", WAIT, str(file)), variables=variables)
 
 
 def process_of(file: Path) -> psutil.Process:
@@ -194,7 +203,7 @@ def test_a_signal_reaches_every_rank(tmp_path, stand_in, hosts):
 
     thread = threading.Thread(target=end)
     thread.start()
-    assert run_ranks_of(ranks) == 5
+    assert launch_ranks(ranks) == 5
     thread.join()
     assert len(found) == 2
     assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in found)
@@ -205,18 +214,18 @@ def test_a_signal_that_comes_during_the_login_is_not_lost(tmp_path, monkeypatch,
     begun, may_go = tmp_path / "begun", tmp_path / "may go"
     stand_in(f"touch {begun}\nwhile [ ! -e '{may_go}' ]; do sleep 0.05; done\n{LINE}")
     monkeypatch.setenv("HF_HOME", "a\nb")
-    said, say = [], ssh_launcher._say
-    monkeypatch.setattr(ssh_launcher, "_say", lambda *given: (say(*given), said.append(given)))
+    written, write = [], supervisor._write
+    monkeypatch.setattr(supervisor, "_write", lambda *given: (write(*given), written.append(given)))
 
     def end() -> None:
         until(begun.exists)
         os.kill(os.getpid(), signal.SIGTERM)
-        until(lambda: len(said) == 2)
+        until(lambda: len(written) == 2)
         may_go.touch()
 
     thread = threading.Thread(target=end)
     thread.start()
-    assert run_ranks_of([waiting(0, tmp_path / "0", "one")]) == 5
+    assert launch_ranks([waiting(0, tmp_path / "0", "one")]) == 5
     thread.join()
 
 
@@ -224,8 +233,8 @@ def test_a_rank_on_another_machine_ends_with_the_launcher(tmp_path, stand_in):
     """Else it would train on, and keep the port where the ranks meet."""
     stand_in(LINE)
     start = (
-        "import pathlib, sys\nfrom tests.distributed.test_remote_ranks import run_ranks_of, waiting\n"
-        "run_ranks_of([waiting(0, pathlib.Path(sys.argv[1]), 'one')])"
+        "import pathlib, sys\nfrom tests.distributed.test_remote_ranks import launch_ranks, waiting\n"
+        "launch_ranks([waiting(0, pathlib.Path(sys.argv[1]), 'one')])"
     )
     launcher = subprocess.Popen([sys.executable, "-c", start, str(tmp_path / "0")], cwd=ROOT)
     rank = process_of(tmp_path / "0")
@@ -236,15 +245,15 @@ def test_a_rank_on_another_machine_ends_with_the_launcher(tmp_path, stand_in):
 
 
 def test_whom_the_others_wait_for_is_told(monkeypatch, capfd, stand_in):
-    monkeypatch.setattr(ssh_launcher, "_TELL_S", 0.1)
+    monkeypatch.setattr(ssh_launcher, "_WARN_S", 0.1)
     monkeypatch.setattr(ssh_launcher, "_GRACE_S", 0.5)
     stand_in("exit 255")
-    lost = Rank(number=1, host="two", command=("true",))
-    assert run_ranks_of([*python(f"import time; time.sleep({HANG_S})"), lost]) == 255
-    told = "pipecomp: rank 1 on two has ended with status 255, which is ssh's own: try `ssh two true`. The others are "
-    assert told in capfd.readouterr().err
+    lost = RankCommand(rank=1, host="two", command=("true",))
+    assert launch_ranks([*python(f"import time; time.sleep({HANG_S})"), lost]) == 255
+    warning = "pipecomp: rank 1 on two failed with exit status 255 of ssh itself: try `ssh two true`. The remaining"
+    assert warning in capfd.readouterr().err
 
 
 def test_a_program_that_is_not_there():
-    with pytest.raises(ConfigError, match="--dry-run says what to run"):
-        run_ranks_of([Rank(number=0, host=None, command=("/no/such/program",))])
+    with pytest.raises(ConfigError, match="command: got '/no/such/program'"):
+        launch_ranks([RankCommand(rank=0, host=None, command=("/no/such/program",))])

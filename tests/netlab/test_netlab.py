@@ -21,10 +21,9 @@ from pipecomp.netlab import Lab, NetlabError, missing
 from pipecomp.netlab import command as command_module
 from pipecomp.netlab import kernel as kernel_module
 from pipecomp.netlab import namespaces as namespaces_module
-from pipecomp.netlab import namespaces as probe_module
-from pipecomp.netlab.command import Stopped, describe, stopping
+from pipecomp.netlab.command import StopSignal, describe, stop_on_signals
 from pipecomp.netlab.kernel import KernelNetwork
-from pipecomp.netlab.namespaces import abandoned, folder_of, marked, new_name
+from pipecomp.netlab.namespaces import abandoned_lab, lab_folder, new_lab_name, processes_of_lab
 from pipecomp.netlab.shape import burst_bytes, queue_bytes, read_shape
 from pipecomp.netlab.software import VARIABLE, SharedState, Throttle, ThrottleSettings, throttle_to
 from pipecomp.utils.units import wire_bytes
@@ -337,7 +336,7 @@ def test_what_a_process_is_told(tmp_path):
     assert throttle_to(3, environment) is None  # ranks 2 and 3 are this node's
     assert throttle_to(0, {}) is None
     throttle = throttle_to(1, environment)
-    with pytest.raises(LinkError, match="this process's network lab is gone"):
+    with pytest.raises(LinkError, match="network lab of this process has ended"):
         throttle.hold(10, 0.0)
 
 
@@ -421,11 +420,10 @@ def test_pipecomp_delays_where_the_kernel_cannot(tmp_path):
 
 
 def test_a_process_varies_the_delay_where_the_kernel_cannot(tmp_path, monkeypatch):
-    ended = []
-    monkeypatch.setattr(kernel_module, "_start_delayer", lambda hub, shape: hub)
-    monkeypatch.setattr(kernel_module, "end", ended.append)
+    started = []
+    monkeypatch.setattr(KernelNetwork, "_start_helper", lambda self, space, command, ready: started.append(command))
     fake = Fake()
-    network = KernelNetwork(read_shape(nodes=2, delay="9ms", jitter="5ms"), tmp_path, "lab", run=fake, netem=False)
+    network = KernelNetwork(read_shape(nodes=2, delay="8ms", jitter="5ms"), tmp_path, "lab", run=fake, netem=False)
     assert network.delay_by == "process"
     assert network.settings(0, 1) is None  # pipecomp's own links do not delay as well
     assert "ip -n lab-hub link set line1 master br0" in fake.commands
@@ -433,7 +431,7 @@ def test_a_process_varies_the_delay_where_the_kernel_cannot(tmp_path, monkeypatc
     network.cut(1)
     assert fake.commands[-1] == "ip -n lab-hub link set line1 nomaster"
     network.close()
-    assert ended == ["lab-hub"]
+    assert [command[-3:] for command in started] == [["0.008", "0.005", "2"]]
 
 
 def test_sites_are_joined_by_lines_with_queues_of_their_own(tmp_path):
@@ -474,7 +472,7 @@ def test_routers_and_losses_are_asked_for(tmp_path):
     ],
 )
 def test_what_a_shape_needs_is_named(monkeypatch, options, message):
-    monkeypatch.setattr(probe_module, "missing", lambda: None)
+    monkeypatch.setattr(namespaces_module, "missing", lambda: None)
     monkeypatch.setattr("shutil.which", lambda program: None)
     with pytest.raises(NetlabError, match=message), Lab(nodes=2, **options):
         pytest.fail("the lab is open")
@@ -509,7 +507,7 @@ def test_what_is_missing_is_named(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("refused", "message"),
     [
-        ("tbf", "this kernel lacks the queue that limits rates, tbf (module sch_tbf): Error: qdisc kind is unknown."),
+        ("tbf", "this kernel lacks the rate-limiting queue tbf (module sch_tbf): Error: qdisc kind is unknown."),
         ("type bridge", "this kernel lacks bridges (module bridge): Error: qdisc kind is unknown."),
         ("netns add", "no network namespaces here: Error: qdisc kind is unknown."),
     ],
@@ -521,8 +519,8 @@ def test_what_the_kernel_lacks_is_named(monkeypatch, refused, message):
         return ""
 
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(probe_module.shutil, "which", lambda tool: f"/sbin/{tool}")
-    monkeypatch.setattr(probe_module, "command", command)
+    monkeypatch.setattr(namespaces_module.shutil, "which", lambda tool: f"/sbin/{tool}")
+    monkeypatch.setattr(namespaces_module, "run_command", command)
     assert missing() == message
 
 
@@ -532,12 +530,14 @@ def test_what_the_kernel_lacks_is_named(monkeypatch, refused, message):
 def test_labs_of_living_processes_are_not_leftovers():
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait(HANG_S)
-    name = new_name()
-    assert abandoned(f"{name}-n0") is None
-    assert abandoned(f"pclab-{ended.pid}-123-0-hub") == f"pclab-{ended.pid}-123-0"
-    assert abandoned(f"pclab-{os.getpid()}-123-7-n1") == f"pclab-{os.getpid()}-123-7"  # an earlier process of this id
+    name = new_lab_name()
+    assert abandoned_lab(f"{name}-n0") is None
+    assert abandoned_lab(f"pclab-{ended.pid}-123-0-hub") == f"pclab-{ended.pid}-123-0"
+    assert (
+        abandoned_lab(f"pclab-{os.getpid()}-123-7-n1") == f"pclab-{os.getpid()}-123-7"
+    )  # an earlier process of this id
     for other in ("pclab-x", "other-1-2-3", "xpclab-1-2-3", "pclab-1-2"):
-        assert abandoned(other) is None
+        assert abandoned_lab(other) is None
 
 
 def test_namespaces_that_another_process_deletes_meanwhile_are_no_error():
@@ -606,11 +606,11 @@ def test_nothing_outlives_a_run():
         # A session of its own, and pipes that stay open: neither may keep the run from ending.
         done = lab.run(shell("setsid sleep 300 & trap '' TERM; echo started"), on_line=lines, timeout_s=HANG_S)
         assert done.status == 0
-        assert marked(lab.name) == set()
+        assert processes_of_lab(lab.name) == set()
         with pytest.raises(NetlabError, match="the run took more than 1 s"):
             lab.run(shell("setsid sleep 300 & trap '' TERM; sleep 300"), on_line=lines, timeout_s=1)
-        assert marked(lab.name) == set()
-        folder = folder_of(lab.name)
+        assert processes_of_lab(lab.name) == set()
+        folder = lab_folder(lab.name)
         assert folder.exists()
     assert not folder.exists()
     assert [line for _, _, line in lines] == ["started"] * 2
@@ -620,7 +620,7 @@ def test_an_error_takes_the_lab_down():
     lab = Lab(nodes=2, software=True)
     with pytest.raises(ZeroDivisionError), lab:
         raise ZeroDivisionError
-    folder = folder_of(lab.name)
+    folder = lab_folder(lab.name)
     assert not folder.exists()
     with pytest.raises(NetlabError, match="the lab is not open"):
         lab.bytes()
@@ -671,7 +671,7 @@ def test_a_failing_rank_is_an_error(how, message):
     with Lab(nodes=2, software=True) as lab:
         with pytest.raises(RankFailedError, match=message):
             lab.run(fails_on_rank_1, how, timeout_s=HANG_S, on_line=Lines())
-        assert marked(lab.name) == set()
+        assert processes_of_lab(lab.name) == set()
 
 
 # -- the command
@@ -691,7 +691,7 @@ def wait_for(condition, what: str, timeout_s: float = HANG_S):
 
 
 def lab_of(pid: int) -> str | None:
-    names = [path.name for path in folder_of("x").parent.glob(f"pclab-{pid}-*")]
+    names = [path.name for path in lab_folder("x").parent.glob(f"pclab-{pid}-*")]
     return names[0] if names else None
 
 
@@ -731,18 +731,18 @@ def test_errors_are_one_line():
 def test_a_signal_takes_the_lab_down():
     running = start("--", "sh", "-c", "setsid sleep 300 & sleep 300")
     name = wait_for(lambda: lab_of(running.pid), "the lab has begun")
-    wait_for(lambda: len(marked(name)) >= 6, "the nodes have begun")
+    wait_for(lambda: len(processes_of_lab(name)) >= 6, "the nodes have begun")
     running.send_signal(signal.SIGTERM)
     _, errors = running.communicate(timeout=HANG_S)
     assert running.returncode == 128 + signal.SIGTERM
     assert "Stopped by" in errors
-    assert marked(name) == set()
-    assert not folder_of(name).exists()
+    assert processes_of_lab(name) == set()
+    assert not lab_folder(name).exists()
 
 
 def test_a_run_that_was_stopped_says_how_long_it_took(monkeypatch):
     def stop(*given, **options):
-        raise Stopped(signal.SIGINT)
+        raise StopSignal(signal.SIGINT)
 
     lab, said = Lab(nodes=2, software=True), []
     monkeypatch.setattr(lab, "run", stop)
@@ -766,13 +766,13 @@ def test_the_table_has_each_nodes_own_numbers():
 def test_the_next_lab_removes_what_a_killed_one_left():
     running = start("--", "sh", "-c", "setsid sleep 300 & exec sleep 300")
     name = wait_for(lambda: lab_of(running.pid), "the lab has begun")
-    wait_for(lambda: len(marked(name)) >= 4, "the nodes have begun")
+    wait_for(lambda: len(processes_of_lab(name)) >= 4, "the nodes have begun")
     running.kill()
     running.communicate(timeout=HANG_S)
-    assert marked(name)
+    assert processes_of_lab(name)
     with Lab(nodes=2, software=True):
-        assert marked(name) == set()
-        assert not folder_of(name).exists()
+        assert processes_of_lab(name) == set()
+        assert not lab_folder(name).exists()
 
 
 def test_a_second_signal_does_not_interrupt_the_end():
@@ -781,7 +781,7 @@ def test_a_second_signal_does_not_interrupt_the_end():
     ended = []
 
     def stopped_twice():
-        with stopping():
+        with stop_on_signals():
             try:
                 os.kill(os.getpid(), signal.SIGTERM)
                 time.sleep(5)
@@ -790,7 +790,7 @@ def test_a_second_signal_does_not_interrupt_the_end():
                 time.sleep(0.05)
                 ended.append("in order")
 
-    with pytest.raises(Stopped) as stopped:
+    with pytest.raises(StopSignal) as stopped:
         stopped_twice()
     assert stopped.value.number == signal.SIGTERM
     assert ended == ["in order"]

@@ -31,7 +31,7 @@ from benchmarks.runner import Kept, digest
 from pipecomp.distributed.local_launcher import run_ranks
 from pipecomp.netlab import Lab
 from pipecomp.netlab.kernel import lose_packets
-from pipecomp.netlab.namespaces import command
+from pipecomp.netlab.namespaces import run_command
 from tests.dist.closed_work import trains_closed
 from tests.dist.lab_ranks import run_in_lab
 from tests.tls.meshes import keys_for
@@ -96,12 +96,12 @@ def disturbance(kind: str, lab: Lab, draw: random.Random, outage_s: float) -> Ca
 
     def address() -> None:
         node = draw.choice(nodes[1:])
-        command(f"ip -n {spaces[node]} addr del {lab.network.address(node)}/16 dev eth0")
-        command(f"ip -n {spaces[node]} addr add 198.18.1.{node + 1}/16 dev eth0")
+        run_command(f"ip -n {spaces[node]} addr del {lab.network.address(node)}/16 dev eth0")
+        run_command(f"ip -n {spaces[node]} addr add 198.18.1.{node + 1}/16 dev eth0")
 
     def loss() -> None:
         for space in spaces:
-            lose_packets(space, "eth0", float(LOSS.rstrip("%")) / 100, command)
+            lose_packets(space, "eth0", float(LOSS.rstrip("%")) / 100, run_command)
 
     return {"outage": outage, "address": address, "loss": loss, "jitter": lambda: None}[kind]
 

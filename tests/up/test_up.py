@@ -11,10 +11,10 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,20 +32,20 @@ from pipecomp.tls.enrollment import authority_fingerprint
 from pipecomp.tls.key_folder import MACHINE, KeyFolder, create_keys, issue_certificate, list_machines
 from pipecomp.tls.listener import ALL_INTERFACES, Address
 from pipecomp.up import digest, named
-from tests.limits import HANG_S
+from tests.limits import HANG_S, until
 from tests.soak.signal_rounds import RECIPE, ROOT, make_work
 
 
-def run_of(*, machines: int = 2, procs: int = 1) -> up_launcher.Run:
-    return up_launcher.Run(address=Address("127.0.0.1", 1), machines=machines, procs=procs, command=(__file__,))
+def run_of(*, machines: int = 2, procs: int = 1) -> up_launcher.UpRun:
+    return up_launcher.UpRun(address=Address("127.0.0.1", 1), machines=machines, procs=procs, command=(__file__,))
 
 
 def test_what_a_run_is() -> None:
     run = run_of(machines=3, procs=2)
     assert run.world == 6
     assert [run.ranks(machine) for machine in range(3)] == ["0-1", "2-3", "4-5"]
-    with pytest.raises(ConfigError, match=r"command: got 'train\.py', allowed: a script that is a file"):
-        up_launcher.Run(address=run.address, machines=2, procs=1, command=("train.py",))
+    with pytest.raises(ConfigError, match=r"command: got 'train\.py', allowed: a script file on this machine"):
+        up_launcher.UpRun(address=run.address, machines=2, procs=1, command=("train.py",))
     with pytest.raises(ConfigError, match="machines: got 0"):
         run_of(machines=0)
 
@@ -55,10 +55,10 @@ def test_a_first_machine_with_ipv6_alone_is_found_there(monkeypatch: pytest.Monk
     monkeypatch.setattr(up_launcher, "address_towards", ways.get)
     asked: list[tuple[str, Address]] = []
 
-    def invite(run: up_launcher.Run, keys: str, listen: Address, options: list[str], **_: object) -> None:
+    def invite(run: up_launcher.UpRun, keys: str, listen: Address, options: list[str], **_: object) -> None:
         asked.append((str(run.address), listen))
 
-    monkeypatch.setattr(up_launcher, "invite_all", invite)
+    monkeypatch.setattr(up_launcher, "invite_machines", invite)
     monkeypatch.setattr(up_launcher, "start_ranks", lambda *_, **__: 0)
     for more in ([], ["--listen", "[::]:29400"]):
         assert CliRunner().invoke(app, ["up", *more, "--", __file__]).exit_code == 0
@@ -72,21 +72,21 @@ def test_a_first_machine_with_ipv6_alone_is_found_there(monkeypatch: pytest.Monk
 def test_keys_that_do_not_fit(tmp_path: Path) -> None:
     keys = str(tmp_path / "keys")
     create_keys(keys, ranks="0-1")
-    with pytest.raises(KeysError, match=r"are for rank 0-1, which does not fit to 2 machines of 1 rank\(s\)"):
+    with pytest.raises(KeysError, match=r"are for rank 0-1, which does not fit 2 machines of 1 rank\(s\)"):
         up_launcher.start_ranks(run_of(), keys, None, up_launcher.Checks(), say=print)
     create_keys(tmp_path / "third", ranks="2")
-    with pytest.raises(KeysError, match="are for rank 2, which does not fit to 2 machines of 1"):
+    with pytest.raises(KeysError, match="are for rank 2, which does not fit 2 machines of 1"):
         up_launcher.start_ranks(run_of(), str(tmp_path / "third"), None, up_launcher.Checks(), say=print)
     (tmp_path / "keys" / "authority.key").unlink()
     with pytest.raises(KeysError, match="was made by joining another machine"):
-        up_launcher.invite_all(run_of(), keys, Address("127.0.0.1", free_port()), [], minutes=1, say=print)
+        up_launcher.invite_machines(run_of(), keys, Address("127.0.0.1", free_port()), [], minutes=1, say=print)
 
 
 def test_a_machine_that_does_not_join(tmp_path: Path) -> None:
     said: list[str] = []
     listen = Address("127.0.0.1", free_port())
     with pytest.raises(LinkTimeoutError, match="machine-2 did not join"):
-        up_launcher.invite_all(
+        up_launcher.invite_machines(
             run_of(), str(tmp_path / "keys"), listen, ["--procs", "1"], minutes=0.002, say=said.append
         )
     words = shlex.split(said[-1])
@@ -99,22 +99,22 @@ def test_a_machine_that_has_joined_before_is_not_invited_and_the_way_out_is_said
     keys, said = str(tmp_path / "keys"), []
     issue_certificate(create_keys(keys), generate_key().public_key(), "other", (1,))
     listen = Address("127.0.0.1", free_port())
-    up_launcher.invite_all(run_of(), keys, listen, [], minutes=0.002, say=said.append)
+    up_launcher.invite_machines(run_of(), keys, listen, [], minutes=0.002, say=said.append)
     (line,) = said
-    assert "other has joined before, for rank 1. If it has lost its keys: pipecomp keys revoke" in line
+    assert "other has joined before, for rank 1. If it lost its keys, run pipecomp keys revoke" in line
     words = shlex.split(line.partition("pipecomp ")[2])
     assert CliRunner().invoke(app, words).exit_code == 0
     with pytest.raises(LinkTimeoutError, match="machine-2 did not join"):
-        up_launcher.invite_all(run_of(), keys, listen, [], minutes=0.002, say=said.append)
+        up_launcher.invite_machines(run_of(), keys, listen, [], minutes=0.002, say=said.append)
 
 
 def test_keys_of_another_run_are_not_taken_for_those_that_the_first_machine_gives(tmp_path: Path) -> None:
     keys, said = str(tmp_path / "keys"), []
     ours, others = authority_fingerprint(create_keys(keys)), authority_fingerprint(create_keys(tmp_path / "others"))
-    up_launcher.join_run(run_of(), keys, "127.0.0.1:1", ours, "", say=said.append)
+    up_launcher.join_run(keys, "127.0.0.1:1", ours, "", say=said.append)
     assert said == [f"keys: this is first of run {read_identity(KeyFolder(keys).certificate(MACHINE)).run}, for rank 0"]
-    with pytest.raises(KeysError, match=r"keys has keys already, of first of run .* or name another one with --keys"):
-        up_launcher.join_run(run_of(), keys, "127.0.0.1:1", others, "", say=said.append)
+    with pytest.raises(KeysError, match=r"keys has keys of first in run .* or name another one with --keys"):
+        up_launcher.join_run(keys, "127.0.0.1:1", others, "", say=said.append)
 
 
 @pytest.mark.parametrize("listen", ["127.0.0.1:7", "none", None])
@@ -122,8 +122,7 @@ def test_what_ranks_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, li
     """Two cannot listen at one port; where none shall listen, that is said to each."""
     keys, told = str(tmp_path / "keys"), []
     create_keys(keys, ranks="2-3")
-    ended = SimpleNamespace(poll=lambda: 0, returncode=0)
-    monkeypatch.setattr(subprocess, "Popen", lambda words, env, **_: told.append(env) or ended)
+    monkeypatch.setattr(up_launcher.Supervisor, "start", lambda self, spec: told.append(spec.environment))
     assert up_launcher.start_ranks(run_of(procs=2), keys, listen, up_launcher.Checks(), say=print) == 0
     assert [of.get(up_launcher.LISTEN) for of in told] == [listen, listen if listen == "none" else None]
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", up_launcher.KEYS, up_launcher.ADDRESS)
@@ -131,41 +130,55 @@ def test_what_ranks_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, li
     assert [tuple(of[name] for name in names) for of in told] == [(*p, "4", "2", keys, "127.0.0.1:1") for p in places]
 
 
-def python(text: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE)
+def start_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str, said: list[str]) -> int:
+    """The status of two ranks that run a program."""
+    create_keys(tmp_path / "keys", ranks="0-1")
+    command = lambda *_: [sys.executable, "-c", program]  # noqa: E731
+    monkeypatch.setattr(up_launcher, "python_module_command", command)
+    run = run_of(machines=1, procs=2)
+    return up_launcher.start_ranks(run, str(tmp_path / "keys"), None, up_launcher.Checks(), say=said.append)
 
 
-STAYS = """import signal, sys, time
+STAYS = """import os, signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
-print(flush=True)
+if os.environ["RANK"] == "1":
+    sys.exit(3)
 time.sleep(60)"""
 
 
-def test_the_worst_status_counts_and_who_stays_after_a_failure_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("program", "status"),
+    [
+        ("", 0),
+        ("import os; raise SystemExit(2 + int(os.environ['RANK']))", 3),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", 128 + 15),
+        (STAYS, 128 + 9),
+    ],
+)
+def test_the_worst_status_counts_and_who_stays_after_a_failure_is_killed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str, status: int
+) -> None:
     said: list[str] = []
-    assert up_launcher._wait([python(""), python("")], said.append) == 0
-    assert (
-        up_launcher._wait([python(""), python("raise SystemExit(3)"), python("raise SystemExit(2)")], said.append) == 3
-    )
-    assert (
-        up_launcher._wait([python("import os, signal; os.kill(os.getpid(), signal.SIGTERM)")], said.append) == 128 + 15
-    )
-    assert said == []
-    monkeypatch.setattr(up_launcher, "_END_S", 0.1)
-    assert up_launcher._wait([python("raise SystemExit(3)"), python(STAYS)], said.append) == 128 + 9
-    assert set(said) == {"a rank has failed, and others did not end: they are ended"}
+    monkeypatch.setattr(up_launcher, "_GRACE_S", 0.1 if program == STAYS else HANG_S)
+    assert start_program(monkeypatch, tmp_path, program, said) == status
+    assert len(said) == (program == STAYS)
 
 
-def test_ranks_get_this_processs_signals_and_end_with_it() -> None:
-    told, left = python(STAYS), python(STAYS)
-    with up_launcher._forwarding([told]):
-        assert told.stdout is not None
-        told.stdout.readline()
+def test_ranks_get_this_processs_signals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    program = f"""import pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
+pathlib.Path({str(ready)!r}).open("a").write("x")
+time.sleep({HANG_S})"""
+
+    def end() -> None:
+        until(lambda: ready.is_file() and len(ready.read_text()) == 2)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert told.wait(HANG_S) == 5
-    with pytest.raises(KeyError), up_launcher._forwarding([left]):
-        raise KeyError  # whatever ends it
-    assert left.wait(HANG_S) == -signal.SIGKILL
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    assert start_program(monkeypatch, tmp_path, program, []) == 5
+    thread.join()
 
 
 def test_which_arguments_name_files() -> None:
