@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 
 from pipecomp.codecs.wire import packet_bytes
-from pipecomp.stages.link.boundary import Layout, gather, scatter
-from pipecomp.stages.link.endpoint import Position
-from pipecomp.stages.link.receiver import LinkReceiver
-from pipecomp.stages.link.sender import LinkSender
+from pipecomp.stages.link.endpoint import LinkReceiver, LinkSender, Position
+from pipecomp.stages.link.layout import Layout, gather, scatter
 from pipecomp.stats import LinkStats
 
 

@@ -20,11 +20,9 @@ from pipecomp.buffers import MemoryStore
 from pipecomp.codecs import wire
 from pipecomp.config import Config
 from pipecomp.kernels import ops
-from pipecomp.stages.link.boundary import Layout
-from pipecomp.stages.link.endpoint import Position
-from pipecomp.stages.link.loopback import loopback_pair
-from pipecomp.stages.link.sender import LinkSender
-from pipecomp.stages.link.transport import finished
+from pipecomp.stages.link.endpoint import LinkSender, Position
+from pipecomp.stages.link.layout import Layout
+from pipecomp.stages.link.transport import finish_packet, loopback_pair
 
 SHAPES = ((144, 384), (2048, 512), (512, 1600))  # tokens of a micro-batch, hidden size
 ERRORS = (0.07, 0.1)
@@ -92,7 +90,7 @@ def sends(x: Sequence[Tensor], method: str, error: float) -> tuple[int, list[Cal
         calls.append(send)
         send()
         send()
-        bits = wire.decode(finished(sent[0]))[0].bits  # type: ignore[arg-type]
+        bits = wire.decode(finish_packet(sent[0]))[0].bits  # type: ignore[arg-type]
     assert isinstance(bits, int)
     return bits, calls
 

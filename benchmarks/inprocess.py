@@ -23,11 +23,9 @@ from pipecomp.config import Config
 from pipecomp.data import MicroBatch, Sampler, ShardedSampler, TrainLoader
 from pipecomp.errors import ConfigError
 from pipecomp.stages import Modules, ModuleStage, Stage, build_stage, default_loss, plan
-from pipecomp.stages.link.boundary import Layout
-from pipecomp.stages.link.endpoint import Position
-from pipecomp.stages.link.loopback import loopback_pair
-from pipecomp.stages.link.receiver import LinkReceiver
-from pipecomp.stages.link.sender import LinkSender
+from pipecomp.stages.link.endpoint import LinkReceiver, LinkSender, Position
+from pipecomp.stages.link.layout import Layout
+from pipecomp.stages.link.transport import loopback_pair
 
 KEYS = {
     "train_batch_size": "samples of one optimizer step",

@@ -26,14 +26,12 @@ from typing import Any
 import torch
 
 from pipecomp.buffers import open_environment
-from pipecomp.codecs.wire import Header
+from pipecomp.codecs.wire import PacketHeader
 from pipecomp.config import Config
 from pipecomp.distributed.local_launcher import run_ranks
-from pipecomp.stages.link.boundary import Layout
-from pipecomp.stages.link.endpoint import Position
+from pipecomp.stages.link.endpoint import LinkReceiver, LinkSender, Position
 from pipecomp.stages.link.gloo import GlooTransport, neighbour_groups
-from pipecomp.stages.link.receiver import LinkReceiver
-from pipecomp.stages.link.sender import LinkSender
+from pipecomp.stages.link.layout import Layout
 
 AQSGD = {"method": "aqsgd", "forward_bits": 3, "backward_bits": 6}
 LINES: dict[str, dict[str, Any]] = {
@@ -67,9 +65,9 @@ class Line:
             for i in range(0, SAMPLES, MICRO_BATCH)
         ]
         if rank and held is not None:
-            self.end.arrivals.then = self._prefetch
+            self.end.receive_staging.on_header = self._prefetch
 
-    def _prefetch(self, header: Header) -> None:
+    def _prefetch(self, header: PacketHeader) -> None:
         self.end.store.prefetch([sample.id for sample in header.samples])
 
     def step(self) -> None:

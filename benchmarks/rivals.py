@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.rival_rows import Product, Reader, Rows, packed
-from pipecomp.stages.link.boundary import Layout
+from pipecomp.stages.link.layout import Layout
 
 
 class Whole:

@@ -1,4 +1,4 @@
-"""What travels on a link: one versioned little-endian packet per micro-batch and direction.
+"""The wire format of links: one versioned little-endian packet per micro-batch and direction.
 
     header   51 bytes   magic "PCMP", format version, kind, flags, method, bits, first-visit bits, dtype, payload dtype,
                         link, step, micro-batch, samples B, padded tokens S, hidden size H, group size, payload bytes
@@ -7,7 +7,7 @@
     check    4 bytes    CRC-32 (zlib's) over all before it; zero without the checksum flag
 
 Lengths are checked against the header's own numbers, and they and the number of samples against the caller's limits,
-before anything is allocated. Bytes that are not exactly one such packet raise `WireError` saying what differed.
+before anything is allocated. Bytes that are not exactly one such packet raise `WireError` with the difference.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from pipecomp.kernels import ops
 MAGIC = b"PCMP"
 VERSION = 1
 MAX_PAYLOAD_BYTES = 1 << 34
-MAX_SAMPLES = (1 << 32) - 1  # what the header's field holds
+MAX_SAMPLES = (1 << 32) - 1  # of a u32
 
-_FIELDS = {  # of the header, behind magic and version; as Header has them, but for flags, samples and payload_bytes
+_FIELDS = {  # of the header, after magic and version; named as in PacketHeader, except flags, samples and payload_bytes
     "kind": "B",
     "flags": "B",
     "method": "B",
@@ -53,8 +53,8 @@ _FLAGS_AT = 7  # byte of the header
 
 
 @enum.unique
-class Kind(enum.IntEnum):
-    """What a packet is for."""
+class PacketKind(enum.IntEnum):
+    """Purpose of a packet."""
 
     ACTIVATION = 1
     GRADIENT = 2
@@ -63,24 +63,24 @@ class Kind(enum.IntEnum):
 
 
 @enum.unique
-class Method(enum.IntEnum):
-    """How the payload's values are coded."""
+class PayloadMethod(enum.IntEnum):
+    """Coding of the payload's values."""
 
-    CAST = 1  # plain values of the header's dtype
+    CAST = 1  # plain values of the payload's dtype
     QUANTIZED = 2  # scales, then packed codes
     TOP_K = 3  # positions, scales, then packed codes of the kept values
     TABLE = 4  # an inventory
-    CLUSTERED = 5  # numbers of cluster centers, then as quantized: the changes from them
+    CLUSTERED = 5  # numbers of cluster centers, then the changes from them as QUANTIZED
 
 
 @enum.unique
 class Form(enum.IntEnum):
-    """What a sample's rows are."""
+    """Meaning of a sample's rows."""
 
-    PLAIN = 0  # no message store behind it
+    PLAIN = 0  # no message store
     FULL = 1  # a first visit: sets m
     DELTA = 2  # added to the cached activation, or to cluster centers, of version `base`
-    NOT_KEPT = 3  # a first visit that its sender does not keep; in a gradient: one that this end did not keep
+    NOT_KEPT = 3  # a first visit that its sender does not cache; in a gradient: one that this end did not cache
 
 
 @enum.unique
@@ -93,31 +93,36 @@ class DType(enum.IntEnum):
 
 
 class Sample(NamedTuple):
-    """One sample of a micro-batch, as a packet has it: `count` real tokens from position `start`."""
+    """One sample of a micro-batch: `count` real tokens from position `start`."""
 
     id: int
     form: Form
     start: int
-    count: int  # type: ignore[assignment]  # nobody counts a sample's fields
+    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody calls
     base: int = 0
     version: int = 0
 
 
 _Code = TypeVar("_Code", bound=enum.IntEnum)
-_CODES: dict[str, type[enum.IntEnum]] = {"kind": Kind, "method": Method, "dtype": DType, "payload_dtype": DType}
+_CODES: dict[str, type[enum.IntEnum]] = {
+    "kind": PacketKind,
+    "method": PayloadMethod,
+    "dtype": DType,
+    "payload_dtype": DType,
+}
 
 
-@cache  # an enum's own call takes longer than all else that is done with a sample
-def _known(codes: type[_Code], code: int) -> _Code:
+@cache  # calling the enum takes longer than all other work on a sample
+def _member(codes: type[_Code], code: int) -> _Code:
     return codes(code)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Header:
-    """All of a packet but its payload. `bits` and `first_bits` are 0 where values are not quantized."""
+class PacketHeader:
+    """All of a packet except its payload. `bits` and `first_bits` are 0 where values are not quantized."""
 
-    kind: Kind
-    method: Method
+    kind: PacketKind
+    method: PayloadMethod
     link: int
     step: int
     micro_batch: int
@@ -131,12 +136,12 @@ class Header:
     samples: tuple[Sample, ...] = field(default=())
 
     def quantized(self) -> tuple[int, int]:
-        """Count the values that are quantized to as many bits as the header says, and all bits of their codes."""
-        if self.method not in (Method.QUANTIZED, Method.CLUSTERED):
+        """Count the quantized values and the bits of their codes."""
+        if self.method not in (PayloadMethod.QUANTIZED, PayloadMethod.CLUSTERED):
             return 0, 0
         values = total = 0
         for s in self.samples:
-            first = s.form is Form.FULL or (s.form is Form.NOT_KEPT and self.kind is not Kind.GRADIENT)
+            first = s.form is Form.FULL or (s.form is Form.NOT_KEPT and self.kind is not PacketKind.GRADIENT)
             bits = self.first_bits if first else self.bits
             values += s.count * self.hidden if bits else 0
             total += s.count * self.hidden * bits
@@ -148,20 +153,21 @@ class Header:
 
 
 def packet_bytes(samples: int, payload_bytes: int) -> int:
-    """Length of a whole packet."""
+    """Return the length of a whole packet."""
     return _HEADER.size + samples * _SAMPLE.size + payload_bytes + _CHECK.size
 
 
-def encode(header: Header, payload: np.ndarray, *, checksum: bool = True) -> np.ndarray:
-    """One packet as uint8 [length] with a copy of `payload`, uint8."""
+def encode(header: PacketHeader, payload: np.ndarray, *, checksum: bool = True) -> np.ndarray:
+    """Return one packet, uint8 [length], with a copy of `payload`, uint8."""
     out = np.empty(packet_bytes(len(header.samples), payload.size), dtype=np.uint8)
-    begin(out, header, checksum=checksum)[:] = payload
-    seal(out)
+    write_header(out, header, checksum=checksum)
+    payload_view(out, len(header.samples))[:] = payload
+    write_checksum(out)
     return out
 
 
-def begin(out: np.ndarray, header: Header, *, checksum: bool = True) -> np.ndarray:
-    """Write all of a packet, uint8 [packet_bytes], before its payload, whose place, a view, is returned."""
+def write_header(out: np.ndarray, header: PacketHeader, *, checksum: bool = True) -> None:
+    """Write everything before the payload of a packet, uint8 [packet_bytes]."""
     payload = out.size - packet_bytes(len(header.samples), 0)
     own = {"flags": _FLAG_CHECKSUM if checksum else 0, "samples": len(header.samples), "payload_bytes": payload}
     fields = (own[name] if name in own else getattr(header, name) for name in _FIELDS)
@@ -170,38 +176,32 @@ def begin(out: np.ndarray, header: Header, *, checksum: bool = True) -> np.ndarr
     for s in header.samples:
         _SAMPLE.pack_into(out, at, *s)
         at += _SAMPLE.size
-    return payload_of(out, len(header.samples))
 
 
-def payload_of(packet: np.ndarray, samples: int) -> np.ndarray:
-    """The place of a packet's payload, a view, in uint8 [packet_bytes]."""
+def payload_view(packet: np.ndarray, samples: int) -> np.ndarray:
+    """Return the payload of a packet, uint8 [packet_bytes], as a view."""
     return packet[_HEADER.size + samples * _SAMPLE.size : packet.size - _CHECK.size]
 
 
-def seal(packet: np.ndarray) -> None:
-    """Write the check at the end of a packet that has its payload."""
+def write_checksum(packet: np.ndarray) -> None:
+    """Write the check at the end of a packet that has its header and payload."""
     end = packet.size - _CHECK.size
     _CHECK.pack_into(packet, end, ops.crc32(packet[:end]) if packet[_FLAGS_AT] & _FLAG_CHECKSUM else 0)
 
 
-def peek(packet: np.ndarray, *, most_samples: int = MAX_SAMPLES) -> Header:
-    """Read the header of uint8 [length], its checksum not looked at. Raises WireError if it is anything else."""
-    return _parse(packet, MAX_PAYLOAD_BYTES, most_samples)[0]
-
-
 def decode(
-    packet: np.ndarray, *, max_payload_bytes: int = MAX_PAYLOAD_BYTES, most_samples: int = MAX_SAMPLES
-) -> tuple[Header, np.ndarray]:
-    """Header and payload (a view into `packet`) of uint8 [length]. Raises WireError if it is anything else."""
-    header, payload, checked = _parse(packet, max_payload_bytes, most_samples)
-    (sent_check,) = _CHECK.unpack_from(packet, packet.size - _CHECK.size)
-    check = ops.crc32(packet[: -_CHECK.size]) if checked else 0
-    if check != sent_check:
-        raise WireError(f"packet was changed on the way: CRC-32 {check:#010x}, sent with {sent_check:#010x}")
+    packet: np.ndarray, *, max_payload_bytes: int = MAX_PAYLOAD_BYTES, max_samples: int = MAX_SAMPLES
+) -> tuple[PacketHeader, np.ndarray]:
+    """Return header and payload, a view into `packet`, uint8 [length]. Raises WireError for anything else."""
+    header, payload = parse(packet, max_payload_bytes=max_payload_bytes, max_samples=max_samples)
+    verify(packet)
     return header, payload
 
 
-def _parse(packet: np.ndarray, max_payload_bytes: int, most_samples: int) -> tuple[Header, np.ndarray, bool]:
+def parse(
+    packet: np.ndarray, *, max_payload_bytes: int = MAX_PAYLOAD_BYTES, max_samples: int = MAX_SAMPLES
+) -> tuple[PacketHeader, np.ndarray]:
+    """Return header and payload as `decode`, without verifying the checksum."""
     if packet.size < _HEADER.size + _CHECK.size:
         raise WireError(f"packet of {packet.size} bytes is shorter than a header of {_HEADER.size}")
     magic, version, *values = _HEADER.unpack_from(packet, 0)
@@ -213,26 +213,30 @@ def _parse(packet: np.ndarray, max_payload_bytes: int, most_samples: int) -> tup
         raise WireError(f"packet has format version {version}, this rank reads {VERSION}: install the same pipecomp")
     if payload > max_payload_bytes:
         raise WireError(f"packet claims a payload of {payload} bytes, above the limit of {max_payload_bytes}")
-    if count > most_samples:  # each becomes an object, many times as large as its bytes
-        raise WireError(f"packet claims {count} samples, above the limit of {most_samples}")
+    if count > max_samples:  # each becomes an object, many times as large as its bytes
+        raise WireError(f"packet claims {count} samples, above the limit of {max_samples}")
     expected = packet_bytes(count, payload)
     if packet.size != expected:
         raise WireError(f"packet has {packet.size} bytes where its header says {expected}")
     if flags & ~_FLAG_CHECKSUM:
         raise WireError(f"packet has unknown flags {flags:#x}")
+    table = packet[_HEADER.size : _HEADER.size + count * _SAMPLE.size]
     try:
-        fields.update({name: _known(codes, fields[name]) for name, codes in _CODES.items()})
-        header = Header(**fields, samples=_samples(packet, count))
+        fields.update({name: _member(codes, fields[name]) for name, codes in _CODES.items()})
+        samples = tuple(Sample(i, _member(Form, form), *rest) for i, form, *rest in _SAMPLE.iter_unpack(table))
     except ValueError as error:
         raise WireError(f"packet has an unknown code: {error}") from error
-    for s in header.samples:
+    header = PacketHeader(**fields, samples=samples)
+    for s in samples:
         if s.start + s.count > header.tokens:
             what = f"sample {s.id} has tokens {s.start}..{s.start + s.count} of {header.tokens}"
             raise WireError(f"{header.describe()}: {what}")
-    return header, payload_of(packet, count), bool(flags & _FLAG_CHECKSUM)
+    return header, payload_view(packet, count)
 
 
-def _samples(packet: np.ndarray, count: int) -> tuple[Sample, ...]:
-    """Read the table of samples. Raises ValueError for an unknown form."""
-    table = packet[_HEADER.size : _HEADER.size + count * _SAMPLE.size]
-    return tuple(Sample(number, _known(Form, form), *rest) for number, form, *rest in _SAMPLE.iter_unpack(table))
+def verify(packet: np.ndarray) -> None:
+    """Raise WireError if the check of a parsed packet does not match its bytes."""
+    (sent,) = _CHECK.unpack_from(packet, packet.size - _CHECK.size)
+    check = ops.crc32(packet[: -_CHECK.size]) if packet[_FLAGS_AT] & _FLAG_CHECKSUM else 0
+    if check != sent:
+        raise WireError(f"packet was changed on the way: CRC-32 {check:#010x}, sent with {sent:#010x}")

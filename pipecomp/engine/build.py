@@ -38,13 +38,12 @@ from pipecomp.gradient_config import Gradients
 from pipecomp.kernels import dispatch
 from pipecomp.kernels.staging import Staging
 from pipecomp.stages import Source, build_stage, default_loss
-from pipecomp.stages.link.boundary import Crossing
-from pipecomp.stages.link.bounds import Bounds
-from pipecomp.stages.link.codebook import BLOCK
+from pipecomp.stages.link.clusters import BLOCK
+from pipecomp.stages.link.endpoint import LinkReceiver, LinkSender
 from pipecomp.stages.link.gloo import GlooTransport, neighbour_groups
+from pipecomp.stages.link.layout import Boundary
 from pipecomp.stages.link.links import Links
-from pipecomp.stages.link.receiver import LinkReceiver
-from pipecomp.stages.link.sender import LinkSender
+from pipecomp.stages.link.packet import PacketLimits
 from pipecomp.stages.link.tls import TlsTransport
 from pipecomp.stages.link.transport import PacerTo, Transport, unpaced
 from pipecomp.stages.partition.modules import ModuleStage
@@ -370,16 +369,16 @@ def open_links(
         both = {index: {**values, "settings": settings.digest()} for index, values in described.items()}
         keeps_gradients = settings.activations.backward_method == "delta"
         links = Links(environment=environment, described=both, gradients=keeps_gradients, **ends)
-        links.agree()
+        links.reconcile_stores()
         for name, end in ends.items():
             bounds = bounds_of(engine, crossings[name])
             if bounds is not None:
-                end.limit(bounds, weight.dtype)
+                end.set_limits(bounds, weight.dtype)
         opened.pop_all()
     return links, run
 
 
-def bounds_of(engine: PipelineEngine, crossing: Crossing) -> Bounds | None:
+def bounds_of(engine: PipelineEngine, crossing: Boundary) -> PacketLimits | None:
     """The largest packet that a link accepts; None for a model without `max_position_embeddings`."""
     rows = crossing.rows
     if rows is None:
@@ -394,7 +393,7 @@ def bounds_of(engine: PipelineEngine, crossing: Crossing) -> Bounds | None:
         changed *= 2  # the gradient of a sample is an entry of its own
     if store.clusters is not None:
         changed = -(-store.clusters // BLOCK)
-    return Bounds(engine.micro_batch_size, rows, crossing.width, changed)
+    return PacketLimits(engine.micro_batch_size, rows, crossing.width, changed)
 
 
 def _environment(settings: Config, rank: int, staging: Staging) -> StoreEnvironment:

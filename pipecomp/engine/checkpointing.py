@@ -302,7 +302,7 @@ class CheckpointManager:
         if differing:
             text = "cached activations belong to other samples and are dropped; every sample is a first visit"
             self._warn("%s is of other training data (%s): %s", folder, ", ".join(differing), text)
-        dropped = engine.links.agree()
+        dropped = engine.links.reconcile_stores()
         engine.resumed = ResumeState(all(all_ranks.all_gather_object(exact and not dropped)), dropped)
 
     def _differing_data(self, saved: dict[str, Any]) -> list[str]:

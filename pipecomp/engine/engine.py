@@ -146,15 +146,15 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine, EngineState):
         self.guard.watch(links, heartbeat)
         prefetching = self.pipecomp_config.store.prefetch > 0
         if links.to_previous is not None and links.environment is not None and prefetching:
-            links.to_previous.arrivals.then = links.prefetch_arrived
+            links.to_previous.receive_staging.on_header = links.prefetch_arrived
         if links.to_next is not None and links.gradients and prefetching:
-            links.to_next.arrivals.then = links.prefetch_arrived
+            links.to_next.receive_staging.on_header = links.prefetch_arrived
 
     def set_bits(self, settings: Config) -> None:
         """Train with the bits of these settings from now on; every rank must call this between two steps."""
         self.pipecomp_config = settings
         for end in self.links:
-            end.take_bits(settings)
+            end.set_bits(settings)
 
     def set_loader(self, loader: TrainLoader) -> None:
         """Train on the micro-batches of this loader."""

@@ -108,9 +108,9 @@ class Reporting:
         if not self.trace.keep:
             self.trace.keep = True
             for end in self.links:
-                end.transport.on_moved = self.trace.add
+                end.transport.on_transfer = self.trace.add
                 if end.store is not None:
-                    end.store = TracedStore(end.store, self.trace)
+                    end.replace_store(TracedStore(end.store, self.trace))
 
     def save_trace(self, path: str | Path, title: str) -> None:
         """Write all ranks' events to one file, and a picture of the last step beside it; every rank must call this.

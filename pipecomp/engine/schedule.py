@@ -28,7 +28,7 @@ from deepspeed.runtime.pipe.schedule import (
 from pipecomp.distributed.rendezvous import ranks_here
 from pipecomp.interfaces import StageContext
 from pipecomp.schedule import InFlight, SavedTensorBytes, StageAction, forward_actions, train_order
-from pipecomp.stages.link.boundary import Layout
+from pipecomp.stages.link.layout import Layout
 from pipecomp.stats import LinkStats
 from pipecomp.utils.cgroups import free_bytes
 

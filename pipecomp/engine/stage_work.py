@@ -17,8 +17,8 @@ from pipecomp.data import MicroBatch, as_micro_batch
 from pipecomp.engine.schedule import InFlightControl
 from pipecomp.errors import DataError, LinkError, require
 from pipecomp.interfaces import EngineState, StageContext
-from pipecomp.stages.link.boundary import Layout, gradient_unit
 from pipecomp.stages.link.endpoint import Position
+from pipecomp.stages.link.layout import Layout, gradient_unit
 from pipecomp.stages.partition.splitting import assume_masks
 
 OnLogits = Callable[[Tensor, Tensor | None], Tensor]
@@ -102,9 +102,9 @@ class StageWork:
     def _check_size(self, samples: int, micro_batch: int) -> None:
         """Raise DataError for more samples than the next stage accepts, where they would end the run."""
         link, training = self._engine.links.to_next, self._engine.module.training
-        if link is None or link.bounds is None:
+        if link is None or link.limits is None:
             return
-        most = link.bounds.samples if training else link.bounds.most_samples
+        most = link.limits.samples if training else link.limits.max_samples
         if samples > most:
             kind, remedy = "evaluation", f"or call engine.allow_evaluation({samples}) on every rank before"
             if training:

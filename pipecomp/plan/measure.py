@@ -44,14 +44,11 @@ from pipecomp.plan.profile import (
 from pipecomp.plan.search import aqsgd_sections, constant_error_bits
 from pipecomp.plan.simulation import Channel, LinkNetwork, between_replicas
 from pipecomp.schedule import SavedTensorBytes
-from pipecomp.stages.link.boundary import Layout
-from pipecomp.stages.link.endpoint import Position
+from pipecomp.stages.link.endpoint import LinkReceiver, LinkSender, Position
 from pipecomp.stages.link.gloo import GlooTransport, neighbour_groups
-from pipecomp.stages.link.loopback import loopback_pair
-from pipecomp.stages.link.receiver import LinkReceiver
-from pipecomp.stages.link.sender import LinkSender
+from pipecomp.stages.link.layout import Layout
 from pipecomp.stages.link.tls import TlsTransport
-from pipecomp.stages.link.transport import PacerTo, Transport
+from pipecomp.stages.link.transport import PacerTo, Transport, loopback_pair
 from pipecomp.stages.partition.architectures import architecture_of, default_loss
 from pipecomp.stages.partition.loading import Source, build_stage, resolve
 from pipecomp.stages.partition.splitting import Stage

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from pipecomp.codecs.codecs import Codec, Quantized
-from pipecomp.codecs.link_codecs import LinkCodecs
+from pipecomp.codecs.selection import LinkCodecs
 from pipecomp.codecs.wire import packet_bytes
 from pipecomp.config import Config
 from pipecomp.config.activations import Bits
@@ -71,6 +71,6 @@ def with_bits(config: Config, forward: Bits, backward: Bits) -> Config:
 def _size(codec: Codec, counts: Sequence[int], hidden: int, mean_bits: float | None = None) -> int:
     if mean_bits is not None and isinstance(codec, Quantized) and codec.error is not None:
         low = min(int(mean_bits), codec.bits - 1)  # bytes are interpolated between two whole numbers of bits
-        fewer, more = (_size(codec.of_packet(bits), counts, hidden) for bits in (low, low + 1))
+        fewer, more = (_size(codec.with_bits(bits), counts, hidden) for bits in (low, low + 1))
         return round(fewer + (mean_bits - low) * (more - fewer))
     return packet_bytes(len(counts), sum(codec.payload_bytes(count, hidden) for count in counts))

@@ -1,17 +1,14 @@
-"""One link: codec, message store and transport joined, and packets as both ends make, check and read them.
+"""The two ends of a link: they join codecs, message store, staging and transport.
 
-The upstream end (stage k, sender.py) sends activations and receives their gradients, the downstream end (stage k + 1,
-receiver.py) the other way round; link_end.py is what they share of samples that come back. With "aqsgd" both hold, for
-every sample they have seen, the same cached activation m (arXiv:2206.01299, Algorithm 1):
+`LinkSender` (stage k) sends activations and receives their gradients; `LinkReceiver` (stage k + 1) receives activations
+and sends their gradients. An end passes rows to a coder and the coder's packet to the transport, and the other way
+round:
 
-    first visit   m ← a                     sent uncompressed, or quantized if `first_visit` says so
-    later         m ← m + deq(Q(a − m))     sent as Q(a − m)
+    packet = coder.encode(rows, ...)            header, payload = ...receive
+    transport.send(packet)                      rows = coder.decode(header, payload, ...)
 
-and with `backward_method: "delta"` the same of its gradient (visits.py). The sender's store decides which it is. With
-`store.clusters` both hold cluster centers of token rows in place of that (clusters.py). Every packet says what it is,
-which version of m it builds on and which it makes, so a delta can never be applied to another base. Nothing is changed
-at either end before a packet is checked. An end whose disk refuses writes does not keep new samples, and says so in its
-next packet about them: the other end then does not keep them either.
+With "aqsgd" the coder is a `DeltaCoder` (delta_coding.py) or, with `store.clusters`, a `ClusterCoder` (clusters.py);
+otherwise a codec without memory encodes all rows. Nothing changes at either end before a packet is checked.
 
 Shapes: B samples, S tokens with padding, H hidden size, T real tokens of a micro-batch, n of one sample.
 """
@@ -21,47 +18,54 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from pipecomp.buffers.base import MessageStore
-from pipecomp.codecs.codecs import Codec, Quantized, torch_dtype, wire_dtype
-from pipecomp.codecs.link_codecs import LinkCodecs
-from pipecomp.codecs.wire import Header, Kind, Sample, begin, decode, packet_bytes, payload_of
+from pipecomp.codecs.codecs import Cast, Codec, Quantized, torch_dtype
+from pipecomp.codecs.selection import LinkCodecs
+from pipecomp.codecs.wire import Form, PacketHeader, PacketKind, Sample, packet_bytes
 from pipecomp.config import Config
-from pipecomp.errors import ConfigError, LinkError, WireError
+from pipecomp.errors import ConfigError, LinkError, NonFiniteError, WireError
 from pipecomp.kernels import ops
-from pipecomp.kernels.ops import FiniteFlag
 from pipecomp.kernels.staging import Copy, HostStaging, Staging
-from pipecomp.stages.link.arrivals import Arrivals
-from pipecomp.stages.link.boundary import Layout, scatter
-from pipecomp.stages.link.bounds import EVALUATED, Bounds
-from pipecomp.stages.link.packet import Contents, Encode, Fitted, Packet
-from pipecomp.stages.link.transport import MAX_PACKET_BYTES, Transport
-from pipecomp.stages.link.window import CropCanvas
+from pipecomp.stages.link.clusters import ClusterCoder
+from pipecomp.stages.link.crop_canvas import CropCanvas
+from pipecomp.stages.link.delta_coding import CodingResult, DeltaCoder
+from pipecomp.stages.link.layout import Layout, gather, scatter
+from pipecomp.stages.link.packet import (
+    EVALUATED,
+    MAX_TENSOR_BYTES,
+    DeferredHeader,
+    LinkContext,
+    Packet,
+    PacketLimits,
+    Position,
+)
+from pipecomp.stages.link.transport import MAX_PACKET_BYTES, ReceivedPacket, ReceiveStaging, Transport
 from pipecomp.stats import LinkStats
-
-MAX_TENSOR_BYTES = 1 << 34  # of a decoded packet, padding included
-
-
-@dataclass(frozen=True, slots=True)
-class Position:
-    """Where in training a packet belongs: optimizer step and micro-batch within it."""
-
-    step: int
-    micro_batch: int
 
 
 class Endpoint:
-    """Packets of one end of a link.
+    """One end of a link, see `LinkSender` and `LinkReceiver`.
 
-    index: the link's number, counted from the first stage. replica: which pipeline. canvas: where the cached
-    activations of images that crops move lie; None where they are just what was sent. staging: between the device that
-    the stage computes on and the host; None where that is the host.
+    Args:
+        index: Number of the link, counted from the first stage.
+        config: The run's settings.
+        transport: To the other end.
+        store: Of this end; None unless the method is "aqsgd".
+        replica: Number of the pipeline.
+        staging: Between the stage's device and the host; None if that is the host.
+        pass_nonfinite: Whether gradients with NaN or Inf are sent as plain values, for loss scaling.
+        canvas: Of images moved by crops; None if cached activations have the shape of a sample's rows.
+
+    Attributes:
+        limits: Of the peer's packets; None before they are set.
+        changed: Entries put since the last check for drift, if `checks_drift`.
+        drifted: Whether the last check for drift found a difference.
+        may_decline: Whether either end may refuse to cache a first visit.
     """
 
     def __init__(
@@ -76,233 +80,374 @@ class Endpoint:
         pass_nonfinite: bool = False,
         canvas: CropCanvas | None = None,
     ) -> None:
-        a = config.activations
+        a, clusters = config.activations, config.store.clusters
         if (a.method == "aqsgd") != (store is not None):
             raise ConfigError("activations.method", a.method, "'aqsgd' with a message store, the others without one")
-        clusters = config.store.clusters
         if clusters is not None and canvas is not None:
             raise ConfigError("store.clusters", clusters, "null for images that crops move, which come back")
-        self.index, self.transport, self.store = index, transport, store
+        self.index, self.transport, self.store, self.canvas = index, transport, store, canvas
         self.staging = staging or HostStaging()
-        self.arrivals = Arrivals(transport, self.staging)
-        self.canvas = canvas
+        self.context = LinkContext(index, replica, transport.peer, config, self.staging)
+        self.receive_staging = ReceiveStaging(transport, self.staging)
         self.stats = LinkStats()
-        self.bounds: Bounds | None = None
-        self._bounded_dtype = torch.float32
-        self.changed: set[int] = set()  # entries put since the last drift check, where `compares`
-        self.compares = config.store.drift_check is not None
-        self.drifted = False  # whether that found a difference
-        # Samples whose fate a micro-batch's gradient packet tells: at the sender the first visits that the other end
-        # may not keep, at the receiver those that it has not kept.
+        self.limits: PacketLimits | None = None
+        self._dtype = torch.float32  # of the stages, for the limits
+        self.changed: set[int] = set()
+        self.checks_drift = config.store.drift_check is not None
+        self.drifted = False
+        self.may_decline = store is not None and config.store.on_write_error == "continue"
+        # By micro-batch under way, the samples that its gradient packet decides: at the sender the first visits that
+        # the other end may not have cached, at the receiver those that it has not cached.
         self._undecided: dict[Position, set[int]] = {}
-        # Whether either end may refuse to keep a first visit.
-        self.goes_on = store is not None and config.store.on_write_error == "continue"
-        self._config, self._replica = config, replica
+        # At the receiver, the versions that the samples' gradients get, if gradients are cached.
+        self._versions: dict[Position, list[int]] = {}
         self._pass_nonfinite = pass_nonfinite
-        self.codecs = LinkCodecs(a, index, clusters)
-        self._uncounted: deque[Contents] = deque()  # of packets whose bits were not known when they were sent
-        self._measured: deque[Copy] = deque()  # norms of sampled activations and of what is left out of them
+        self._uncounted: deque[DeferredHeader] = deque()  # of packets that were sent before their bits were known
+        self._norms: deque[Copy] = deque()  # of sampled activations and their errors
+        self._clusters: ClusterCoder | None = None
+        self.codecs = self._make_coders(config)
 
-    def limit(self, bounds: Bounds, dtype: torch.dtype) -> None:
-        """From now on refuse packets of the peer that hold more. dtype: the stages' own."""
-        self.bounds, self._bounded_dtype = bounds, dtype
-        self.arrivals.most_samples = bounds.most_samples
-        self.transport.limit(self.most_bytes)
+    def _make_coders(self, config: Config) -> LinkCodecs:
+        self._config = config
+        codecs = LinkCodecs(config.activations, self.index, config.store.clusters)
+        self._activations = self._gradients = None
+        if self.store is not None:
+            args, decline = (self.store, self.canvas), self.may_decline
+            self._activations = DeltaCoder(
+                self.context, PacketKind.ACTIVATION, codecs.activations, *args, decline=decline
+            )
+            if codecs.gradients is not None:
+                self._gradients = DeltaCoder(
+                    self.context, PacketKind.GRADIENT, codecs.gradients, *args, decline=decline
+                )
+            if self._clusters is not None:
+                self._clusters.codecs = codecs
+            elif codecs.clustered is not None:
+                self._clusters = ClusterCoder(self.context, codecs, self.store)
+        return codecs
+
+    # -- settings
+
+    def set_bits(self, config: Config) -> None:
+        """Continue with this configuration's bits; both ends must do so between the same two packets."""
+        self.codecs = self._make_coders(config)
+        if self.limits is not None:
+            self.set_limits(self.limits, self._dtype)
+
+    def set_limits(self, limits: PacketLimits, dtype: torch.dtype) -> None:
+        """Refuse larger packets of the peer from now on. dtype: of the stages."""
+        self.limits, self._dtype = limits, dtype
+        self.receive_staging.max_samples = limits.max_samples
+        self.transport.limit(self.max_packet_bytes)
+
+    def allow_evaluation(self, samples: int) -> None:
+        """Accept evaluation micro-batches of so many samples, and of `EVALUATED` in any case."""
+        if self.limits is not None:
+            self.set_limits(self.limits._replace(evaluated=max(EVALUATED, samples)), self._dtype)
 
     @property
-    def most_bytes(self) -> int:
-        """Of a packet of the peer."""
-        if self.bounds is None:
-            return MAX_PACKET_BYTES
-        return self.bounds.most_bytes(self.codecs, self._bounded_dtype)
-
-    def take_bits(self, config: Config) -> None:
-        """Go on with this configuration's bits; both ends must do so between the same two packets."""
-        self._config, self.codecs = config, LinkCodecs(config.activations, self.index, config.store.clusters)
-        if self.bounds is not None:
-            self.limit(self.bounds, self._bounded_dtype)
+    def max_packet_bytes(self) -> int:
+        """Length of the longest packet that the peer may send."""
+        return MAX_PACKET_BYTES if self.limits is None else self.limits.max_bytes(self.codecs, self._dtype)
 
     @contextlib.contextmanager
-    def taking(self, most_bytes: int) -> Iterator[None]:
-        """Inside, take packets of so many bytes too; the peer must know when, and the last one must have come inside.
+    def accepting(self, packet_size: int) -> Iterator[None]:
+        """Accept packets of so many bytes within this context; the last one must be received inside.
 
-        Raises WireError if that is more than any packet may have.
+        Raises WireError if no packet may be that long.
         """
-        if most_bytes > MAX_PACKET_BYTES:
-            raise WireError(self.peer(f"announces a packet of {most_bytes} bytes, allowed: {MAX_PACKET_BYTES}"))
-        self.transport.limit(max(most_bytes, self.most_bytes))
+        if packet_size > MAX_PACKET_BYTES:
+            text = f"announces a packet of {packet_size} bytes, allowed: {MAX_PACKET_BYTES}"
+            raise WireError(self.context.peer_error(text))
+        self.transport.limit(max(packet_size, self.max_packet_bytes))
         try:
             yield
         finally:
-            self.transport.limit(self.most_bytes)
+            self.transport.limit(self.max_packet_bytes)
 
-    def allow_evaluation(self, samples: int) -> None:
-        """From now on take evaluation micro-batches of so many samples, or `EVALUATED` if that is more."""
-        if self.bounds is not None:
-            self.limit(self.bounds._replace(evaluated=max(EVALUATED, samples)), self._bounded_dtype)
+    # -- the store
 
-    # -- sending and receiving packets
+    @property
+    def caches_samples(self) -> bool:
+        """True if the store's entries are samples, False if they are blocks of cluster centers."""
+        return self._clusters is None
 
-    def draw(self, kind: Kind, at: Position, part: int = 0) -> int:
-        """Mix the seed of a packet's rounding: both ends know what it is made of; 0 where nothing is drawn."""
-        if self._config.activations.rounding == "nearest":
-            return 0
-        direction = int(kind is Kind.GRADIENT)
-        return ops.mix_seed(self._config.seed, self._replica, self.index, direction, at.step, at.micro_batch, part)
+    def end_step(self) -> None:
+        """Put what a step has changed besides samples; call it before the step is committed or compared."""
+        if self._clusters is not None:
+            put = self._clusters.end_step()
+            if self.checks_drift:
+                self.changed.update(put)
 
-    def header(
+    def reload(self) -> None:
+        """Continue with the store's contents, after they changed otherwise than by packets."""
+        if self._clusters is not None:
+            self._clusters.reload()
+
+    # -- packets out
+
+    def _encode_plain(
         self,
-        kind: Kind,
+        kind: PacketKind,
         codec: Codec,
-        hidden: int,
+        x_TH: Tensor,
         samples: list[Sample],
         layout: Layout,
         at: Position,
-        dtype: torch.dtype,
-        first_bits: int = 0,
-    ) -> Header:
-        """Describe a packet of rows of `hidden` values. dtype: the stages' own. first_bits: of first visits, if any."""
-        return Header(
-            kind=kind,
-            method=codec.method,
-            link=self.index,
-            step=at.step,
-            micro_batch=at.micro_batch,
-            dtype=wire_dtype(dtype),
-            payload_dtype=codec.payload_dtype,
-            bits=codec.bits,
-            first_bits=first_bits,
-            tokens=layout.tokens,
-            hidden=hidden,
-            group_size=self._config.activations.group_size or 0,
-            samples=tuple(samples),
-        )
-
-    def pack(self, header: Header | Fitted, most_bytes: int, encode: Encode, at: Position) -> Packet:
-        """Encode a packet; on the host it is whole, and could be encoded, when this returns.
-
-        most_bytes: of its payload, which is as long where the header is known.
-        """
-        checksum = self._config.transport.checksum
-        buffer = self.staging.buffer(packet_bytes(len(header.samples), most_bytes))
-        whole = None
-        if isinstance(header, Header):
-            begin(buffer, header, checksum=checksum)
-            whole = torch.from_numpy(buffer) if checksum else None
-        target = torch.from_numpy(payload_of(buffer, len(header.samples)))
-        payload = self.staging.place(target)
-        verdicts, bits = encode(payload, whole if payload is target else None)
-        what = self.where(at, "gradients" if header.kind is Kind.GRADIENT else "activations")
-        contents = Contents(header, buffer.size, None if bits is None else self.staging.to_host(bits))
-        copy = self.staging.to_host(payload, target)
-        packet = Packet(header.samples, contents, buffer, verdicts, copy, self.staging, what, checksum=checksum)
-        if self.staging.immediate:
-            packet.finish()
+    ) -> Packet:
+        """Encode all rows by a codec without memory."""
+        (rows, hidden), dtype = x_TH.shape, x_TH.dtype
+        choosing = codec if isinstance(codec, Quantized) and codec.error is not None else None
+        header = self.context.header(kind, codec, samples, at, tokens=layout.tokens, hidden=hidden, dtype=dtype)
+        deferred = None if choosing is None else DeferredHeader(header, choosing)
+        packet = Packet(self.context, header, codec.payload_bytes(rows, hidden), deferred)
+        seed, bits = self.context.seed(kind, at), None
+        if choosing is None:
+            flags = codec.encode(x_TH, packet.payload, seed, packet.whole)
+        else:
+            visit = ops.EncodeItem(choosing.before(x_TH), None, choosing.options(seed))
+            bits, flag = choosing.encode_fewest([visit], packet.payload)
+            flags = [flag]
+        packet.close(flags, at, bits)
         return packet
 
-    def _encode(
-        self, kind: Kind, codec: Codec, x_TH: Tensor, samples: list[Sample], layout: Layout, at: Position
-    ) -> Packet:
-        """Encode all rows by one codec."""
-        (rows, hidden), dtype = x_TH.shape, x_TH.dtype
-
-        def header(codec: Codec) -> Header:
-            return self.header(kind, codec, hidden, samples, layout, at, dtype)
-
-        most, seed = codec.payload_bytes(rows, hidden), self.draw(kind, at)
-        fitting = codec if isinstance(codec, Quantized) and codec.error is not None else None
-
-        def encode(payload: Tensor, whole: Tensor | None) -> tuple[list[FiniteFlag], Tensor | None]:
-            if fitting is None:
-                return codec.encode(x_TH, payload, seed, whole), None
-            visit = ops.EncodeItem(fitting.before(x_TH), None, fitting.options(seed))
-            bits, verdict = fitting.encode_fewest([visit], payload)
-            return [verdict], bits
-
-        def describe(bits: int) -> tuple[Header, int]:
-            assert fitting is not None
-            fitted = fitting.of_packet(bits)
-            return header(fitted), fitted.payload_bytes(rows, hidden)
-
-        return self.pack(Fitted(kind, samples, describe) if fitting else header(codec), most, encode, at)
-
-    def _send(self, packet: Packet) -> None:
+    def _send(self, packet: Packet, result: CodingResult | None = None) -> None:
+        """Send a packet and count it. result: its effect on the store, if it has one."""
         self.transport.send(packet.buffer if self.staging.immediate else packet)
-        if packet.contents.known:
-            self._count(*packet.contents.found())
+        if packet.deferred is None:
+            self._count(packet.header, packet.size)
+        elif packet.deferred.known:
+            self._count(*packet.deferred.resolve())
         else:
-            self._uncounted.append(packet.contents)
+            self._uncounted.append(packet.deferred)
+        if result is not None:
+            self._record(packet.header, result)
 
     def count_sent(self, *, wait: bool = False) -> None:
-        """Count packets whose bits were not known when they were sent. wait: for those whose bits still are not."""
+        """Count sent packets whose bits are known by now. wait: also wait for the bits of the others."""
         while self._uncounted and (wait or self._uncounted[0].known):
-            self._count(*self._uncounted.popleft().found())
+            self._count(*self._uncounted.popleft().resolve())
 
-    def receive(self, kind: Kind, at: Position) -> tuple[np.ndarray, Header, np.ndarray]:
-        """Wait for the peer's next packet: the whole, its header, its payload. LinkError if it is not that of `at`."""
+    # -- packets in
+
+    def receive(self, kind: PacketKind, at: Position) -> ReceivedPacket:
+        """Wait for the peer's next packet. Raises LinkError if it is not of this kind and position."""
         began = time.perf_counter()
         packet = self.transport.recv()
-        if kind in (Kind.ACTIVATION, Kind.GRADIENT):  # of the training time, as all that reports set beside it
+        if kind in (PacketKind.ACTIVATION, PacketKind.GRADIENT):  # reports compare it with the training time
             self.stats.wait_seconds += time.perf_counter() - began
         try:
-            header, payload = decode(packet, most_samples=self.arrivals.most_samples)
+            received = self.receive_staging.open(packet)
         except WireError as error:
             raise WireError(f"link {self.index}, from rank {self.transport.peer}: {error}") from error
-        expected = (kind, self.index, at.step, at.micro_batch)
-        if (header.kind, header.link, header.step, header.micro_batch) != expected:
-            what = f"expected the {kind.name.lower()} of micro-batch {at.micro_batch}, step {at.step}"
-            raise LinkError(self.peer(f"sent the {header.describe()}; {what}"))
-        return packet, header, payload
+        header = received.header
+        if (header.kind, header.link, header.step, header.micro_batch) != (kind, self.index, at.step, at.micro_batch):
+            expected = f"expected the {kind.name.lower()} of micro-batch {at.micro_batch}, step {at.step}"
+            raise LinkError(self.context.peer_error(f"sent the {header.describe()}; {expected}"))
+        return received
 
-    def _recv(self, kind: Kind, at: Position) -> tuple[Header, Tensor]:
-        """Receive a packet of samples: its header, and its payload on the device."""
-        packet, header, payload = self.receive(kind, at)
+    def _receive_rows(self, kind: PacketKind, at: Position) -> tuple[PacketHeader, Tensor]:
+        """Receive a packet of samples and check its size: its header, and its payload on the device."""
+        received = self.receive(kind, at)
+        header = received.header
         if not header.samples or not header.hidden:
-            raise WireError(self.peer(f"sent the {header.describe()}: it is empty"))
+            raise WireError(self.context.peer_error(f"sent the {header.describe()}: it is empty"))
         rows = header.tokens if self.canvas is None else self.canvas.lines
-        if self.bounds is not None:
+        if self.limits is not None:
             try:
-                self.bounds.check(header, rows)
+                self.limits.check(header, rows)
             except WireError as error:
-                raise WireError(self.peer(f"sent what is too large: {error}")) from error
+                raise WireError(self.context.peer_error(f"sent a packet that is too large: {error}")) from error
         if 4 * len(header.samples) * rows * header.hidden > MAX_TENSOR_BYTES:
             what = f"{len(header.samples)} samples with {rows} rows of {header.hidden} values"
             limit = f"above the limit of {MAX_TENSOR_BYTES} bytes"
-            raise WireError(self.peer(f"sent the {header.describe()}, of {what}: {limit}"))
+            raise WireError(self.context.peer_error(f"sent the {header.describe()}, of {what}: {limit}"))
         group_size = self._config.activations.group_size
         if header.group_size != (group_size or 0):
-            raise LinkError(self.peer(f"uses group_size {header.group_size or None}, this rank {group_size}"))
-        return header, self.arrivals.payload(packet, payload)
+            text = f"uses group_size {header.group_size or None}, this rank {group_size}"
+            raise LinkError(self.context.peer_error(text))
+        return header, self.receive_staging.payload(received)
 
-    def _received(self, header: Header, payload: Tensor, x_TH: Tensor, layout: Layout) -> Tensor:
-        """Count a packet whose values are decoded, and give these as [B, S, H] in the stages' dtype."""
+    def _decode_plain(self, codec: Codec, header: PacketHeader, payload: Tensor) -> Tensor:
+        """Decode all rows by a codec without memory."""
+        rows = sum(s.count for s in header.samples)
+        return self.context.matching_codec(header, codec).decode(payload, rows, header.hidden)
+
+    def _finish_rows(
+        self, header: PacketHeader, payload: Tensor, x_TH: Tensor, layout: Layout, result: CodingResult | None
+    ) -> Tensor:
+        """Count a decoded packet; return its rows as [B, S, H] in the stages' dtype."""
         self._count(header, packet_bytes(len(header.samples), payload.numel()))
+        if result is not None:
+            self._record(header, result)
         return scatter(x_TH.to(torch_dtype(header.dtype)), layout)
 
-    def _count(self, header: Header, size: int) -> None:
-        """Count a packet that has been sent or received."""
-        counters = {Kind.ACTIVATION: self.stats.forward, Kind.GRADIENT: self.stats.backward}
+    # -- counters
+
+    def _count(self, header: PacketHeader, size: int) -> None:
+        counters = {PacketKind.ACTIVATION: self.stats.forward, PacketKind.GRADIENT: self.stats.backward}
         raw = sum(s.count for s in header.samples) * header.hidden * torch_dtype(header.dtype).itemsize
         counters.get(header.kind, self.stats.evaluation).add(raw, size, header.quantized())
 
-    def codec_of(self, header: Header, codec: Codec) -> Codec:
-        """Find a packet's codec: `codec`, with the header's bits where they follow an error. LinkError if not that."""
-        taken: Codec = codec
-        if isinstance(codec, Quantized) and codec.may_have(header.bits):
-            taken = codec.of_packet(header.bits)
-        got = (header.method, header.bits, header.payload_dtype)
-        if got != (taken.method, taken.bits, taken.payload_dtype):
-            allowed = getattr(codec, "error", None) or codec.bits
-            sent = f"{got[0].name.lower()} values of {got[1]} bits ({got[2].name.lower()})"
-            expected = f"{codec.method.name.lower()} of {allowed} ({codec.payload_dtype.name.lower()})"
-            what = f"sent {sent}, this rank expects {expected}: the ranks' configurations differ"
-            raise LinkError(self.peer(what))
-        return taken
+    def _record(self, header: PacketHeader, result: CodingResult) -> None:
+        gradients = header.kind is PacketKind.GRADIENT
+        self.stats.count_visits(len(header.samples), deltas=result.deltas, kept=result.kept, gradients=gradients)
+        if self.checks_drift:
+            self.changed.update(result.put)
 
-    def peer(self, what: str) -> str:
-        """Name the link and the rank at its other end, of which `what` is said, for errors."""
-        return f"link {self.index}: rank {self.transport.peer} {what}"
 
-    def where(self, at: Position, what: str) -> str:
-        """Name the link and the place in training, for errors."""
-        return f"link {self.index}, step {at.step}, micro-batch {at.micro_batch}, {what}"
+class LinkSender(Endpoint):
+    """Stage k's end of the link to stage k + 1: sends activations, receives their gradients."""
+
+    next_version = 1  # of a cached activation; above the highest that either end still holds
+
+    def send_activation(self, x_BSH: Tensor, layout: Layout, at: Position, *, training: bool = True) -> None:
+        """Send the real tokens of a micro-batch; return once the packet is queued.
+
+        In evaluation, first wait for room in the transport's queue: no other packet of the peer slows the caller down.
+
+        Args:
+            x_BSH: Activations in the training dtype.
+            layout: Of the samples.
+            at: Position in training.
+            training: False in evaluation.
+
+        Raises:
+            NonFiniteError: Values that cannot be quantized; nothing is stored or sent. On a GPU the next call raises.
+        """
+        x_TH = gather(x_BSH.detach(), layout).contiguous()
+        dtype, result = x_TH.dtype, None
+        if training and self.store is not None:
+            packet, decoded, result = self._encode_cached(x_TH, layout, at)
+            if at.micro_batch == 0:
+                self._sample_errors(x_TH.split(layout.counts), decoded)
+        else:
+            kind, codec = PacketKind.ACTIVATION, self.codecs.activation(dtype)
+            if not training:
+                kind, codec = PacketKind.EVAL_ACTIVATION, self.codecs.evaluation(dtype)
+            packet = self._encode_plain(kind, codec, x_TH, layout.samples(Form.PLAIN), layout, at)
+        self._send(packet, result)
+        if not training:  # nothing waits for its micro-batches: over a slow link they would fill the memory
+            self.transport.wait_for_room()
+
+    def _encode_cached(
+        self, x_TH: Tensor, layout: Layout, at: Position
+    ) -> tuple[Packet, Sequence[Tensor], CodingResult]:
+        """Encode changes; the packet, each sample's values at the other end, and the effect on the store."""
+        first = self.next_version
+        if self._clusters is not None:
+            self.next_version += 1
+            packet, y_TH, result = self._clusters.encode(x_TH, layout, at, first)
+            return packet, y_TH.split(layout.counts), result
+        assert self._activations is not None
+        self.next_version += len(layout.ids)
+        versions, undecided = range(first, self.next_version), set[int]().union(*self._undecided.values())
+        packet, decoded, result = self._activations.encode(x_TH, layout, versions, at, x_TH.dtype, undecided=undecided)
+        if self.may_decline:
+            self._undecided[at] = {s.id for s in packet.header.samples if s.form is Form.FULL}
+        return packet, decoded, result
+
+    def _sample_errors(self, x: Sequence[Tensor], decoded: Sequence[Tensor]) -> None:
+        """Count the relative errors of what the other end computes with; on a GPU they are read a step later."""
+        pairs = [(x_nH.float(), m_nH) for x_nH, m_nH in zip(x, decoded, strict=True) if x_nH.numel()]
+        if pairs:
+            norms = torch.stack([torch.stack([x_nH.norm(), (x_nH - m_nH).norm()]) for x_nH, m_nH in pairs])
+            self._norms.append(self.staging.to_host(norms))
+        while len(self._norms) > (0 if self.staging.immediate else 1):
+            for norm, error in self._norms.popleft().wait().tolist():
+                if norm > 0:
+                    self.stats.error_sum += error / norm
+                    self.stats.error_count += 1
+
+    def recv_gradient(self, layout: Layout, at: Position, *, unit: float = 1.0) -> Tensor:
+        """Receive the gradient of the activations that were sent at a position.
+
+        Args:
+            layout: As sent.
+            at: Position in training.
+            unit: As at the other end, see `LinkReceiver.send_gradient`.
+
+        Returns:
+            [B, S, H] in the training dtype, with zeros as padding.
+        """
+        header, payload = self._receive_rows(PacketKind.GRADIENT, at)
+        if Layout.of_header(header, self.canvas) != layout:
+            text = f"gradient for samples {[s.id for s in header.samples]}, not {layout.ids}"
+            raise LinkError(self.context.error(at, text))
+        first_visits = self._undecided.pop(at, set())
+        if self.store is not None and self._clusters is None:
+            not_kept = {s.id for s in header.samples if s.form is Form.NOT_KEPT}
+            self.stats.unstored_samples += len(not_kept & first_visits)
+            self.store.drop(not_kept)
+        dtype, result = torch_dtype(header.dtype), None
+        plain = self._pass_nonfinite and (header.method, header.payload_dtype) == (Cast.method, header.dtype)
+        if self._gradients is not None and not plain:
+            u_TH, result = self._gradients.decode(header, payload, layout, at)
+            g_TH = u_TH / unit
+        else:
+            g_TH = self._decode_plain(Cast(dtype) if plain else self.codecs.gradient(dtype), header, payload)
+        return self._finish_rows(header, payload, g_TH, layout, result)
+
+
+class LinkReceiver(Endpoint):
+    """Stage k + 1's end of the link from stage k: receives activations, sends their gradients."""
+
+    def recv_activation(self, at: Position, *, training: bool = True) -> tuple[Tensor, Layout]:
+        """Receive the activations of a micro-batch.
+
+        Args:
+            at: Position in training.
+            training: False in evaluation.
+
+        Returns:
+            [B, S, H] in the training dtype, with zeros as padding, and their layout.
+
+        Raises:
+            BaseMismatchError: A delta builds on what this end does not hold.
+        """
+        header, payload = self._receive_rows(PacketKind.ACTIVATION if training else PacketKind.EVAL_ACTIVATION, at)
+        layout, dtype, result = Layout.of_header(header, self.canvas), torch_dtype(header.dtype), None
+        if training and self._clusters is not None:
+            x_TH, result = self._clusters.decode(header, payload, at)
+        elif training and self._activations is not None:
+            x_TH, result = self._activations.decode(header, payload, layout, at)
+            if result.dropped:
+                self._undecided[at] = set(result.dropped)
+            if self._gradients is not None:
+                self._versions[at] = [s.version for s in header.samples]
+        else:
+            codec = self.codecs.activation(dtype) if training else self.codecs.evaluation(dtype)
+            x_TH = self._decode_plain(codec, header, payload)
+        return self._finish_rows(header, payload, x_TH, layout, result), layout
+
+    def send_gradient(self, g_BSH: Tensor, layout: Layout, at: Position, *, unit: float = 1.0) -> None:
+        """Send the gradient of the activations received at a position; return once the packet is queued.
+
+        Args:
+            g_BSH: Gradient in the training dtype.
+            layout: Of the activations.
+            at: Position in training.
+            unit: Factor that makes gradients of different steps comparable, see `gradient_unit`. Cached gradients are
+                multiplied by it, and divided at the other end.
+        """
+        g_TH = gather(g_BSH.detach(), layout).contiguous()
+        not_kept = self._undecided.pop(at, set())
+        samples = [s._replace(form=Form.NOT_KEPT) if s.id in not_kept else s for s in layout.samples(Form.PLAIN)]
+        result = None
+        try:
+            if self._gradients is not None:
+                u_TH, versions = g_TH.float() * unit, self._versions.pop(at)
+                packet, _, result = self._gradients.encode(
+                    u_TH, layout, versions, at, g_TH.dtype, settle=self._pass_nonfinite
+                )
+            else:
+                codec = self.codecs.gradient(g_TH.dtype)
+                packet = self._encode_plain(PacketKind.GRADIENT, codec, g_TH, samples, layout, at)
+                if self._pass_nonfinite:  # raise here, not on the sending thread
+                    packet.settle()
+        except NonFiniteError:
+            if not self._pass_nonfinite:
+                raise
+            # Plain values, so that loss scaling sees the overflow and skips the step.
+            packet = self._encode_plain(PacketKind.GRADIENT, Cast(g_TH.dtype), g_TH, samples, layout, at)
+        self._send(packet, result)

@@ -1,15 +1,10 @@
-"""A transport over torch.distributed's gloo: host memory, TCP, one process group for each pair of neighbours.
+"""A transport over torch.distributed's gloo: host memory, TCP, one process group for each pair of neighbors.
 
-gloo's `send` is a rendezvous: nothing moves until the other side has posted its receive. So every end keeps a ring of
-receives posted ahead of need, each able to take a whole frame (gloo lets a packet be shorter than its receive). That a
-receive is posted is told on the same connection, behind the frames that this end is sending itself: the ring is much
-longer than those, or a slow link that carries both ways would stand still until the news of free receives is through.
-A packet travels as frames; between packets, frames of no content say that the sender is alive. While packets that
-nobody has taken fill the memory that is for them, receives are posted no more, but for one now and then.
+A packet travels as frames; between packets, empty frames show that the sender is alive.
 
     frame: kind u8, 3 bytes zero, content bytes u32, bytes of the whole packet u64, CRC-32 of these u32, content
 
-Without the CRC a changed kind or length would leave a packet unfinished, and its receiver waiting.
+Without the CRC a changed kind or length would leave a packet unfinished and its receiver waiting.
 """
 
 from __future__ import annotations
@@ -31,10 +26,27 @@ import torch
 import torch.distributed as dist
 
 from pipecomp.errors import LinkError, LinkTimeoutError, PeerLostError, WireError
-from pipecomp.stages.link.delivery import Delivery
-from pipecomp.stages.link.transport import Outgoing, Pacer
+from pipecomp.stages.link.transport import OutgoingPacket, Pacer, TransportBase
 from pipecomp.tls.frames import ROOM_BYTES
 from pipecomp.utils.sockets import has_unsent_bytes, record_sockets, shut_down_sockets
+
+# Note: Threads and gloo
+# gloo's `send` is a rendezvous: nothing moves until the other side has posted its receive, and two blocking sends
+# towards each other deadlock. So the training thread never calls gloo: it puts packets into the send queue and takes
+# them from the receive queue. One thread sends and one receives, and no other thread uses the group. Both release the
+# interpreter while they wait. An operation of gloo cannot be cancelled: a thread that waits in one ends by the timeout,
+# by the peer, or when `close` shuts the socket down. If it still waited when the interpreter ends, torch would abort
+# the process.
+#
+# The receiving thread keeps a ring of receives posted ahead of need, each for a whole frame (gloo accepts a shorter
+# message). The notice that a receive is posted travels on the same connection, behind the frames that this end sends
+# itself. So the ring is much longer than the frames under way: otherwise a slow link that carries both directions would
+# stop until the notice is through. While packets that nobody has taken fill their share of memory, the thread posts no
+# receive, except one now and then, so that the peer does not take this end for silent.
+#
+# The sending thread may wait for a packet that a GPU is still computing (`PendingPacket`). An error of either thread
+# goes to `failed`, and the next call of the training thread raises it. A failed send waits for the receiving thread's
+# error, which may be the peer's own account of what happened.
 
 FRAME_BYTES = 1 << 19
 _RING = 16  # receives posted ahead
@@ -46,15 +58,18 @@ _RANK = struct.Struct("<i")
 _PREFIX_BYTES = _FIELDS.size + _CRC.size
 _CONTENT = FRAME_BYTES - _PREFIX_BYTES
 _DATA, _ALIVE, _ABORT, _CLOSE = range(1, 5)
-_CLOSE_SECONDS = 10.0  # how long an end may take after a failure, and at least without anything that moves
-_CUT_S = 1.0  # for gloo to notice that its socket was shut down
+_CLOSE_SECONDS = 10.0  # limit on closing after a failure, or while nothing moves
+_CUT_S = 1.0  # for gloo to notice that its socket is shut down
 
 
-class GlooTransport(Delivery):
-    """One end of the connection between two ranks; two threads move its bytes, both let go of the interpreter to wait.
+class GlooTransport(TransportBase):
+    """One end of the connection between two ranks. See Note: Threads and gloo.
 
-    group: a gloo process group of exactly the two ranks, used by nothing else. timeout_s: silence after which the peer
-    counts as lost. pacer: slows down what is sent. sockets: through which the group sends, as far as they are known.
+    Args:
+        group: A gloo process group of exactly the two ranks, used by nothing else.
+        timeout_s: Silence after which the peer counts as lost.
+        pacer: Slows down sending.
+        sockets: Of the group, as far as they are known.
     """
 
     def __init__(
@@ -72,26 +87,24 @@ class GlooTransport(Delivery):
         self._to = 1 - ranks.index(dist.get_rank())
         super().__init__(ranks[self._to])
         self._timeout = timedelta(seconds=timeout_s)
-        self._outbox: queue.Queue[tuple[int, Outgoing, float]] = queue.Queue()  # kind, content, when it was queued
+        self._outbox: queue.Queue[tuple[int, OutgoingPacket, float]] = queue.Queue()  # kind, content, time of queuing
         self._pacer = pacer
-        self._frames = 0  # that were sent
-        self._untaken_bytes = 0  # of packets that came
+        self._frames_sent = 0
+        self._untaken_bytes = 0  # of packets in the receive queue
         self._aborted = False
         self._receiver = threading.Thread(target=self._receive, name=f"pipecomp-recv-{self.peer}", daemon=True)
         self._sender = threading.Thread(target=self._send_all, name=f"pipecomp-send-{self.peer}", daemon=True)
         self._receiver.start()
         self._sender.start()
 
-    # -- what links call
+    # -- called by links
 
-    def send(self, packet: Outgoing) -> None:
-        """Queue a packet; see Transport."""
+    def send(self, packet: OutgoingPacket) -> None:
         self.check_open()
-        self.queued(packet.size)
+        self.count_queued(packet.size)
         self._outbox.put((_DATA, packet, time.monotonic()))
 
     def recv(self) -> np.ndarray:
-        """Wait for the next packet; see Transport."""
         packet = super().recv()
         with self._changed:
             self._untaken_bytes -= packet.size
@@ -99,14 +112,12 @@ class GlooTransport(Delivery):
         return packet
 
     def sending(self) -> bool:
-        """Tell whether a packet waits; see Transport."""
         return self._failure is None and (self._outbox.unfinished_tasks > 0 or has_unsent_bytes(self._sockets))
 
     def abort(self, lost_rank: int, reason: str) -> None:
-        """Tell the peer that a rank is gone; see Transport."""
         self._aborted = True
         if self._sender.is_alive():
-            text = reason.encode()[:4096].decode(errors="ignore")  # no part of a character
+            text = reason.encode()[:4096].decode(errors="ignore")  # cuts between characters
             note = _RANK.pack(lost_rank) + text.encode()
             self._outbox.put((_ABORT, np.frombuffer(note, dtype=np.uint8), time.monotonic()))
             deadline = time.monotonic() + 2.0
@@ -114,7 +125,6 @@ class GlooTransport(Delivery):
                 time.sleep(0.005)
 
     def close(self) -> None:
-        """End the connection in order; see Transport."""
         if self._closing:
             return
         self._closing = True
@@ -123,18 +133,18 @@ class GlooTransport(Delivery):
         self._outbox.put((_CLOSE, np.empty(0, dtype=np.uint8), time.monotonic()))
         self._drain()
         self._receiver.join(_CLOSE_SECONDS)
-        if self._receiver.is_alive():  # a thread that is inside torch when the interpreter ends aborts the process
+        if self._receiver.is_alive():
             shut_down_sockets(self._sockets)
             self._receiver.join(_CUT_S)
 
     def _drain(self) -> None:
-        """Wait until all that is queued has left, for as long as frames do: a slow link may need minutes."""
-        since, before = time.monotonic(), self._frames
+        """Wait until the send queue is empty, as long as frames leave: a slow link may need minutes."""
+        since, before = time.monotonic(), self._frames_sent
         while self._sender.is_alive():
             self._sender.join(0.1)
             hurry = self._aborted or self._failure is not None
-            if self._frames != before and not hurry:
-                since, before = time.monotonic(), self._frames
+            if self._frames_sent != before and not hurry:
+                since, before = time.monotonic(), self._frames_sent
             limit_s = _CLOSE_SECONDS if hurry else max(_CLOSE_SECONDS, self._timeout.total_seconds())
             if time.monotonic() - since > limit_s:
                 return
@@ -149,7 +159,7 @@ class GlooTransport(Delivery):
             work, frame = under_way.popleft()
             work.wait(self._timeout)
             spare.append(frame)
-            self._frames += 1
+            self._frames_sent += 1
 
         def post(kind: int, content: np.ndarray, total: int, queued: float) -> None:
             if not spare:
@@ -174,30 +184,29 @@ class GlooTransport(Delivery):
                         finish_one()
                     continue
                 try:
-                    packet, queued = self.found(outgoing, queued)
+                    packet, queued = self.finish_queued(outgoing, queued)
                 except Exception as error:
                     self.failed(error)
                     refused = True
-                if refused and kind == _DATA:  # no packet any more, but the end of this connection
+                if refused and kind == _DATA:  # after a failed packet only _ABORT and _CLOSE are sent
                     self._outbox.task_done()
                     continue
                 began = time.perf_counter()
-                for _ in range(_RING if kind == _CLOSE else 1):  # one for each receive that the peer has posted
+                for _ in range(_RING if kind == _CLOSE else 1):  # one _CLOSE for each posted receive of the peer
                     for at in range(0, max(1, packet.size), _CONTENT):
                         post(kind, packet[at : at + _CONTENT], packet.size, queued)
                 while under_way and (self._outbox.empty() or kind != _DATA):
                     finish_one()
                 if kind == _DATA:
-                    self.moved("send", began, packet.size)
-                    self.gone(packet.size)
+                    self.report_transfer("send", began, packet.size)
+                    self.count_left(packet.size)
                 self._outbox.task_done()
                 if kind == _CLOSE:
                     return
         except RuntimeError as error:
-            # What the receiver reads (the peer's own account of what happened) says more than a failed send.
             self._receiver.join(1.0)
             self.failed(self._explain(error))
-        except Exception as error:  # nor does a sending one
+        except Exception as error:
             self.failed(LinkError(f"sending to rank {self.peer} failed: {type(error).__name__}: {error}"))
 
     # -- receiving thread
@@ -237,10 +246,10 @@ class GlooTransport(Delivery):
                         self.deliver(packet, began)
                 elif kind == _ABORT:
                     if size < _RANK.size:
-                        raise WireError(f"rank {self.peer} sent a notice of a failure that names no rank")
+                        raise WireError(f"rank {self.peer} sent a failure notice without a rank")
                     (rank,) = _RANK.unpack_from(content)
                     reason = bytes(content[_RANK.size :]).decode(errors="replace")
-                    # Keep receiving: the peer's orderly end needs receives to end in.
+                    # Keep receiving: the peer's _CLOSE frames need posted receives.
                     self.failed(PeerLostError(f"{reason} (told by rank {self.peer})", rank))
                 elif kind == _CLOSE:
                     while posted:
@@ -255,11 +264,11 @@ class GlooTransport(Delivery):
             self.failed(error)
         except RuntimeError as error:
             self.failed(self._explain(error))
-        except Exception as error:  # a receiving thread never ends without a word
+        except Exception as error:
             self.failed(LinkError(f"receiving from rank {self.peer} failed: {type(error).__name__}: {error}"))
 
     def _wait_until_taken(self) -> None:
-        """Where a stage runs far ahead of this one, as in evaluation; not so long that it takes this end for silent."""
+        """Wait if the peer runs far ahead, as in evaluation, but not so long that it takes this end for silent."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._untaken_bytes < ROOM_BYTES or self._closing or self._failure is not None,
@@ -279,35 +288,40 @@ class GlooTransport(Delivery):
 
 
 def write_prefix(frame: np.ndarray, kind: int, size: int, total: int) -> None:
-    """Begin a frame, uint8 [n], of `size` bytes of a packet of `total` bytes."""
+    """Write the prefix of a frame, uint8 [n], with `size` bytes of a packet of `total` bytes."""
     _FIELDS.pack_into(frame, 0, kind, size, total)
     _CRC.pack_into(frame, _FIELDS.size, zlib.crc32(frame[: _FIELDS.size]))
 
 
 def read_prefix(frame: np.ndarray, peer: int) -> tuple[int, int, int]:
-    """Kind, content bytes and bytes of the whole packet; WireError if they were changed on the way from `peer`."""
+    """Return kind, content bytes and bytes of the whole packet. Raises WireError if they were changed on the way."""
     kind, size, total = _FIELDS.unpack_from(frame, 0)
     if _CRC.unpack_from(frame, _FIELDS.size)[0] != zlib.crc32(frame[: _FIELDS.size]) or size > _CONTENT:
-        raise WireError(f"rank {peer} sent a frame that was changed on the way, or is none: {bytes(frame[:20]).hex()}")
+        raise WireError(f"rank {peer} sent bytes that are no frame, or changed on the way: {bytes(frame[:20]).hex()}")
     return kind, size, total
 
 
-class Neighbours(NamedTuple):
-    """A gloo group of two ranks, and through which of this process's sockets it sends."""
+class NeighborGroup(NamedTuple):
+    """A gloo group of two ranks, and this process's sockets of it."""
 
     group: dist.ProcessGroup
     sockets: frozenset[int]
 
 
-def neighbour_groups(pipelines: list[list[int]], timeout_s: float) -> dict[tuple[int, int], Neighbours]:
-    """Make a gloo group for every pair of neighbouring ranks in every pipeline; all ranks must call this alike.
+def neighbour_groups(pipelines: list[list[int]], timeout_s: float) -> dict[tuple[int, int], NeighborGroup]:
+    """Make a gloo group for every pair of neighboring ranks in every pipeline; all ranks must call it equally.
 
-    pipelines: for each replica the global ranks of its stages in order.
+    Args:
+        pipelines: For each replica, the global ranks of its stages in order.
+        timeout_s: Of the groups.
+
+    Returns:
+        The groups of this rank, by pair of ranks.
     """
     mine, timeout = {}, timedelta(seconds=timeout_s)
     for ranks in pipelines:
         for pair in itertools.pairwise(ranks):
             made = record_sockets(partial(dist.new_group, list(pair), backend="gloo", timeout=timeout))
             if dist.get_rank() in pair:
-                mine[pair] = Neighbours(*made)
+                mine[pair] = NeighborGroup(*made)
     return mine

@@ -1,104 +1,295 @@
-"""A packet between the kernels that write it and the thread that sends it."""
+"""Packets of a link: the context that coders share, packets on their way out, and limits on packets that come in.
+
+A coder opens a `Packet` for a header, lets kernels write its payload, and closes it; the transport then sends it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from pipecomp.codecs.wire import Header, Kind, Sample, begin, packet_bytes, seal
-from pipecomp.errors import NonFiniteError
+from pipecomp.codecs.codecs import Cast, Codec, Quantized, wire_dtype
+from pipecomp.codecs.selection import LinkCodecs
+from pipecomp.codecs.wire import (
+    PacketHeader,
+    PacketKind,
+    Sample,
+    packet_bytes,
+    payload_view,
+    write_checksum,
+    write_header,
+)
+from pipecomp.config import Config
+from pipecomp.errors import LinkError, NonFiniteError, WireError
+from pipecomp.kernels import ops
 from pipecomp.kernels.ops import FiniteFlag
 from pipecomp.kernels.staging import Copy, Staging
 
-# Writes a payload, and seals the packet around it if that is given and can be done on the way. The verdicts, and where
-# the bits follow from the values, these bits: int64 [1] beside the payload.
-Encode = Callable[[Tensor, Tensor | None], tuple[list[FiniteFlag], Tensor | None]]
+MAX_TENSOR_BYTES = 1 << 34  # of a decoded packet, padding included
+EVALUATED = 64  # samples of an evaluation micro-batch that are always allowed: no configuration has their number
+ROW_BYTES = 20  # of a sample in an inventory
+_INVENTORY_BYTES = 1 << 12  # of a part of the handshake without its table
 
 
-class Fitted(NamedTuple):
-    """A packet whose bits follow from its values. describe: what they make of its header and its payload's length."""
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Place of a packet in training: optimizer step and micro-batch within it."""
 
-    kind: Kind
-    samples: Sequence[Sample]
-    describe: Callable[[int], tuple[Header, int]]
+    step: int
+    micro_batch: int
 
 
-class Contents:
-    """A packet's header and length, which may follow from bits, int64 [1], that are on their way to the host.
+@dataclass(frozen=True, slots=True)
+class LinkContext:
+    """One end of a link as coders know it: its names in errors, the device, and settings that never change.
 
-    size: of the packet, where its header is known.
+    Attributes:
+        link: Number of the link, counted from the first stage.
+        replica: Number of the pipeline.
+        peer: Global rank at the other end.
+        config: Only for settings other than bits, which may change during training.
+        staging: Between the stage's device and the host.
     """
 
-    def __init__(self, header: Header | Fitted, size: int, bits: Copy | None) -> None:
-        self._header, self._bits = header, bits
-        self._found = (header, size) if isinstance(header, Header) else None
+    link: int
+    replica: int
+    peer: int
+    config: Config
+    staging: Staging
+
+    def seed(self, kind: PacketKind, at: Position, part: int = 0) -> int:
+        """Return the seed of a packet's stochastic rounding, reproducible at both ends; 0 for nearest rounding."""
+        if self.config.activations.rounding == "nearest":
+            return 0
+        direction = int(kind is PacketKind.GRADIENT)
+        return ops.mix_seed(self.config.seed, self.replica, self.link, direction, at.step, at.micro_batch, part)
+
+    def header(
+        self,
+        kind: PacketKind,
+        codec: Codec,
+        samples: Sequence[Sample],
+        at: Position,
+        *,
+        tokens: int,
+        hidden: int,
+        dtype: torch.dtype,
+        first_bits: int = 0,
+    ) -> PacketHeader:
+        """Make the header of a packet of rows. dtype: of the stages."""
+        return PacketHeader(
+            kind=kind,
+            method=codec.method,
+            link=self.link,
+            step=at.step,
+            micro_batch=at.micro_batch,
+            dtype=wire_dtype(dtype),
+            payload_dtype=codec.payload_dtype,
+            bits=codec.bits,
+            first_bits=first_bits,
+            tokens=tokens,
+            hidden=hidden,
+            group_size=self.config.activations.group_size or 0,
+            samples=tuple(samples),
+        )
+
+    def matching_codec(self, header: PacketHeader, codec: Codec) -> Codec:
+        """Return the codec of a received packet: `codec`, with the header's bits if they follow an error.
+
+        Raises LinkError if the packet was not made by it.
+        """
+        expected: Codec = codec
+        if isinstance(codec, Quantized) and codec.allows(header.bits):
+            expected = codec.with_bits(header.bits)
+        if (header.method, header.bits, header.payload_dtype) != (
+            expected.method,
+            expected.bits,
+            expected.payload_dtype,
+        ):
+            bits = getattr(codec, "error", None) or codec.bits
+            raise LinkError(
+                self.peer_error(
+                    f"sent {header.method.name.lower()} values of {header.bits} bits "
+                    f"({header.payload_dtype.name.lower()}), this rank expects {codec.method.name.lower()} of {bits} "
+                    f"({codec.payload_dtype.name.lower()}): the ranks' configurations differ"
+                )
+            )
+        return expected
+
+    def peer_error(self, text: str) -> str:
+        """Begin an error with the link and the rank at its other end, which `text` is about."""
+        return f"link {self.link}: rank {self.peer} {text}"
+
+    def error(self, at: Position, text: str) -> str:
+        """Begin an error with the link and the position in training."""
+        return f"link {self.link}, step {at.step}, micro-batch {at.micro_batch}, {text}"
+
+
+# Note: Deferred header
+# If bits follow an error (`ConstantError`), the fewest bits that keep it are known only after the values are measured.
+# The kernel that measures them encodes them as well. On a GPU the computing thread must not wait for it, so the chosen
+# bits travel to the host like the payload, and whoever needs them first waits: the sending thread writes the header
+# when the payload is there, and the endpoint counts the packet's traffic when its bits are known. Until then the
+# packet's buffer has room for the most bits, and `Packet.size` is an upper bound.
+class DeferredHeader:
+    """Header and length of a packet whose bits the encoding kernel chooses.
+
+    Args:
+        header: With any bits.
+        codec: Of all rows.
+        field: Field of the header that holds the chosen bits, "bits" or "first_bits".
+        head_bytes: Of the payload, before the rows.
+    """
+
+    def __init__(self, header: PacketHeader, codec: Quantized, field: str = "bits", head_bytes: int = 0) -> None:
+        self.header = header
+        self.bits: Copy | None = None  # int64 [1]
+        self._codec, self._field, self._head_bytes = codec, field, head_bytes
+        self._resolved: tuple[PacketHeader, int] | None = None
 
     @property
     def known(self) -> bool:
-        """Whether `found` does not wait."""
-        return self._found is not None
+        """True once `resolve` does not wait."""
+        return self._resolved is not None
 
-    def found(self) -> tuple[Header, int]:
-        """Give the header, and the bytes of the packet, once they are known. Any thread may ask."""
-        if self._found is None:
-            assert isinstance(self._header, Fitted)
-            assert self._bits is not None
-            header, payload_bytes = self._header.describe(int(self._bits.wait()))
-            self._found = header, packet_bytes(len(header.samples), payload_bytes)
-        return self._found
+    def resolve(self) -> tuple[PacketHeader, int]:
+        """Wait for the bits; return the header and the packet's bytes. Any thread may call it."""
+        if self._resolved is None:
+            assert self.bits is not None
+            bits = int(self.bits.wait())
+            header = replace(self.header, **{self._field: bits})  # type: ignore[arg-type]
+            rows = sum(s.count for s in header.samples)
+            payload = self._head_bytes + self._codec.with_bits(bits).payload_bytes(rows, header.hidden)
+            self._resolved = header, packet_bytes(len(header.samples), payload)
+        return self._resolved
 
 
 class Packet:
-    """A packet on its way to the host: Unfinished, until its bytes are there and all values turn out to be encoded.
+    """A packet between the kernels that write it and the transport that sends it, a PendingPacket.
 
-    buffer: has room for it, and its beginning where the contents were known. what: is encoded, for the error. settle:
-    waits until it is known whether all values could be encoded, and raises NonFiniteError if not; stores keep it until
-    they know, and it keeps nothing of the packet.
+    Attributes:
+        header: Its header; with any bits if it is deferred.
+        deferred: See Note: Deferred header.
+        payload: uint8 on the device, for the kernels to write; until `close`.
+        whole: The packet, if the kernels can write its checksum, see `ops.encode_batch`; until `close`.
+        buffer: The packet on the host; complete after `finish`.
+        settle: Waits until all values are known to be encodable, else raises NonFiniteError. Set by `close`; stores
+            hold on to it, so it refers to nothing else of the packet.
     """
 
     def __init__(
         self,
-        samples: Sequence[Sample],
-        contents: Contents,
-        buffer: np.ndarray,
-        verdicts: list[FiniteFlag],
-        payload: Copy,
-        staging: Staging,
-        what: str,
-        *,
-        checksum: bool,
+        context: LinkContext,
+        header: PacketHeader,
+        payload_bytes: int,
+        deferred: DeferredHeader | None = None,
     ) -> None:
-        self.samples, self.contents, self.buffer, self._payload = samples, contents, buffer, payload
-        self._begun, self._checksum = contents.known, checksum
-        self._sealed = any(verdict.has_checksum for verdict in verdicts)
-        self.settle = partial(_settle, [(verdict, staging.to_host(verdict.flag)) for verdict in verdicts], what)
+        self.header, self.deferred = header, deferred
+        self._context, samples = context, len(header.samples)
+        checksum = context.config.transport.checksum
+        self.buffer = context.staging.buffer(packet_bytes(samples, payload_bytes))
+        if deferred is None:
+            write_header(self.buffer, header, checksum=checksum)
+        self._target = torch.from_numpy(payload_view(self.buffer, samples))
+        self.payload = context.staging.place(self._target)
+        on_host = self.payload is self._target
+        self.whole = torch.from_numpy(self.buffer) if checksum and on_host and deferred is None else None
+
+    def close(self, flags: Sequence[FiniteFlag], at: Position, bits: Tensor | None = None) -> None:
+        """Start copying the written packet to the host; where stages compute on the host, finish it.
+
+        Args:
+            flags: Of all values being encodable.
+            at: Position in training, for errors.
+            bits: The chosen ones, int64 [1], of a deferred packet.
+
+        Raises:
+            NonFiniteError: On the host only; otherwise `settle` and `finish` raise it.
+        """
+        staging = self._context.staging
+        if self.deferred is not None and bits is not None:
+            self.deferred.bits = staging.to_host(bits)
+        self._copy = staging.to_host(self.payload, self._target)
+        del self.payload, self.whole, self._target  # a packet may wait long for a slow link: it keeps no device memory
+        self._has_checksum = any(flag.has_checksum for flag in flags)
+        values = "gradients" if self.header.kind is PacketKind.GRADIENT else "activations"
+        copies = [(flag, staging.to_host(flag.flag)) for flag in flags]
+        self.settle = partial(_check_flags, copies, self._context.error(at, values))
+        if staging.immediate:
+            self.finish()
 
     @property
     def size(self) -> int:
-        """See Unfinished."""
         return self.buffer.size
 
     def finish(self) -> np.ndarray:
-        """See Unfinished."""
         self.settle()
-        self._payload.wait()
-        if not self._begun:
-            header, size = self.contents.found()
+        self._copy.wait()
+        if self.deferred is not None:
+            header, size = self.deferred.resolve()
             self.buffer = self.buffer[:size]
-            begin(self.buffer, header, checksum=self._checksum)
-            self._begun = True
-        if not self._sealed:
-            seal(self.buffer)
+            write_header(self.buffer, header, checksum=self._context.config.transport.checksum)
+        if not self._has_checksum:
+            write_checksum(self.buffer)
         return self.buffer
 
 
-def _settle(verdicts: list[tuple[FiniteFlag, Copy]], what: str) -> None:
-    for verdict, flag in verdicts:
+def _check_flags(flags: list[tuple[FiniteFlag, Copy]], where: str) -> None:
+    for flag, copy in flags:
         try:
-            verdict.check(flag.wait())
+            flag.check(copy.wait())
         except NonFiniteError as error:
-            raise NonFiniteError(f"{what}: {error}") from error
+            raise NonFiniteError(f"{where}: {error}") from error
+
+
+class PacketLimits(NamedTuple):
+    """The largest packet of a link, from the model and the batch that the ranks have agreed on.
+
+    A header is compared with them before memory is allocated: a few bytes that claim gigabytes are refused.
+
+    Attributes:
+        samples: Of a training micro-batch.
+        rows: Of a sample, padding included.
+        width: Values of a row, exactly.
+        changed: Entries of the stores that one check for drift compares.
+        evaluated: Samples of an evaluation micro-batch; those of a training micro-batch are always allowed.
+    """
+
+    samples: int
+    rows: int
+    width: int
+    changed: int = 0
+    evaluated: int = EVALUATED
+
+    @property
+    def max_samples(self) -> int:
+        """Samples of a packet of any kind."""
+        return max(self.samples, self.evaluated)
+
+    def check(self, header: PacketHeader, rows: int) -> None:
+        """Raise WireError if a packet claims more. rows: of each sample, as claimed."""
+        most = self.max_samples if header.kind is PacketKind.EVAL_ACTIVATION else self.samples
+        for what, got, allowed, ok in (
+            ("samples", len(header.samples), f"at most {most}", len(header.samples) <= most),
+            ("rows of a sample", rows, f"at most {self.rows}", rows <= self.rows),
+            ("values of a row", header.hidden, str(self.width), header.hidden == self.width),
+        ):
+            if not ok:
+                raise WireError(f"the {header.describe()} has {got} {what}; the agreed model and batch: {allowed}")
+
+    def max_bytes(self, codecs: LinkCodecs, dtype: torch.dtype) -> int:
+        """Return the length of the longest packet. dtype: of the stages."""
+        samples = self.max_samples
+        # After an overflow in FP16, plain values replace quantized ones.
+        every = [Cast(dtype), codecs.activation(dtype), codecs.gradient(dtype), codecs.evaluation(dtype)]
+        every += [deltas.first_visit(dtype) for deltas in (codecs.activations, codecs.gradients) if deltas is not None]
+        with_head = (codecs.gradients, codecs.clustered)
+        head = max((codec.head_bytes(samples * self.rows) for codec in with_head if codec is not None), default=0)
+        payload = head + samples * max(codec.payload_bytes(self.rows, self.width) for codec in every)
+        return max(packet_bytes(samples, payload), packet_bytes(0, self.changed * ROW_BYTES + _INVENTORY_BYTES))

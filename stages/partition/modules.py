@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pipecomp.errors import DataError, SplitError
-from pipecomp.stages.link.boundary import Crossing, Layout
-from pipecomp.stages.link.window import CropCanvas
+from pipecomp.stages.link.crop_canvas import CropCanvas
+from pipecomp.stages.link.layout import Boundary, Layout
 from pipecomp.stages.partition.planning import SplitPlan, balance, complete_cuts
 from pipecomp.stages.partition.splitting import PipelineStage
 
@@ -175,7 +175,7 @@ class ModuleStage(PipelineStage):
             return Layout.of_shifts(ids, shifts_B2, canvas)
         return Layout.of_mask(ids, None, _row_shape(self._shapes[self.hi])[0])
 
-    def crossing(self, link: int) -> Crossing:
+    def crossing(self, link: int) -> Boundary:
         """Describe the tensor that crosses a link; links are counted from the first stage."""
         cut = self.plan.cuts[link + 1]
         shape, canvas = self._shapes[cut], None
@@ -184,7 +184,7 @@ class ModuleStage(PipelineStage):
             canvas = CropCanvas(lines, columns, input_lines, input_columns, self._margin)
         settings = {"cut": cut, "shape": list(shape), "margin": self._margin}
         rows, width = _row_shape(shape)
-        return Crossing(width=width, settings=settings, rows=rows, canvas=canvas)
+        return Boundary(width=width, settings=settings, rows=rows, canvas=canvas)
 
 
 def _blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pipecomp.errors import DataError, SplitError
-from pipecomp.stages.link.boundary import Crossing, Layout
+from pipecomp.stages.link.layout import Boundary, Layout
 from pipecomp.stages.partition import losses
 from pipecomp.stages.partition.adapters import adapter_of, check_saved, without_peft
 from pipecomp.stages.partition.architectures import SkippedBlock, architecture_of
@@ -240,9 +240,9 @@ class Stage(PipelineStage):
         """Return the layout of the stage's output, from that of its input: the same tokens."""
         return layout
 
-    def crossing(self, link: int) -> Crossing:
+    def crossing(self, link: int) -> Boundary:
         """Describe the tensor that crosses a link; links are counted from the first stage."""
-        return Crossing(width=self.hidden_size, settings={"cut": self.plan.cuts[link + 1]})
+        return Boundary(width=self.hidden_size, settings={"cut": self.plan.cuts[link + 1]})
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
         """Recompute each block's activations in the backward pass instead of keeping them.

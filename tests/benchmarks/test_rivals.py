@@ -21,8 +21,8 @@ from pipecomp.codecs.wire import packet_bytes
 from pipecomp.config import Config
 from pipecomp.demo.task import Sequences, gpt2
 from pipecomp.errors import ConfigError
-from pipecomp.stages.link.boundary import Layout
 from pipecomp.stages.link.endpoint import Position
+from pipecomp.stages.link.layout import Layout
 
 AT = Position(0, 0)
 EQUAL = "training loss above FP32 with no more than these bytes"

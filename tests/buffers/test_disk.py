@@ -23,11 +23,9 @@ import torch
 from pipecomp.buffers import LmdbEnvironment, admin, lmdb_store
 from pipecomp.config import Config
 from pipecomp.errors import ConfigError, StoreError
-from pipecomp.stages.link.boundary import Layout
-from pipecomp.stages.link.endpoint import Position
-from pipecomp.stages.link.loopback import loopback_pair
-from pipecomp.stages.link.receiver import LinkReceiver
-from pipecomp.stages.link.sender import LinkSender
+from pipecomp.stages.link.endpoint import LinkReceiver, LinkSender, Position
+from pipecomp.stages.link.layout import Layout
+from pipecomp.stages.link.transport import loopback_pair
 from tests.children import child_of, in_child
 from tests.limits import HANG_S
 

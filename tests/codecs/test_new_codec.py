@@ -17,7 +17,7 @@ CODEC = '''
 class Float8:
     """Values as float8 (e4m3), relative to their row's largest: scales (float32), then a byte for each value."""
 
-    method: Method = Method.FLOAT8
+    method: PayloadMethod = PayloadMethod.FLOAT8
     bits: int = 8
     payload_dtype: DType = DType.FLOAT32
 
@@ -46,13 +46,13 @@ import pipecomp.codecs.codecs
 from pipecomp.config import Config
 from pipecomp.demo.results import label
 from pipecomp.errors import ConfigError, LinkError, NonFiniteError
-from pipecomp.codecs.wire import Method, peek
+from pipecomp.codecs.wire import PayloadMethod, parse
 from pipecomp.plan.packet_sizes import activation_bytes, gradient_bytes
-from pipecomp.stages.link.boundary import Layout
+from pipecomp.stages.link.layout import Layout
 from pipecomp.stages.link.endpoint import Position
-from pipecomp.stages.link.loopback import loopback_pair
-from pipecomp.stages.link.receiver import LinkReceiver
-from pipecomp.stages.link.sender import LinkSender
+from pipecomp.stages.link.transport import loopback_pair
+from pipecomp.stages.link.endpoint import LinkReceiver
+from pipecomp.stages.link.endpoint import LinkSender
 
 assert pipecomp.codecs.codecs.__file__.startswith(sys.argv[1])
 B, S, H = 3, 8, 16
@@ -93,7 +93,7 @@ up.transport.send = lambda packet: (packets.append(packet), send(packet))
 x = torch.randn(B, S, H)
 up.send_activation(x, layout, Position(0, 0), training=False)
 close(down.recv_activation(Position(0, 0), training=False)[0], x)
-assert peek(packets[-1]).method is Method.FLOAT8
+assert parse(packets[-1])[0].method is PayloadMethod.FLOAT8
 
 said = {"label": label({"method": "fp8"})}
 for name, section in (("bits", {"method": "fp8", "forward_bits": 4}), ("names", {"method": "fp9"})):
@@ -127,7 +127,7 @@ def test_the_files_that_the_page_names_make_a_codec(tmp_path: Path) -> None:
         ('("none", "fp16", "bf16", "direct"', '("none", "fp16", "bf16", "fp8", "direct"'),
     )
     copy.edit(
-        "pipecomp/codecs/link_codecs.py",
+        "pipecomp/codecs/selection.py",
         ("codecs import Cast, Codec,", "codecs import Cast, Codec, Float8,"),
         ('    "bf16": Cast(torch.bfloat16),\n', '    "bf16": Cast(torch.bfloat16),\n    "fp8": Float8(),\n'),
     )

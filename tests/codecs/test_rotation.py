@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipecomp.codecs.codecs import Quantized, encoded
-from pipecomp.codecs.rotation import Rotated, rotate, rotate_back, tiles
+from pipecomp.codecs.codecs import Quantized, Rotated, encoded, rotate, rotate_back, tiles
 from pipecomp.config import Config
 from pipecomp.errors import ConfigError, NonFiniteError
 

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipecomp.codecs import wire
-from pipecomp.codecs.wire import DType, Form, Header, Kind, Method, Sample, decode, encode
+from pipecomp.codecs.wire import DType, Form, PacketHeader, PacketKind, PayloadMethod, Sample, decode, encode
 from pipecomp.errors import WireError
 
-HEADER = Header(
-    kind=Kind.ACTIVATION,
-    method=Method.QUANTIZED,
+HEADER = PacketHeader(
+    kind=PacketKind.ACTIVATION,
+    method=PayloadMethod.QUANTIZED,
     dtype=DType.BFLOAT16,
     payload_dtype=DType.FLOAT32,
     bits=4,
@@ -81,13 +81,13 @@ def test_golden_without_checksum():
     assert decode(message)[0] == HEADER
 
 
-@pytest.mark.parametrize("read", [wire.peek, wire.decode])
+@pytest.mark.parametrize("read", [wire.parse, wire.decode])
 def test_more_samples_than_allowed_are_not_read(read, monkeypatch):
     message = encode(HEADER, payload("aabbcc"))
-    read(message, most_samples=2)
+    read(message, max_samples=2)
     monkeypatch.setattr(wire, "Sample", lambda *fields: pytest.fail("a sample was read"))
     with pytest.raises(WireError, match="packet claims 2 samples, above the limit of 1"):
-        read(message, most_samples=1)
+        read(message, max_samples=1)
 
 
 samples = st.builds(
@@ -100,9 +100,9 @@ samples = st.builds(
     st.integers(0, 2**64 - 1),
 )
 headers = st.builds(
-    Header,
-    kind=st.sampled_from(Kind),
-    method=st.sampled_from(Method),
+    PacketHeader,
+    kind=st.sampled_from(PacketKind),
+    method=st.sampled_from(PayloadMethod),
     link=st.integers(0, 65535),
     step=st.integers(0, 2**64 - 1),
     micro_batch=st.integers(0, 2**32 - 1),
@@ -124,7 +124,7 @@ def test_round_trip(header, parts, checksum):
     back, data = decode(message)
     assert back == header
     assert data.tobytes() == b"".join(parts)
-    assert wire.peek(message) == header
+    assert wire.parse(message)[0] == header
 
 
 @settings(max_examples=200)
@@ -191,7 +191,7 @@ def test_flags_of_another_version_are_refused():
 def test_values_count_with_the_bits_of_their_visits():
     header = dataclasses.replace(HEADER, samples=(*HEADER.samples, Sample(8, Form.NOT_KEPT, 0, 2)))
     assert header.quantized() == (11 * 6, (4 * 4 + 5 * 8 + 2 * 8) * 6)
-    gradient = dataclasses.replace(header, kind=Kind.GRADIENT)  # where that form says nothing of the values
+    gradient = dataclasses.replace(header, kind=PacketKind.GRADIENT)  # where that form says nothing of the values
     assert gradient.quantized() == (11 * 6, (4 * 4 + 5 * 8 + 2 * 4) * 6)
     assert dataclasses.replace(header, first_bits=0).quantized() == (4 * 6, 4 * 4 * 6)
 

@@ -9,7 +9,7 @@ import pytest
 import tests.dist.trainer_work as work
 from pipecomp.distributed.local_launcher import run_ranks
 from pipecomp.errors import ConfigError, PipecompError
-from pipecomp.stages.link.bounds import EVALUATED
+from pipecomp.stages.link.packet import EVALUATED
 from tests.dist.small import ds_config, gpt2, samples
 from tests.limits import HANG_S
 

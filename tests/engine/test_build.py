@@ -10,16 +10,15 @@ import torch
 from torch import nn
 
 from pipecomp.codecs import wire
-from pipecomp.codecs.link_codecs import LinkCodecs
+from pipecomp.codecs.selection import LinkCodecs
 from pipecomp.config import Config
 from pipecomp.engine.build import bounds_of
 from pipecomp.errors import WireError
 from pipecomp.stages import build_stage, modules, plan
-from pipecomp.stages.link.boundary import Crossing
-from pipecomp.stages.link.bounds import EVALUATED, Bounds
-from pipecomp.stages.link.endpoint import Position
-from pipecomp.stages.link.loopback import loopback_pair
-from pipecomp.stages.link.receiver import LinkReceiver
+from pipecomp.stages.link.endpoint import LinkReceiver, Position
+from pipecomp.stages.link.layout import Boundary
+from pipecomp.stages.link.packet import EVALUATED, PacketLimits
+from pipecomp.stages.link.transport import loopback_pair
 from tests.dist.small import LENGTH, gpt2
 
 MICRO_BATCH, MICRO_BATCHES = 3, 4
@@ -52,7 +51,7 @@ def cut(model: nn.Sequential, shape: tuple[int, ...], **options: Any) -> Any:
 )
 def test_plain_modules_have_samples_of_one_shape(model, shape, options, rows, width):
     stage = cut(model, shape, **options)
-    assert bounds_of(engine(stage, {}), stage.crossing(0)) == Bounds(MICRO_BATCH, rows, width, CHANGED)
+    assert bounds_of(engine(stage, {}), stage.crossing(0)) == PacketLimits(MICRO_BATCH, rows, width, CHANGED)
 
 
 def test_a_few_bytes_that_announce_gigabytes_of_plain_modules():
@@ -61,10 +60,10 @@ def test_a_few_bytes_that_announce_gigabytes_of_plain_modules():
     down = LinkReceiver(0, Config.from_dict({}), ends[1], None)
     bounds = bounds_of(engine(stage, {}), stage.crossing(0))
     assert bounds is not None
-    down.limit(bounds, torch.float32)
-    huge = wire.Header(
-        kind=wire.Kind.ACTIVATION, method=wire.Method.CAST, link=0, step=0, micro_batch=0, tokens=1 << 20, hidden=4096,
-        samples=(wire.Sample(0, wire.Form.PLAIN, 0, 0),),
+    down.set_limits(bounds, torch.float32)
+    huge = wire.PacketHeader(
+        kind=wire.PacketKind.ACTIVATION, method=wire.PayloadMethod.CAST, link=0, step=0, micro_batch=0,
+        tokens=1 << 20, hidden=4096, samples=(wire.Sample(0, wire.Form.PLAIN, 0, 0),),
     )  # fmt: skip
     ends[0].send(wire.encode(huge, torch.zeros(0, dtype=torch.uint8).numpy()))
     with pytest.raises(WireError, match="1048576 rows of a sample; the agreed model and batch: at most 1"):
@@ -73,34 +72,34 @@ def test_a_few_bytes_that_announce_gigabytes_of_plain_modules():
 
 def test_language_models_have_positions_or_no_bounds():
     stage = SimpleNamespace(config=gpt2(1, 16).config)
-    crossing = Crossing(width=16, settings={})
-    assert bounds_of(engine(stage, {}), crossing) == Bounds(MICRO_BATCH, 2 * LENGTH, 16, CHANGED)
+    crossing = Boundary(width=16, settings={})
+    assert bounds_of(engine(stage, {}), crossing) == PacketLimits(MICRO_BATCH, 2 * LENGTH, 16, CHANGED)
     assert bounds_of(engine(SimpleNamespace(config=SimpleNamespace()), {}), crossing) is None
 
 
 @pytest.mark.parametrize(("backward", "entries"), [("direct", 1), ("delta", 2)])
 def test_all_entries_of_the_samples_between_two_checks_are_counted(backward, entries):
     section = {**AQSGD, "activations": {"method": "aqsgd", "backward_method": backward}}
-    bounds = bounds_of(engine(SimpleNamespace(config=gpt2(1, 16).config), section), Crossing(width=1, settings={}))
+    bounds = bounds_of(engine(SimpleNamespace(config=gpt2(1, 16).config), section), Boundary(width=1, settings={}))
     assert bounds is not None
     changed = entries * 5 * MICRO_BATCH * MICRO_BATCHES
     assert bounds.changed == changed
     many = bounds._replace(changed=1000 * changed)  # so that the table is longer than packets of a micro-batch
-    most = many.most_bytes(LinkCodecs(Config.from_dict(section).activations, 0), torch.float32)
+    most = many.max_bytes(LinkCodecs(Config.from_dict(section).activations, 0), torch.float32)
     assert 1000 * changed * 20 <= most - wire.packet_bytes(0, 0)
 
 
 def test_evaluation_has_as_many_samples_as_are_allowed():
     codecs = LinkCodecs(Config.from_dict({}).activations, 0)
-    bounds = Bounds(MICRO_BATCH, 8, 16)
-    assert (bounds.most_samples, bounds._replace(samples=99).most_samples) == (EVALUATED, 99)
+    bounds = PacketLimits(MICRO_BATCH, 8, 16)
+    assert (bounds.max_samples, bounds._replace(samples=99).max_samples) == (EVALUATED, 99)
     more = bounds._replace(evaluated=128)
-    assert more.most_samples == 128
-    assert more.most_bytes(codecs, torch.float32) >= wire.packet_bytes(128, 128 * 8 * 16 * 4)
+    assert more.max_samples == 128
+    assert more.max_bytes(codecs, torch.float32) >= wire.packet_bytes(128, 128 * 8 * 16 * 4)
     every = tuple(wire.Sample(i, wire.Form.PLAIN, 0, 1) for i in range(128))
-    header = wire.Header(
-        kind=wire.Kind.EVAL_ACTIVATION, method=wire.Method.CAST, link=0, step=0, micro_batch=0, tokens=8, hidden=16,
-        samples=every,
+    header = wire.PacketHeader(
+        kind=wire.PacketKind.EVAL_ACTIVATION, method=wire.PayloadMethod.CAST, link=0, step=0, micro_batch=0,
+        tokens=8, hidden=16, samples=every,
     )  # fmt: skip
     more.check(header, 8)
     with pytest.raises(WireError, match="128 samples; the agreed model and batch: at most 64"):

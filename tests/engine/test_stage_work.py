@@ -13,7 +13,7 @@ from pipecomp.config import Config
 from pipecomp.engine import stage_work
 from pipecomp.engine.stage_work import StageWork, copy_async
 from pipecomp.errors import ConfigError
-from pipecomp.stages.link.boundary import Layout
+from pipecomp.stages.link.layout import Layout
 
 CONTEXT: Any = SimpleNamespace(device=torch.device("cpu"), settings=Config())
 CONTROL: Any = SimpleNamespace(measuring_memory=lambda layout: nullcontext())

@@ -20,8 +20,8 @@ from torch.distributed import distributed_c10d
 from pipecomp.distributed import failure
 from pipecomp.distributed.heartbeat import Heartbeat, _Sign
 from pipecomp.errors import PeerLostError, PipecompError, WireError
-from pipecomp.stages.link.delivery import Delivery
 from pipecomp.stages.link.tls import TlsTransport
+from pipecomp.stages.link.transport import TransportBase
 from pipecomp.tls.connection import Connection
 from pipecomp.tls.frames import CONTENT_BYTES, EAGER_BYTES, FIRST_LINK_STREAM, FrameHeader, FrameKind
 from pipecomp.tls.queues import MAX_UNACKNOWLEDGED_BYTES, MAX_UNEXPECTED_BYTES, ReceiveQueue, SendQueue
@@ -76,7 +76,7 @@ class End(TlsTransport):
     """A link's end as its connection's receiving thread sees it."""
 
     def __init__(self) -> None:
-        Delivery.__init__(self, 1)
+        TransportBase.__init__(self, 1)
         self.limit(MOST_PACKET)
 
 

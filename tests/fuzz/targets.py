@@ -23,11 +23,9 @@ from pipecomp.codecs import wire
 from pipecomp.config import Config
 from pipecomp.errors import PipecompError
 from pipecomp.stages.link import clusters, endpoint
-from pipecomp.stages.link.boundary import Layout
-from pipecomp.stages.link.endpoint import Position
-from pipecomp.stages.link.loopback import loopback_pair
-from pipecomp.stages.link.receiver import LinkReceiver
-from pipecomp.stages.link.sender import LinkSender
+from pipecomp.stages.link.endpoint import LinkReceiver, LinkSender, Position
+from pipecomp.stages.link.layout import Layout
+from pipecomp.stages.link.transport import loopback_pair
 from tests.fuzz.mesh_targets import MESH_TARGETS
 
 MAX_PAYLOAD_BYTES = 1 << 20
@@ -86,7 +84,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
 }
 
 
-def _decode(message: np.ndarray) -> wire.Header | None:
+def _decode(message: np.ndarray) -> wire.PacketHeader | None:
     try:
         header, payload = wire.decode(message, max_payload_bytes=MAX_PAYLOAD_BYTES)
     except PipecompError:
@@ -96,14 +94,14 @@ def _decode(message: np.ndarray) -> wire.Header | None:
     return header
 
 
-def _receive(name: str, header: wire.Header, message: np.ndarray) -> None:
+def _receive(name: str, header: wire.PacketHeader, message: np.ndarray) -> None:
     """Give a decoded message to the end of a link that would expect its place."""
     stores = {"store": STORES[name]} if name in STORES else {}
     config = Config.from_dict({"activations": SETTINGS.get(name, {"method": name}), **stores})
     there, here = loopback_pair(timeout_s=0.01)
     at = Position(header.step, header.micro_batch)
     store = MemoryStore() if config.activations.method == "aqsgd" else None
-    gradients = header.kind is wire.Kind.GRADIENT
+    gradients = header.kind is wire.PacketKind.GRADIENT
     there.send(message)
     with contextlib.suppress(PipecompError), _tensor_limit():
         if store is not None and name not in STORES:
@@ -115,7 +113,7 @@ def _receive(name: str, header: wire.Header, message: np.ndarray) -> None:
             upstream.recv_gradient(Layout.of_header(header), at)
         else:
             downstream = LinkReceiver(header.link, config, here, store)
-            downstream.recv_activation(at, training=header.kind is wire.Kind.ACTIVATION)
+            downstream.recv_activation(at, training=header.kind is wire.PacketKind.ACTIVATION)
             downstream.end_step()
 
 
@@ -137,9 +135,9 @@ def _repaired_message(data: bytes) -> bytes:
     body = bytearray(b"PCMP" + struct.pack("<H", wire.VERSION) + data[:45].ljust(45, b"\0"))
     rest = data[45:]
     count = min(body[27], len(rest) // sample)
-    body[6] = 1 + (body[6] - 1) % len(wire.Kind)
+    body[6] = 1 + (body[6] - 1) % len(wire.PacketKind)
     body[7] &= 1
-    body[8] = 1 + (body[8] - 1) % len(wire.Method)
+    body[8] = 1 + (body[8] - 1) % len(wire.PayloadMethod)
     body[11], body[12] = body[11] % 3, body[12] % 3
     struct.pack_into("<I", body, 27, count)
     struct.pack_into("<Q", body, fixed - 8, len(rest) - count * sample)

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
-from pipecomp.codecs.clustered import Clustered
-from pipecomp.codecs.codecs import TopK
-from pipecomp.codecs.wire import Form, Kind
-from pipecomp.stages.link.visits import Visits
+from pipecomp.codecs.codecs import Clustered, TopK
+from pipecomp.codecs.wire import Form, PacketKind
+from pipecomp.stages.link.delta_coding import DeltaCoder
 from tests.fuzz.run import mutated
 from tests.fuzz.targets import TARGETS
 
@@ -27,7 +26,7 @@ def test_committed_inputs(target):
 
 def test_every_decoder_is_reached(monkeypatch):
     """And packets are not only refused before: changes of both directions, top-k gradients, cluster centers."""
-    decode, found = Visits.decode, set()
+    decode, found = DeltaCoder.decode, set()
     reached = {kind: [] for kind in (TopK, Clustered)}
     for kind, done in reached.items():
         monkeypatch.setattr(kind, "decode", _noting(kind.decode, done))
@@ -37,10 +36,12 @@ def test_every_decoder_is_reached(monkeypatch):
         found.update((header.kind, sample.form) for sample in header.samples)
         return decoded
 
-    monkeypatch.setattr(Visits, "decode", noted)
+    monkeypatch.setattr(DeltaCoder, "decode", noted)
     for data in INPUTS["wire"]:
         TARGETS["wire"](data)
-    assert found >= {(kind, form) for kind in (Kind.ACTIVATION, Kind.GRADIENT) for form in (Form.FULL, Form.DELTA)}
+    assert found >= {
+        (kind, form) for kind in (PacketKind.ACTIVATION, PacketKind.GRADIENT) for form in (Form.FULL, Form.DELTA)
+    }
     assert all(reached.values()), reached
 
 

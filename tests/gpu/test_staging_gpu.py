@@ -15,8 +15,8 @@ from pipecomp.allreduce.reduce_scatter import PIECE
 from pipecomp.buffers import open_environment
 from pipecomp.kernels import dispatch, ops
 from pipecomp.kernels.reference.batches import DecodeItem, EncodeItem
-from pipecomp.stages.link.boundary import Layout
 from pipecomp.stages.link.endpoint import Position
+from pipecomp.stages.link.layout import Layout
 from tests.stages.test_staging import METHODS, H, S, but_for_norms, ends, train
 
 pytestmark = [

@@ -41,8 +41,7 @@ from pipecomp.plan.prediction import MachineSpeeds
 from pipecomp.plan.profile import PartCost, Profile, count, max_tokens
 from pipecomp.plan.simulation import TCP_SHARE, StageCosts
 from pipecomp.stages import split
-from pipecomp.stages.link.loopback import loopback_pair
-from pipecomp.stages.link.transport import unpaced
+from pipecomp.stages.link.transport import loopback_pair, unpaced
 from tests.limits import HANG_S
 
 CPU = torch.device("cpu")

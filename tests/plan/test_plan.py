@@ -68,11 +68,9 @@ from pipecomp.plan.simulation import (
     chain,
     uniform,
 )
-from pipecomp.stages.link.boundary import Layout
-from pipecomp.stages.link.endpoint import Position
-from pipecomp.stages.link.loopback import loopback_pair
-from pipecomp.stages.link.receiver import LinkReceiver
-from pipecomp.stages.link.sender import LinkSender
+from pipecomp.stages.link.endpoint import LinkReceiver, LinkSender, Position
+from pipecomp.stages.link.layout import Layout
+from pipecomp.stages.link.transport import loopback_pair
 
 SECTIONS = [
     {"method": "none"},

@@ -26,12 +26,10 @@ from pipecomp.buffers.value import ValueFormat, unpack
 from pipecomp.codecs import wire
 from pipecomp.config import Config
 from pipecomp.errors import PipecompError
-from pipecomp.stages.link.boundary import Layout
-from pipecomp.stages.link.endpoint import Position
-from pipecomp.stages.link.handshake import agree
-from pipecomp.stages.link.loopback import LoopbackTransport, loopback_pair
-from pipecomp.stages.link.receiver import LinkReceiver
-from pipecomp.stages.link.sender import LinkSender
+from pipecomp.stages.link.endpoint import LinkReceiver, LinkSender, Position
+from pipecomp.stages.link.handshake import reconcile_stores
+from pipecomp.stages.link.layout import Layout
+from pipecomp.stages.link.transport import LoopbackTransport, loopback_pair
 
 SECTIONS: dict[str, dict[str, Any]] = {
     "none": {"method": "none"},
@@ -155,9 +153,9 @@ def _exchange(
 
 
 def _agree(up: LinkSender, down: LinkReceiver) -> None:
-    other = Thread(target=agree, args=(down, {}))
+    other = Thread(target=reconcile_stores, args=(down, {}))
     other.start()
-    agree(up, {})
+    reconcile_stores(up, {})
     other.join()
 
 

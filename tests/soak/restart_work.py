@@ -160,7 +160,8 @@ def _instrument(job: Job, note: Note) -> None:
     from pipecomp.recipes.resume import RunCheckpoints
     from pipecomp.stages.link.links import Links
 
-    load, save, write, agree = RunCheckpoints.load, RunCheckpoints.save, PipelineEngine.save_checkpoint, Links.agree
+    load, save, write = RunCheckpoints.load, RunCheckpoints.save, PipelineEngine.save_checkpoint
+    reconcile_stores = Links.reconcile_stores
     send, land = OuterSteps._send, OuterSteps._apply_due
     faults = None
     if job.get("faults"):
@@ -191,8 +192,8 @@ def _instrument(job: Job, note: Note) -> None:
         note("training")
         return done
 
-    def noted_agree(self: Links) -> int:
-        dropped = agree(self)
+    def noted_reconcile(self: Links) -> int:
+        dropped = reconcile_stores(self)
         note("dropped", dropped)
         return dropped
 
@@ -213,7 +214,7 @@ def _instrument(job: Job, note: Note) -> None:
     if not job.get("agreement", True):
         _forget_to_drop()
     RunCheckpoints.load, RunCheckpoints.save = checked_load, noted_save  # type: ignore[method-assign]
-    PipelineEngine.save_checkpoint, Links.agree = noted_write, noted_agree  # type: ignore[method-assign]
+    PipelineEngine.save_checkpoint, Links.reconcile_stores = noted_write, noted_reconcile  # type: ignore[method-assign]
     OuterSteps._send, OuterSteps._apply_due = noted_send, noted_land  # type: ignore[method-assign]
 
 

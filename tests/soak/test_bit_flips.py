@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pipecomp.codecs import wire
-from pipecomp.codecs.wire import Form, Kind
+from pipecomp.codecs.wire import Form, PacketKind
 from pipecomp.errors import WireError
 from pipecomp.stages.link.gloo import read_prefix, write_prefix
 from tests.soak.bit_flips import Flips, flip_message, flip_value, markdown, recorded_messages, recorded_values
@@ -18,12 +18,14 @@ def messages():
 
 
 def test_every_kind_form_and_codec_is_recorded(messages):
-    headers = [wire.peek(message) for message in messages.values()]
-    assert {header.kind for header in headers} == set(Kind)
-    assert {header.method for header in headers} == set(wire.Method)
+    headers = [wire.parse(message)[0] for message in messages.values()]
+    assert {header.kind for header in headers} == set(PacketKind)
+    assert {header.method for header in headers} == set(wire.PayloadMethod)
     found = {(header.kind, sample.form) for header in headers for sample in header.samples}
     assert {form for _, form in found} == set(Form)
-    assert found >= {(kind, form) for kind in (Kind.ACTIVATION, Kind.GRADIENT) for form in (Form.FULL, Form.DELTA)}
+    assert found >= {
+        (kind, form) for kind in (PacketKind.ACTIVATION, PacketKind.GRADIENT) for form in (Form.FULL, Form.DELTA)
+    }
 
 
 def test_flips_in_messages_are_found(messages):
@@ -55,7 +57,7 @@ def test_flips_in_a_frames_beginning_are_found():
     assert read_prefix(frame, 3) == (1, 44, 44)
     for bit in range(8 * 20):
         frame[bit // 8] ^= 1 << (bit % 8)
-        with pytest.raises(WireError, match="rank 3 sent a frame"):
+        with pytest.raises(WireError, match="rank 3 sent bytes"):
             read_prefix(frame, 3)
         frame[bit // 8] ^= 1 << (bit % 8)
 
@@ -63,7 +65,7 @@ def test_flips_in_a_frames_beginning_are_found():
 def test_what_goes_unnoticed_is_counted():
     """Without a checksum the payload's flips pass: the count must say so."""
     message = wire.encode(
-        wire.Header(kind=Kind.INVENTORY, method=wire.Method.TABLE, link=0, step=0, micro_batch=0),
+        wire.PacketHeader(kind=PacketKind.INVENTORY, method=wire.PayloadMethod.TABLE, link=0, step=0, micro_batch=0),
         np.arange(4, dtype=np.uint8),
         checksum=False,
     )

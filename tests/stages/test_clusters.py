@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pipecomp.buffers import MemoryStore
 from pipecomp.codecs import wire
-from pipecomp.codecs.link_codecs import LinkCodecs
+from pipecomp.codecs.selection import LinkCodecs
 from pipecomp.config import Config
 from pipecomp.config.activations import ConstantError
 from pipecomp.errors import (
@@ -32,18 +32,14 @@ from pipecomp.errors import (
 )
 from pipecomp.kernels.reference.reproducible import random_bits
 from pipecomp.plan.packet_sizes import activation_bytes
-from pipecomp.stages.link.boundary import Layout
-from pipecomp.stages.link.bounds import Bounds
-from pipecomp.stages.link.codebook import BLOCK, IDLE, MEMORY, OPENED, Codebook
-from pipecomp.stages.link.drift import check_drift
-from pipecomp.stages.link.endpoint import Position
-from pipecomp.stages.link.handshake import agree
+from pipecomp.stages.link.clusters import BLOCK, IDLE, MEMORY, OPENED, Codebook
+from pipecomp.stages.link.crop_canvas import CropCanvas
+from pipecomp.stages.link.endpoint import LinkReceiver, LinkSender, Position
+from pipecomp.stages.link.handshake import check_drift, reconcile_stores
+from pipecomp.stages.link.layout import Layout
 from pipecomp.stages.link.links import Links
-from pipecomp.stages.link.loopback import loopback_pair
-from pipecomp.stages.link.receiver import LinkReceiver
-from pipecomp.stages.link.sender import LinkSender
-from pipecomp.stages.link.transport import finished
-from pipecomp.stages.link.window import CropCanvas
+from pipecomp.stages.link.packet import PacketLimits
+from pipecomp.stages.link.transport import finish_packet, loopback_pair
 from tests.lazy_staging import on_both
 from tests.limits import HANG_S
 
@@ -318,9 +314,9 @@ def test_packets_are_as_long_as_planned_and_bounded() -> None:
         plain = Config.from_dict({"activations": {"method": "direct", **options}})
         assert size == activation_bytes(plain, 0, where.counts, H, torch.float32) + 16 * 6 // 8
         codecs = LinkCodecs(config.activations, 0, C)
-        assert Bounds(B, S, H).most_bytes(codecs, torch.bfloat16) >= size
+        assert PacketLimits(B, S, H).max_bytes(codecs, torch.bfloat16) >= size
         narrow = activation_bytes(config, 0, (S,) * 64, 1, torch.bfloat16)  # more than uncompressed
-        assert Bounds(1, S, 1).most_bytes(codecs, torch.bfloat16) >= narrow
+        assert PacketLimits(1, S, 1).max_bytes(codecs, torch.bfloat16) >= narrow
 
 
 def test_padding_costs_nothing_and_stays_zero() -> None:
@@ -365,7 +361,7 @@ def test_going_on_from_the_store_changes_no_bit() -> None:
     for number, x_BSH in enumerate(texts(10)):
         found = [step(up, down, x_BSH, layout(), number) for up, down in pairs]
         assert torch.equal(found[0], found[1])
-        assert together(*pairs[1], lambda end: agree(end, {})) == [0, 0]
+        assert together(*pairs[1], lambda end: reconcile_stores(end, {})) == [0, 0]
     assert held(pairs[0][0]) == held(pairs[1][1])
 
 
@@ -377,7 +373,7 @@ def test_other_bits_go_on_with_the_same_centers() -> None:
     before, size = held(up), up.stats.forward.bytes_sent
     for end in (up, down):
         activations = end._config.activations.replace(forward_bits=4)
-        end.take_bits(end._config.replace(activations=activations))
+        end.set_bits(end._config.replace(activations=activations))
     step(up, down, batches[3], layout(), 3)
     assert up.stats.forward.bytes_sent - size == activation_bytes(up._config, 0, (S,) * B, H, torch.float32)
     assert held(up) == held(down)
@@ -396,7 +392,7 @@ def test_what_one_end_lacks_the_other_forgets() -> None:
     assert len(blocks) > 2
     down.store.drop(blocks[:1])  # where the number of rows is kept
     down.store.put(blocks[2], 99, torch.zeros(BLOCK, H + 3))
-    assert together(up, down, lambda end: agree(end, {})) == [2, 1]
+    assert together(up, down, lambda end: reconcile_stores(end, {})) == [2, 1]
     assert sorted(held(up)) == sorted(set(blocks) - {blocks[0], blocks[2]})
     for number, x_BSH in enumerate(texts(4)):
         step(up, down, x_BSH, layout(), 6 + number)
@@ -466,7 +462,7 @@ def tampered(up: LinkSender, change: Any) -> None:
     sent = up.transport.send
 
     def send(message: Any) -> None:
-        header, data = wire.decode(finished(message))
+        header, data = wire.decode(finish_packet(message))
         sent(wire.encode(*change(header, data.copy())))
 
     up.transport.send = send  # type: ignore[method-assign]
@@ -490,7 +486,7 @@ def of_samples(**values: Any) -> Any:
         ),
         (lambda h, d: (dataclasses.replace(h, bits=3), d), LinkError, "3 bits.*configurations differ"),
         (lambda h, d: (dataclasses.replace(h, first_bits=3), d), LinkError, "configurations differ"),
-        (lambda h, d: (dataclasses.replace(h, method=wire.Method.QUANTIZED), d), LinkError, "quantized values"),
+        (lambda h, d: (dataclasses.replace(h, method=wire.PayloadMethod.QUANTIZED), d), LinkError, "quantized values"),
         (lambda h, d: (dataclasses.replace(h, hidden=H // 2), d), WireError, "bytes where"),
         (lambda h, d: (h, d[:-1]), WireError, "bytes where"),
         (lambda h, d: (h, np.append(d, d[:1])), WireError, "bytes where"),
@@ -539,9 +535,9 @@ def test_any_payload_decodes_or_is_refused(staging: str, data: st.DataObject) ->
     hidden = data.draw(st.sampled_from([1, 5, H]))
     _, down = link({"forward_bits": 2}, clusters=clusters)
     samples = tuple(wire.Sample(i, wire.Form.DELTA, 0, count, 0, 1) for i, count in enumerate(counts))
-    header = wire.Header(
-        kind=wire.Kind.ACTIVATION,
-        method=wire.Method.CLUSTERED,
+    header = wire.PacketHeader(
+        kind=wire.PacketKind.ACTIVATION,
+        method=wire.PayloadMethod.CLUSTERED,
         link=0,
         step=0,
         micro_batch=0,
@@ -613,7 +609,7 @@ def test_the_gradient_packet_makes_neither_end_forget_centers() -> None:
     sent = down.transport.send
 
     def send(message: Any) -> None:
-        header, data = wire.decode(finished(message))
+        header, data = wire.decode(finish_packet(message))
         sent(wire.encode(of_samples(form=wire.Form.NOT_KEPT)(header, data)[0], data))
 
     down.transport.send = send  # type: ignore[method-assign]

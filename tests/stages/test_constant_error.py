@@ -17,13 +17,10 @@ from pipecomp.codecs.codecs import Quantized, encoded
 from pipecomp.config import Config
 from pipecomp.config.activations import ConstantError, bits_text
 from pipecomp.errors import ConfigError, LinkError, NonFiniteError, WireError
-from pipecomp.stages.link.boundary import Layout
-from pipecomp.stages.link.endpoint import Position
-from pipecomp.stages.link.loopback import loopback_pair
-from pipecomp.stages.link.receiver import LinkReceiver
-from pipecomp.stages.link.sender import LinkSender
-from pipecomp.stages.link.transport import finished
-from pipecomp.stages.link.window import CropCanvas
+from pipecomp.stages.link.crop_canvas import CropCanvas
+from pipecomp.stages.link.endpoint import LinkReceiver, LinkSender, Position
+from pipecomp.stages.link.layout import Layout
+from pipecomp.stages.link.transport import finish_packet, loopback_pair
 from tests.lazy_staging import on_both
 
 staging = pytest.fixture(autouse=True, params=["host", "double"])(on_both)
@@ -57,14 +54,14 @@ def layout(ids: tuple[int, ...], counts: tuple[int, ...] | None = None) -> Layou
     return Layout(ids, (0,) * len(ids), counts or (S,) * len(ids), S)
 
 
-def headers(end: Any) -> list[wire.Header]:
+def headers(end: Any) -> list[wire.PacketHeader]:
     """Note the header of every packet that this end sends from here on."""
-    seen: list[wire.Header] = []
+    seen: list[wire.PacketHeader] = []
     sent_as = end.transport.send
 
     def send(packet: Any) -> None:
-        seen.append(wire.decode(finished(packet))[0])
-        sent_as(finished(packet))
+        seen.append(wire.decode(finish_packet(packet))[0])
+        sent_as(finish_packet(packet))
 
     end.transport.send = send
     return seen
@@ -267,7 +264,7 @@ def test_what_is_not_finite_leaves_everything_as_it_was(passes: bool) -> None:
 def test_a_run_that_goes_on_takes_the_same_bits() -> None:
     """What is chosen follows from the stores and the values alone, not from packets before."""
     whole, first = link(CHANGES), link(CHANGES)
-    again: list[list[wire.Header]] = []
+    again: list[list[wire.PacketHeader]] = []
     seen = [headers(end) for end in whole]
     for step in range(4):
         if step == 2:
@@ -288,7 +285,7 @@ def test_both_ends_take_other_bits_between_two_packets(before: dict[str, Any]) -
     other = {"forward_bits": {"error": 0.01, "max": 4}, "backward_bits": [2]}
     changed, made = link(before), link({**before, **other})
     for end in changed:
-        end.take_bits(Config.from_dict({"activations": {**before, **other}}))
+        end.set_bits(Config.from_dict({"activations": {**before, **other}}))
     seen = [headers(end) for end in (*changed, *made)]
     for step in range(3):
         sent = moving(step, 2, 0.3), moving(step + 9, 2, 0.3)
@@ -311,12 +308,12 @@ def test_evaluation_keeps_the_error_too() -> None:
 # -- what a packet may not say
 
 
-def changed(end: Any, change: Callable[[wire.Header], dict[str, Any]]) -> None:
+def changed(end: Any, change: Callable[[wire.PacketHeader], dict[str, Any]]) -> None:
     """Let this end's packets say something else."""
     sent_as = end.transport.send
 
     def send(packet: Any) -> None:
-        header, payload = wire.decode(finished(packet))
+        header, payload = wire.decode(finish_packet(packet))
         sent_as(wire.encode(dataclasses.replace(header, **change(header)), payload))
 
     end.transport.send = send

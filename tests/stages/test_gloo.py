@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from pipecomp.errors import LinkError, LinkTimeoutError, NonFiniteError, PeerLostError, WireError
-from pipecomp.stages.link import delivery, gloo
+from pipecomp.stages.link import gloo, transport
 from pipecomp.stages.link.gloo import FRAME_BYTES, GlooTransport, write_prefix
 from tests.limits import HANG_S, until
 
@@ -95,7 +95,7 @@ def test_packets_that_nobody_takes_wait_where_they_are_sent(group, end, monkeypa
 
 
 def test_who_could_queue_any_number_of_packets_waits_until_some_have_left(group, monkeypatch):
-    monkeypatch.setattr(delivery, "ROOM_BYTES", 1000)
+    monkeypatch.setattr(transport, "ROOM_BYTES", 1000)
     goes_on = threading.Event()
     real = group.send
     monkeypatch.setattr(group, "send", lambda *what: (goes_on.wait(HANG_S), real(*what))[1])
@@ -113,7 +113,7 @@ def test_who_could_queue_any_number_of_packets_waits_until_some_have_left(group,
 
 
 def test_who_waits_for_room_hears_of_the_end(group, end, monkeypatch):
-    monkeypatch.setattr(delivery, "ROOM_BYTES", 1000)
+    monkeypatch.setattr(transport, "ROOM_BYTES", 1000)
     monkeypatch.setattr(Done, "wait", lambda self, timeout: threading.Event().wait(HANG_S))
     for _ in range(4):
         end.send(np.ones(1000, dtype=np.uint8))
@@ -169,7 +169,7 @@ def test_a_frame_that_does_not_go_on_with_its_packet(group, end, content, total,
 
 def test_what_is_no_frame(group, end):
     group.incoming.put(torch.zeros(PREFIX_BYTES, dtype=torch.uint8))
-    with pytest.raises(WireError, match="rank 1 sent a frame that was changed on the way, or is none: 00"):
+    with pytest.raises(WireError, match="rank 1 sent bytes that are no frame"):
         end.recv()
 
 
@@ -177,7 +177,7 @@ def test_what_is_no_frame(group, end):
     ("kind", "content", "error", "said"),
     [
         (99, b"", WireError, "rank 1 sent a frame of unknown kind 99"),
-        (ABORT, b"abc", WireError, "that names no rank"),
+        (ABORT, b"abc", WireError, "without a rank"),
         (ABORT, b"\x07\0\0\0f\xc3\xbcll\xff", PeerLostError, "f\u00fcll\ufffd \\(told by rank 1\\)"),
     ],
 )

@@ -13,11 +13,9 @@ from pipecomp.buffers.base import GRADIENT
 from pipecomp.codecs.codecs import Quantized, encoded
 from pipecomp.config import Config
 from pipecomp.errors import ConfigError, NonFiniteError
-from pipecomp.stages.link.boundary import Layout, gradient_unit
-from pipecomp.stages.link.endpoint import Position
-from pipecomp.stages.link.loopback import loopback_pair
-from pipecomp.stages.link.receiver import LinkReceiver
-from pipecomp.stages.link.sender import LinkSender
+from pipecomp.stages.link.endpoint import LinkReceiver, LinkSender, Position
+from pipecomp.stages.link.layout import Layout, gradient_unit
+from pipecomp.stages.link.transport import loopback_pair
 from tests.lazy_staging import on_both
 
 staging = pytest.fixture(autouse=True, params=["host", "double"])(on_both)

@@ -13,14 +13,11 @@ from pipecomp.codecs import wire
 from pipecomp.codecs.codecs import Quantized, encoded
 from pipecomp.config import Config
 from pipecomp.errors import BaseMismatchError, ConfigError, LinkError, LinkTimeoutError, NonFiniteError, WireError
-from pipecomp.stages.link.boundary import Layout
-from pipecomp.stages.link.bounds import EVALUATED, Bounds
-from pipecomp.stages.link.endpoint import Position
-from pipecomp.stages.link.handshake import agree, recv_part, send_part
-from pipecomp.stages.link.loopback import loopback_pair
-from pipecomp.stages.link.receiver import LinkReceiver
-from pipecomp.stages.link.sender import LinkSender
-from pipecomp.stages.link.transport import finished
+from pipecomp.stages.link.endpoint import LinkReceiver, LinkSender, Position
+from pipecomp.stages.link.handshake import reconcile_stores, recv_part, send_part
+from pipecomp.stages.link.layout import Layout
+from pipecomp.stages.link.packet import EVALUATED, PacketLimits
+from pipecomp.stages.link.transport import finish_packet, loopback_pair
 from tests.lazy_staging import on_both
 from tests.limits import HANG_S
 
@@ -348,7 +345,7 @@ def tampered(up, change):
     sent = up.transport.send
 
     def send(message):
-        header, data = wire.decode(finished(message))
+        header, data = wire.decode(finish_packet(message))
         sent(wire.encode(change(header), data))
 
     up.transport.send = send
@@ -360,11 +357,11 @@ def tampered(up, change):
         ({"step": 5}, "micro-batch 0, step 5.*expected the activation of micro-batch 0, step 0"),
         ({"micro_batch": 3}, "micro-batch 3"),
         ({"link": 1}, "link 1"),
-        ({"kind": wire.Kind.GRADIENT}, "sent the gradient"),
+        ({"kind": wire.PacketKind.GRADIENT}, "sent the gradient"),
         ({"bits": 3}, "3 bits.*configurations differ"),
         ({"group_size": 4}, "group_size 4, this rank None"),
         ({"first_bits": 8}, "first visits at 8 bits"),
-        ({"method": wire.Method.TOP_K}, "sent top_k values.*configurations differ"),
+        ({"method": wire.PayloadMethod.TOP_K}, "sent top_k values.*configurations differ"),
         ({"payload_dtype": wire.DType.FLOAT16}, "float16.*configurations differ"),
         (
             {"samples": tuple(wire.Sample(i, wire.Form.PLAIN, 0, S) for i in (1, 2, 3))},
@@ -397,7 +394,7 @@ def test_a_payload_of_another_length_is_refused(more, visits):
     sent, x_BSH = up.transport.send, torch.randn(B, S, H)
 
     def send(message):
-        header, data = wire.decode(finished(message))
+        header, data = wire.decode(finish_packet(message))
         sent(wire.encode(header, np.resize(data, data.size + more)))
 
     for step in range(visits - 1):
@@ -413,14 +410,16 @@ def test_a_payload_of_another_length_is_refused(more, visits):
 @pytest.mark.parametrize("part_of", ["training", "agreement", "prefetching"])
 def test_a_table_of_samples_is_not_read_where_it_is_too_long(part_of, monkeypatch):
     up, down = link({"method": "none"})
-    down.limit(Bounds(B, S, H), torch.float32)
+    down.set_limits(PacketLimits(B, S, H), torch.float32)
     every = tuple(wire.Sample(i, wire.Form.PLAIN, 0, 0) for i in range(EVALUATED + 1))
-    header = wire.Header(kind=wire.Kind.ACTIVATION, method=wire.Method.CAST, link=0, step=0, micro_batch=0)
+    header = wire.PacketHeader(
+        kind=wire.PacketKind.ACTIVATION, method=wire.PayloadMethod.CAST, link=0, step=0, micro_batch=0
+    )
     packet = wire.encode(dataclasses.replace(header, samples=every), np.zeros(0, dtype=np.uint8))
     monkeypatch.setattr(wire, "Sample", lambda *fields: pytest.fail("a sample was read"))
     up.transport.send(packet)
     if part_of == "prefetching":
-        down.arrivals.then = lambda header: pytest.fail("it was told of")
+        down.receive_staging.on_header = lambda header: pytest.fail("it was told of")
     with pytest.raises(WireError, match="packet claims 65 samples, above the limit of 64"):
         recv_part(down, 0, 0) if part_of == "agreement" else down.recv_activation(Position(0, 0))
 
@@ -430,7 +429,7 @@ def with_value(end, at, value):
     sent = end.transport.send
 
     def send(message):
-        header, data = wire.decode(finished(message))
+        header, data = wire.decode(finish_packet(message))
         data = data.copy()
         data[at : at + 4] = np.frombuffer(np.float32(value).tobytes(), dtype=np.uint8)
         end.transport.send = sent
@@ -477,7 +476,7 @@ def test_damaged_bytes_change_nothing():
     sent = up.transport.send
 
     def send(message):
-        message = finished(message)
+        message = finish_packet(message)
         message[200] ^= 4
         sent(message)
 
@@ -524,7 +523,7 @@ class TestAgreement:
 
         def run(name, end, setting):
             try:
-                results[name] = agree(end, setting)
+                results[name] = reconcile_stores(end, setting)
             except Exception as error:
                 results[name] = error
 
@@ -546,7 +545,9 @@ class TestAgreement:
         assert self.both(up, down) == (0, 0)
         pass_over(up, down, torch.randn(B, S, H), layout(), 2)
         assert up.stats.full_samples == B
-        assert not up.arrivals._copies | down.arrivals._copies, "of what has come nothing stays on a device"
+        assert not up.receive_staging._arrived | down.receive_staging._arrived, (
+            "of what has come nothing stays on a device"
+        )
 
     def test_what_differs_is_sent_whole_once(self):
         up, down = self.trained()
@@ -581,7 +582,7 @@ class TestAgreement:
         for part, payload in parts.items():
             send_part(up, 0, part, payload)
         with pytest.raises(WireError, match=f"rank 0 sent {said}"):
-            agree(down, {})
+            reconcile_stores(down, {})
         assert held(down).keys() == {1, 2, 3}
 
     def test_a_version_that_leaves_none_for_packets_is_refused(self):
@@ -595,4 +596,4 @@ class TestAgreement:
         up, down = self.trained()
         for error in self.both(up, down, ({"bits": 3}, {"bits": 4})):
             assert isinstance(error, LinkError)
-            assert "configured otherwise" in str(error)
+            assert "same configuration" in str(error)

@@ -15,14 +15,10 @@ from pipecomp.buffers.base import entry_id, entry_name
 from pipecomp.codecs import wire
 from pipecomp.config import Config
 from pipecomp.errors import DriftError, WireError
-from pipecomp.stages.link.boundary import Layout
-from pipecomp.stages.link.drift import check_drift
-from pipecomp.stages.link.endpoint import Position
-from pipecomp.stages.link.handshake import send_part
-from pipecomp.stages.link.loopback import loopback_pair
-from pipecomp.stages.link.receiver import LinkReceiver
-from pipecomp.stages.link.sender import LinkSender
-from pipecomp.stages.link.transport import finished
+from pipecomp.stages.link.endpoint import LinkReceiver, LinkSender, Position
+from pipecomp.stages.link.handshake import check_drift, send_part
+from pipecomp.stages.link.layout import Layout
+from pipecomp.stages.link.transport import finish_packet, loopback_pair
 from tests.lazy_staging import on_both
 from tests.limits import HANG_S
 
@@ -100,7 +96,7 @@ def test_a_packet_that_asks_for_too_much_memory_is_refused() -> None:
     sent_as = up.transport.send
 
     def send(packet: Any) -> None:
-        header, payload = wire.decode(finished(packet))
+        header, payload = wire.decode(finish_packet(packet))
         sent_as(wire.encode(dataclasses.replace(header, tokens=2**32 - 1), payload))
 
     up.transport.send = send

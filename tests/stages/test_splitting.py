@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from pipecomp.errors import DataError, SplitError
 from pipecomp.stages import Architecture, Head, Stage, default_loss, register, split
-from pipecomp.stages.link.boundary import Layout
+from pipecomp.stages.link.layout import Layout
 from pipecomp.stages.partition.losses import causal_lm
 from tests.limits import HANG_S
 

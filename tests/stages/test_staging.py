@@ -18,12 +18,9 @@ from pipecomp.config import Config
 from pipecomp.errors import NonFiniteError, WireError
 from pipecomp.kernels import ops
 from pipecomp.kernels.pool import BufferPool
-from pipecomp.stages.link.boundary import Layout
-from pipecomp.stages.link.endpoint import Position
-from pipecomp.stages.link.loopback import LoopbackTransport, loopback_pair
-from pipecomp.stages.link.receiver import LinkReceiver
-from pipecomp.stages.link.sender import LinkSender
-from pipecomp.stages.link.transport import Outgoing, finished
+from pipecomp.stages.link.endpoint import LinkReceiver, LinkSender, Position
+from pipecomp.stages.link.layout import Layout
+from pipecomp.stages.link.transport import LoopbackTransport, OutgoingPacket, finish_packet, loopback_pair
 from tests.lazy_staging import LazyStaging
 from tests.pretend_gpu import PretendStaging, pretend_gpu
 
@@ -48,7 +45,7 @@ class SendingThread:
     """A loopback transport that sends on a thread, as those over networks do."""
 
     def __init__(self, inner: LoopbackTransport) -> None:
-        self._inner, self._packets = inner, queue.Queue[Outgoing | None]()
+        self._inner, self._packets = inner, queue.Queue[OutgoingPacket | None]()
         self._failure: Exception | None = None
         self.sent: list[bytes] = []
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -64,7 +61,7 @@ class SendingThread:
         else:
             super().__setattr__(name, value)
 
-    def send(self, packet: Outgoing) -> None:
+    def send(self, packet: OutgoingPacket) -> None:
         if self._failure is not None:
             raise self._failure
         self._packets.put(packet)
@@ -76,7 +73,7 @@ class SendingThread:
         while (packet := self._packets.get()) is not None:
             try:
                 if self._failure is None:
-                    whole = finished(packet)
+                    whole = finish_packet(packet)
                     self.sent.append(whole.tobytes())
                     self._inner.send(whole)
             except Exception as error:
@@ -135,7 +132,7 @@ def but_for_norms(found: dict[str, Any]) -> dict[str, Any]:
 
 def _errors(up: LinkSender) -> float:
     """Of all steps: on a device the last one's are still under way."""
-    left = sum(b / a for copy in up._measured for a, b in copy.wait().tolist())
+    left = sum(b / a for copy in up._norms for a, b in copy.wait().tolist())
     return up.stats.error_sum + left
 
 
@@ -308,7 +305,7 @@ def test_a_packet_is_sealed_by_the_call_that_encodes():
 
 @pytest.mark.parametrize("how", [{}, {"rotation": True}, {"backward_top_k": 0.3}])
 def test_quantized_packets_come_sealed_from_the_call_that_encodes(monkeypatch, how):
-    monkeypatch.setattr("pipecomp.stages.link.packet.seal", None)
+    monkeypatch.setattr("pipecomp.stages.link.packet.write_checksum", None)
     config = Config.from_dict({"activations": {"method": "direct", **how}})
     a, b = loopback_pair()
     up, down = LinkSender(0, config, a, None), LinkReceiver(0, config, b, None)
@@ -352,10 +349,10 @@ def test_bits_that_follow_an_error_are_first_known_to_the_thread_that_sends(meth
                 send(packet)
                 whole["host"] = packet
                 continue
-            assert not packet.contents.known
+            assert not packet.deferred.known
             assert up.stats.forward.bytes_sent == 0
             assert packet.size > whole["host"].size, "room for 8 bits"
-            kept = weakref.ref(packet.contents)
+            kept = weakref.ref(packet.deferred)
             assert packet.finish().tobytes() == whole["host"].tobytes()
             assert packet.size == whole["host"].size
             up.count_sent()
@@ -384,10 +381,10 @@ def test_a_packet_that_turns_out_shorter_leaves_no_bytes_waiting():
             return np.zeros(60, dtype=np.uint8)
 
     a, _ = loopback_pair()
-    a.queued(100)
-    packet, _ = a.found(Shorter(), 0.0)
+    a.count_queued(100)
+    packet, _ = a.finish_queued(Shorter(), 0.0)
     assert a._waiting_bytes == packet.size == 60
-    a.gone(packet.size)
+    a.count_left(packet.size)
     assert a._waiting_bytes == 0
 
 
@@ -426,7 +423,7 @@ def test_what_arrives_is_being_copied_before_its_turn():
     a, b = loopback_pair()
     up, down = LinkSender(0, config, a, None), LinkReceiver(0, config, b, None, staging=Noticed())
     arrived: list[tuple[tuple[int, ...], list[int]]] = []
-    down.arrivals.then = lambda header: arrived.append((tuple(s.id for s in header.samples), list(copies)))
+    down.receive_staging.on_header = lambda header: arrived.append((tuple(s.id for s in header.samples), list(copies)))
     layout = Layout((1, 2), (0, 0), (S, 2), S)
     x_BSH = torch.randn(2, S, H)
     up.send_activation(x_BSH, layout, Position(0, 0))

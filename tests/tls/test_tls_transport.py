@@ -14,12 +14,10 @@ from pipecomp.codecs import wire
 from pipecomp.codecs.codecs import encoded
 from pipecomp.config import Config
 from pipecomp.errors import LinkError, PeerLostError, WireError
-from pipecomp.stages.link.boundary import Layout
-from pipecomp.stages.link.bounds import EVALUATED, Bounds
-from pipecomp.stages.link.endpoint import Position
-from pipecomp.stages.link.handshake import agree
-from pipecomp.stages.link.receiver import LinkReceiver
-from pipecomp.stages.link.sender import LinkSender
+from pipecomp.stages.link.endpoint import LinkReceiver, LinkSender, Position
+from pipecomp.stages.link.handshake import reconcile_stores
+from pipecomp.stages.link.layout import Layout
+from pipecomp.stages.link.packet import EVALUATED, PacketLimits
 from pipecomp.stages.link.tls import TlsTransport, bytes_on_wire
 from tests.tls.meshes import close_all, keys_for, meet_all, together
 
@@ -51,7 +49,7 @@ def test_packets_come_in_order_both_ways(ends):
     sent = [packet(size, i) for i, size in enumerate((1, 0, 5000, 700_000, 3))]
     moved: list = []
     arrived: list = []
-    ends[0].on_moved = lambda *what: moved.append(what)
+    ends[0].on_transfer = lambda *what: moved.append(what)
     ends[1].on_arrival = arrived.append
     for p in sent:
         ends[0].send(p)
@@ -102,7 +100,7 @@ def test_packets_that_nobody_takes_wait_where_they_are_sent(meshes, monkeypatch)
     meshes[1].connections[0].receive(1, 0, memoryview(bytearray(5))).wait(30)
     assert second._inbox.qsize() <= 5
     assert first.sending()
-    monkeypatch.setattr("pipecomp.stages.link.delivery.ROOM_BYTES", 10_000)
+    monkeypatch.setattr("pipecomp.stages.link.transport.ROOM_BYTES", 10_000)
     room = threading.Thread(target=first.wait_for_room)
     room.start()
     room.join(0.05)
@@ -208,10 +206,10 @@ def test_both_ends_of_a_link(ends):
     config = Config.from_dict({"activations": {"method": "aqsgd"}, "store": {"backend": "memory"}})
     stores = [MemoryStore("link-0", bits=32, group_size=None) for _ in ends]
     up, down = LinkSender(0, config, ends[0], stores[0]), LinkReceiver(0, config, ends[1], stores[1])
-    together([lambda: agree(up, {"a": 1}), lambda: agree(down, {"a": 1})])
+    together([lambda: reconcile_stores(up, {"a": 1}), lambda: reconcile_stores(down, {"a": 1})])
     where = Layout((1, 2, 3), (0,) * B, (S,) * B, S)
     for end in (up, down):
-        end.limit(Bounds(B, S, H, 30), torch.float32)
+        end.set_limits(PacketLimits(B, S, H, 30), torch.float32)
     for step in range(3):
         up.send_activation(torch.randn(B, S, H), where, Position(step, 0))
         y_BSH, seen = down.recv_activation(Position(step, 0))
@@ -229,14 +227,14 @@ def test_ends_compare_tables_that_are_longer_than_their_packets(ends, late):
         store.put_many([(i, 1, torch.ones(1, 1)) for i in range(number, 500)])
     up, down = LinkSender(0, config, ends[0], stores[0]), LinkReceiver(0, config, ends[1], stores[1])
     for end in (up, down):
-        end.limit(Bounds(1, 1, 1), torch.float32)
+        end.set_limits(PacketLimits(1, 1, 1), torch.float32)
         end.changed.update(range(600))
     limits = [end.most_bytes for end in ends]
     assert max(limits) < 500 * 20
     if late is not None:
         take = ends[late].limit
         ends[late].limit = lambda most: (time.sleep(0.3), take(most))
-    assert together([lambda: agree(up, {}), lambda: agree(down, {})]) == [1, 0]
+    assert together([lambda: reconcile_stores(up, {}), lambda: reconcile_stores(down, {})]) == [1, 0]
     assert stores[0].inventory() == stores[1].inventory() != []
     assert [end.most_bytes for end in ends] == limits
     assert up.changed == down.changed == set(), "they are the same now"
@@ -251,23 +249,32 @@ def test_a_table_that_no_packet_can_hold_is_refused(ends):
 
 
 class TestBounds:
-    bounds = Bounds(samples=B, rows=S, width=H)
+    bounds = PacketLimits(samples=B, rows=S, width=H)
 
-    def header(self, samples: int = B, hidden: int = H, kind: wire.Kind = wire.Kind.ACTIVATION) -> wire.Header:
+    def header(
+        self, samples: int = B, hidden: int = H, kind: wire.PacketKind = wire.PacketKind.ACTIVATION
+    ) -> wire.PacketHeader:
         every = tuple(wire.Sample(i, wire.Form.PLAIN, 0, 1) for i in range(samples))
-        return wire.Header(
-            kind=kind, method=wire.Method.CAST, link=0, step=0, micro_batch=0, tokens=S, hidden=hidden, samples=every
+        return wire.PacketHeader(
+            kind=kind,
+            method=wire.PayloadMethod.CAST,
+            link=0,
+            step=0,
+            micro_batch=0,
+            tokens=S,
+            hidden=hidden,
+            samples=every,
         )
 
     def test_what_was_agreed_passes(self):
         self.bounds.check(self.header(), S)
-        self.bounds.check(self.header(EVALUATED, kind=wire.Kind.EVAL_ACTIVATION), S)
+        self.bounds.check(self.header(EVALUATED, kind=wire.PacketKind.EVAL_ACTIVATION), S)
 
     @pytest.mark.parametrize(
         ("header", "rows", "said"),
         [
             ({"samples": B + 1}, S, "4 samples; the agreed model and batch: at most 3"),
-            ({"samples": EVALUATED + 1, "kind": wire.Kind.EVAL_ACTIVATION}, S, "65 samples"),
+            ({"samples": EVALUATED + 1, "kind": wire.PacketKind.EVAL_ACTIVATION}, S, "65 samples"),
             ({}, S + 1, "9 rows of a sample; .* at most 8"),
             ({"hidden": H + 1}, S, "17 values of a row; .* 16"),
             ({"hidden": H - 1}, S, "15 values of a row"),
@@ -280,23 +287,23 @@ class TestBounds:
     def test_a_few_bytes_that_announce_gigabytes(self, ends, monkeypatch):
         config = Config.from_dict({"activations": {"method": "direct", "forward_bits": 1}})
         down = LinkReceiver(0, config, ends[1], None)
-        down.limit(self.bounds, torch.float32)
+        down.set_limits(self.bounds, torch.float32)
         monkeypatch.setattr(torch, "empty", lambda *a, **k: pytest.fail("memory was taken"))
         monkeypatch.setattr(torch, "zeros", lambda *a, **k: pytest.fail("memory was taken"))
-        huge = wire.Header(
-            kind=wire.Kind.ACTIVATION, method=wire.Method.QUANTIZED, bits=1, link=0, step=0, micro_batch=0,
+        huge = wire.PacketHeader(
+            kind=wire.PacketKind.ACTIVATION, method=wire.PayloadMethod.QUANTIZED, bits=1, link=0, step=0, micro_batch=0,
             tokens=1 << 20, hidden=768, samples=(wire.Sample(0, wire.Form.PLAIN, 0, 1),),
         )  # fmt: skip
         ends[0].send(wire.encode(huge, np.zeros(100, dtype=np.uint8)))
-        with pytest.raises(WireError, match="rank 0 sent what is too large"):
+        with pytest.raises(WireError, match="rank 0 sent a packet that is too large"):
             down.recv_activation(Position(0, 0))
 
     @pytest.mark.parametrize("activations", [{}, {"method": "aqsgd"}, {"method": "direct", "backward_top_k": 1.0}])
     def test_the_longest_packet_fits(self, activations):
-        from pipecomp.codecs.link_codecs import LinkCodecs
+        from pipecomp.codecs.selection import LinkCodecs
 
         codecs = LinkCodecs(Config.from_dict({"activations": activations}).activations, 0)
-        most = self.bounds.most_bytes(codecs, torch.float32)
+        most = self.bounds.max_bytes(codecs, torch.float32)
         x_TH = torch.randn(B * S, H)
         for codec in (codecs.activation(x_TH.dtype), codecs.gradient(x_TH.dtype), codecs.evaluation(x_TH.dtype)):
             assert wire.encode(self.header(), encoded(codec, x_TH).numpy()).size <= most
@@ -304,13 +311,15 @@ class TestBounds:
 
     def test_first_visits_and_tables_fit(self):
         """Small groups and many bits make a first visit longer than a change, and than the plain values."""
-        from pipecomp.codecs.link_codecs import LinkCodecs
+        from pipecomp.codecs.selection import LinkCodecs
 
         first = {"first_visit": 8, "backward_method": "delta", "backward_first_visit": 8}
         section = {"method": "aqsgd", "forward_bits": 1, "backward_bits": 1, "group_size": 2, **first}
         codecs = LinkCodecs(Config.from_dict({"activations": section}).activations, 0)
-        most = Bounds(EVALUATED, S, H).most_bytes(codecs, torch.bfloat16)
+        most = PacketLimits(EVALUATED, S, H).max_bytes(codecs, torch.bfloat16)
         for visits in (codecs.activations, codecs.gradients):
             size = visits.head_bytes(EVALUATED * S) + visits.first_visit(torch.bfloat16).payload_bytes(EVALUATED * S, H)
             assert wire.packet_bytes(EVALUATED, size) <= most
-        assert Bounds(1, 1, 1, changed=10_000).most_bytes(codecs, torch.bfloat16) >= wire.packet_bytes(0, 10_000 * 20)
+        assert PacketLimits(1, 1, 1, changed=10_000).max_bytes(codecs, torch.bfloat16) >= wire.packet_bytes(
+            0, 10_000 * 20
+        )

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipecomp.codecs.wire import Form, Header, Kind, Method, Sample
+from pipecomp.codecs.wire import Form, PacketHeader, PacketKind, PayloadMethod, Sample
 from pipecomp.errors import DataError, WireError
-from pipecomp.stages.link.boundary import Layout, gather, scatter
+from pipecomp.stages.link.layout import Layout, gather, scatter
 from tests.device_copies import DeviceCopies
 
 
@@ -65,10 +65,12 @@ def test_mask_of_another_shape_is_refused():
 def test_a_packet_with_an_id_that_no_sample_has_is_refused():
     """In the store of a link it would be the gradient of sample 7."""
 
-    def header(*ids: int) -> Header:
+    def header(*ids: int) -> PacketHeader:
         samples = tuple(Sample(i, Form.FULL, 0, 4, 0, 1) for i in ids)
-        kind, method = Kind.ACTIVATION, Method.QUANTIZED
-        return Header(kind=kind, method=method, link=0, step=0, micro_batch=0, tokens=4, hidden=3, samples=samples)
+        kind, method = PacketKind.ACTIVATION, PayloadMethod.QUANTIZED
+        return PacketHeader(
+            kind=kind, method=method, link=0, step=0, micro_batch=0, tokens=4, hidden=3, samples=samples
+        )
 
     assert Layout.of_header(header(3, 2**63 - 1)).ids == (3, 2**63 - 1)
     with pytest.raises(WireError, match=rf"sample id {2**63 + 7} is out of range"):

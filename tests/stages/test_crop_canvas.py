@@ -10,15 +10,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipecomp.buffers import MemoryStore
 from pipecomp.codecs.codecs import Quantized, encoded
-from pipecomp.codecs.wire import Form, Header, Kind, Method, Sample
+from pipecomp.codecs.wire import Form, PacketHeader, PacketKind, PayloadMethod, Sample
 from pipecomp.config import Config
 from pipecomp.errors import BaseMismatchError, DataError, WireError
-from pipecomp.stages.link.boundary import Layout
-from pipecomp.stages.link.endpoint import Position
-from pipecomp.stages.link.loopback import loopback_pair
-from pipecomp.stages.link.receiver import LinkReceiver
-from pipecomp.stages.link.sender import LinkSender
-from pipecomp.stages.link.window import CropCanvas
+from pipecomp.stages.link.crop_canvas import CropCanvas
+from pipecomp.stages.link.endpoint import LinkReceiver, LinkSender, Position
+from pipecomp.stages.link.layout import Layout
+from pipecomp.stages.link.transport import loopback_pair
 from tests.lazy_staging import on_both
 
 staging = pytest.fixture(autouse=True, params=["host", "double"])(on_both)
@@ -39,7 +37,7 @@ def test_windows_lie_where_the_crop_is(lines, columns, stride, margin, data):
     down, right = (data.draw(st.integers(-margin, margin)) for _ in "xy")
     start = canvas.start(down, right, 0)
     assert canvas.has(start)
-    assert start + lines <= canvas.places
+    assert start + lines <= canvas.cells
     m = torch.randn(canvas.canvas_lines, canvas.canvas_columns * C)
     above, left = canvas.margins
     top, side = (above + int(np.floor(down / stride + 0.5)), left + int(np.floor(right / stride + 0.5)))
@@ -196,23 +194,30 @@ def test_a_window_of_another_frame_is_refused():
     other = CropCanvas(4, 6, 8, 12, 1)
     up, down = link({"method": "aqsgd"}, (other, CANVAS))
     up.send_activation(torch.randn(1, 4, 6 * C), Layout.of_shifts((1,), None, other), Position(0, 0))
-    with pytest.raises(WireError, match="sample 1 has 4 lines from place 9 of 48, not a window of"):
+    with pytest.raises(WireError, match="sample 1 has 4 lines from cell 9 of 48, not a window of"):
         down.recv_activation(Position(0, 0))
 
 
 @pytest.mark.parametrize(
     ("tokens", "start", "count"),
     [
-        (CANVAS.places + 1, 0, 4),
-        (CANVAS.places, 0, 5),
-        (CANVAS.places, CANVAS.canvas_columns - 5, 4),  # a column too far to the right
-        (CANVAS.places, (CANVAS.canvas_lines - 3) * CANVAS.canvas_columns, 4),  # a line too far down
+        (CANVAS.cells + 1, 0, 4),
+        (CANVAS.cells, 0, 5),
+        (CANVAS.cells, CANVAS.canvas_columns - 5, 4),  # a column too far to the right
+        (CANVAS.cells, (CANVAS.canvas_lines - 3) * CANVAS.canvas_columns, 4),  # a line too far down
     ],
 )
 def test_a_window_that_leaves_its_frame_is_refused(tokens, start, count):
-    what = {"kind": Kind.ACTIVATION, "method": Method.CAST, "link": 0, "step": 0, "micro_batch": 0, "hidden": 6 * C}
-    header = Header(**what, tokens=tokens, samples=(Sample(1, Form.PLAIN, start, count),))
-    with pytest.raises(WireError, match=f"sample 1 has {count} lines from place {start} of {tokens}, not a window of"):
+    what = {
+        "kind": PacketKind.ACTIVATION,
+        "method": PayloadMethod.CAST,
+        "link": 0,
+        "step": 0,
+        "micro_batch": 0,
+        "hidden": 6 * C,
+    }
+    header = PacketHeader(**what, tokens=tokens, samples=(Sample(1, Form.PLAIN, start, count),))
+    with pytest.raises(WireError, match=f"sample 1 has {count} lines from cell {start} of {tokens}, not a window of"):
         Layout.of_header(header, CANVAS)
 
 
