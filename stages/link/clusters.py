@@ -50,12 +50,14 @@ class ClusterCoder:
 
     Args:
         context: Of this end.
-        codecs: Of the link, with clusters; the endpoint replaces them when bits change.
+        codecs: Of the link, with clusters.
         store: Of this end.
+
+    The endpoint may replace codecs, when bits change, and the store.
     """
 
     def __init__(self, context: LinkContext, codecs: LinkCodecs, store: MessageStore) -> None:
-        self._context, self.codecs, self._store = context, codecs, store
+        self._context, self.codecs, self.store = context, codecs, store
         self._book: Codebook | None = None
         self._unsettled: list[PutCheck] = []  # raise if a packet of this step had values that must not be stored
 
@@ -147,7 +149,7 @@ class ClusterCoder:
                 each()
 
         puts = [(block, self._book.version, state) for block, state in self._book.take_changed()]
-        self._store.put_many(puts, settled)
+        self.store.put_many(puts, settled)
         return [block for block, _, _ in puts]
 
     def reload(self) -> None:
@@ -162,8 +164,8 @@ class ClusterCoder:
                 what = f"{clusters} cluster centers of {hidden} values: above {MAX_TENSOR_BYTES} bytes"
                 raise WireError(self._context.error(at, what))
             book = Codebook(clusters, hidden, self._context.staging.device)
-            blocks = [held.sample for held in self._store.inventory()]
-            for block, cached in zip(blocks, self._store.get(blocks), strict=True):
+            blocks = [held.sample for held in self.store.inventory()]
+            for block, cached in zip(blocks, self.store.get(blocks), strict=True):
                 assert cached is not None
                 try:
                     book.load(block, cached.version, cached.m_nH)

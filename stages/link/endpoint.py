@@ -121,7 +121,7 @@ class Endpoint:
                     self.context, PacketKind.GRADIENT, codecs.gradients, *args, decline=decline
                 )
             if self._clusters is not None:
-                self._clusters.codecs = codecs
+                self._clusters.codecs, self._clusters.store = codecs, self.store
             elif codecs.clustered is not None:
                 self._clusters = ClusterCoder(self.context, codecs, self.store)
         return codecs
@@ -166,6 +166,11 @@ class Endpoint:
             self.transport.limit(self.max_packet_bytes)
 
     # -- the store
+
+    def replace_store(self, store: MessageStore) -> None:
+        """Continue with another view of the same entries, such as one that records accesses."""
+        self.store = store
+        self.codecs = self._make_coders(self._config)
 
     @property
     def caches_samples(self) -> bool:

@@ -244,7 +244,7 @@ def test_a_table_that_no_packet_can_hold_is_refused(ends):
     config = Config.from_dict({"activations": {"method": "direct"}})
     down = LinkReceiver(0, config, ends[1], None)
     said = "rank 0 announces a packet of 17179869185 bytes, allowed: 17179869184"
-    with pytest.raises(WireError, match=said), down.taking((1 << 34) + 1):
+    with pytest.raises(WireError, match=said), down.accepting((1 << 34) + 1):
         pytest.fail("it is taken")
 
 
