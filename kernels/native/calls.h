@@ -134,7 +134,7 @@ static int64_t copy_call(const QuantizeArgs& a, int isa) {
     const int64_t n = a.rows * a.H;
     const Layout::Unit all{0, 0, 0, n, n, 0};
     if (t.measure(a, all) >= 0x7F800000u) return 0;
-    std::memcpy(a.codes, a.x, size_t(n) * (a.dtype == FLOAT32 ? 4 : 2));
+    if (n) std::memcpy(a.codes, a.x, size_t(n) * (a.dtype == FLOAT32 ? 4 : 2));
     if (a.fresh) t.widen(a.fresh, a.x, a.dtype, n);
     return -1;
 }

@@ -12,6 +12,7 @@
 typedef float F8 __attribute__((vector_size(32)));
 typedef int32_t I8 __attribute__((vector_size(32)));
 typedef uint32_t U8 __attribute__((vector_size(32)));
+typedef uint16_t H8 __attribute__((vector_size(16)));
 
 INLINE F8 splat(float v) { return F8{v, v, v, v, v, v, v, v}; }
 INLINE I8 splat(int32_t v) { return I8{v, v, v, v, v, v, v, v}; }
@@ -43,14 +44,16 @@ INLINE I8 minimum(I8 a, I8 b) { return a < b ? a : b; }
 INLINE I8 maximum(I8 a, I8 b) { return a > b ? a : b; }
 INLINE I8 lanes() { return I8{0, 1, 2, 3, 4, 5, 6, 7}; }
 
+// Loads may be at any address: values in full precision lie anywhere in a payload.
 INLINE F8 load8(const float* p) { return loadu<F8>(p); }
 
 INLINE F8 load8(const BHalf* p) {
 #if PC_AVX2
     return F8(_mm256_slli_epi32(_mm256_cvtepu16_epi32(loadu<__m128i>(p)), 16));
 #else
+    const H8 bits = loadu<H8>(p);
     U8 v;
-    for (int i = 0; i < 8; i++) v[i] = uint32_t(p[i].bits) << 16;
+    for (int i = 0; i < 8; i++) v[i] = uint32_t(bits[i]) << 16;
     return F8(v);
 #endif
 }
@@ -67,8 +70,9 @@ INLINE F8 load8(const Half* p) {
 #if PC_AVX2
     return F8(_mm256_cvtph_ps(loadu<__m128i>(p)));
 #else
+    const H8 bits = loadu<H8>(p);
     F8 v;
-    for (int i = 0; i < 8; i++) v[i] = half_to_float(p[i].bits);
+    for (int i = 0; i < 8; i++) v[i] = half_to_float(bits[i]);
     return v;
 #endif
 }
