@@ -75,7 +75,7 @@ def test_demo_writes_what_it_shows(demo):
     assert content < aqsgd["forward_bytes_sent"] < 1.4 * content
     assert aqsgd["store_bytes"] > aqsgd["forward_bytes_raw"] / 3
     assert (out / "losses.png").read_bytes().startswith(b"\x89PNG")
-    assert text.endswith("too short to compare methods: run it without.\n")
+    assert text.endswith("--quick is too short to compare methods: run without it.\n")
     assert "AQ-SGD fw3 bw6" in text
     # However it is broken into lines.
     assert "".join(found["sentence"].split()) in "".join(text.split())
