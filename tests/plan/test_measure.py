@@ -1,4 +1,4 @@
-"""What plans measure: links over transports, stages, link ends; and what "auto" decides from it."""
+"""What plans measure: links over transports, stages, link ends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pipecomp.config.activations import ConstantError
 from pipecomp.doctor.measure import LinkMeasurement
 from pipecomp.errors import ConfigError, LinkError
 from pipecomp.plan import measure
-from pipecomp.plan.auto_bits import BatchShape, RankMeasurement, decide_bits, needs_measuring, sample_length
+from pipecomp.plan.auto_bits import sample_length
 from pipecomp.plan.command import model_size
 from pipecomp.plan.measure import (
     TransportPeer,
@@ -39,7 +39,6 @@ from pipecomp.plan.measure import (
 from pipecomp.plan.options import PlanOptions
 from pipecomp.plan.prediction import MachineSpeeds
 from pipecomp.plan.profile import PartCost, Profile, count, max_tokens
-from pipecomp.plan.simulation import TCP_SHARE, StageCosts
 from pipecomp.stages import split
 from pipecomp.stages.link.transport import loopback_pair, unpaced
 from tests.limits import HANG_S
@@ -175,13 +174,6 @@ def test_a_model_is_timed_block_by_block():
     assert time_update(CPU, values=1000) > 0
 
 
-def test_lengths_of_samples():
-    stage = split(small(), 1)[0]
-    assert sample_length([{"input_ids": [1, 2, 3]}, {"input_ids": torch.zeros(5)}], stage) == 5
-    assert sample_length(None, stage) == 16  # as long as the model's positions
-    assert sample_length([], stage) == 16
-
-
 def roberta_model():
     from transformers import RobertaForMaskedLM
 
@@ -260,108 +252,3 @@ def test_a_bfloat16_stage_with_float32_adapters_is_timed():
     for stage in split(peft.get_peft_model(small().bfloat16(), lora), 2):
         assert {p.dtype for p in stage.parameters() if p.requires_grad} == {torch.float32}
         assert time_stage(stage, 2, 8, seconds=0.01).backward_s > 0
-
-
-FORWARD, BACKWARD = ConstantError(error=0.025), ConstantError(error=0.05)  # where 8 bits are hidden
-LEAST = (2, ConstantError(error=0.1, max=4))
-
-
-class TestDecision:
-    """20 ms of compute a micro-batch and stage, 64,000 values."""
-
-    batch = BatchShape(samples=1, tokens=64, micro_batches=64)
-
-    costs = StageCosts(forward_s=0.02 / 3, backward_s=0.04 / 3)
-
-    def seen(self, out, back, *, fewest=2):
-        return [RankMeasurement(0, self.costs, measured(out, back)), RankMeasurement(1, self.costs, None, fewest)]
-
-    def unmeasured(self, stages=2):
-        return [RankMeasurement(k, self.costs, None) for k in range(stages)]
-
-    def decided(self, rows, **activations):
-        section = {"method": "aqsgd", "forward_bits": "auto", "backward_bits": "auto", **activations}
-        config = Config.from_dict({"activations": section})
-        assert needs_measuring(config)
-        return decide_bits(config, rows, self.batch, 1000, torch.float32)
-
-    def test_a_fast_link(self):
-        found = self.decided(self.seen(1e12, 1e12))
-        assert found[:2] == (FORWARD, BACKWARD)
-        assert "method 'none' would do" in found.reason
-
-    def test_a_link_that_compute_hides(self):
-        found = self.decided(self.seen(21e6, 21e6))
-        assert found[:2] == (ConstantError(error=0.05, max=3), ConstantError(error=0.1, max=6))
-        said = "bits 'auto': 2 to 3 forward (error 0.05), 2 to 6 back (error 0.1): the most that compute time hides ("
-        assert found.reason.startswith(said)
-        assert "21 Mbit/s" in found.reason
-
-    def test_a_link_that_nothing_hides(self):
-        found = self.decided(self.seen(1e6, 1e6))
-        assert found[:2] == LEAST
-        said = "bits 'auto': 2 forward, 2 to 4 back (error 0.1): no more, as the slowest link is the limit (at most"
-        assert found.reason.startswith(said)
-
-    def test_numbers_and_errors_stay(self):
-        assert self.decided(self.seen(1e6, 1e6), forward_bits=1)[:2] == (1, LEAST[1])
-        assert self.decided(self.seen(1e12, 1e12), backward_bits=6)[:2] == (FORWARD, 6)
-        given = {"error": 0.2, "min": 1, "max": 5}
-        found = self.decided(self.seen(1e6, 1e6), backward_bits=given)
-        assert found[:2] == (ConstantError(error=0.05, max=3), ConstantError(**given)), "5 bits back are the limit"
-
-    def test_the_slowest_replica_decides(self):
-        rows = self.seen(1e12, 1e12) + self.seen(1e6, 1e6)
-        assert self.decided(rows)[:2] == LEAST
-
-    def test_dropout_asks_for_more(self):
-        assert self.decided(self.seen(1e6, 1e6, fewest=3))[:2] == (3, LEAST[1])
-        assert self.decided(self.seen(1e12, 1e12, fewest=3))[:2] == (FORWARD.replace(min=3), BACKWARD)
-
-    def test_with_top_k_gradients_have_a_number(self):
-        assert self.decided(self.seen(1e12, 1e12), backward_top_k=0.2)[:2] == (FORWARD, 8)
-
-    def test_given_rates_count_as_measured_ones(self):
-        """Nominal ones: of 21 Mbit/s of content."""
-        rate = 21 / TCP_SHARE
-        rated = {"error": 0.05, "min": 1, "mbit_per_s": rate}
-        found = self.decided(self.unmeasured(), forward_bits=rated, backward_bits={"error": 0.2, "mbit_per_s": rate})
-        assert found[:2] == (ConstantError(error=0.05, min=1, max=3), ConstantError(error=0.2, max=6))
-        assert found.reason.startswith(
-            "bits within the links' rates: 1 to 3 forward (error 0.05), 2 to 6 back (error 0.2)"
-        )
-        assert "slowest link 21 Mbit/s" in found.reason
-        slow = {**rated, "mbit_per_s": 1}
-        assert self.decided(self.unmeasured(), forward_bits=slow, backward_bits=slow)[:2] == (
-            ConstantError(error=0.05, min=1, max=2),
-            ConstantError(error=0.05, min=1, max=4),
-        )
-        # A way without a rate does not limit, and keeps what it was given; where it is "auto" it is measured.
-        assert self.decided(self.unmeasured(), forward_bits={**rated, "mbit_per_s": 9}, backward_bits=8)[1] == 8
-        assert self.decided(self.seen(1e6, 1e12), forward_bits={**rated, "mbit_per_s": 1e6})[:2] == (
-            ConstantError(error=0.05, min=1),
-            BACKWARD,
-        )
-
-    def test_each_link_has_its_own_rate(self):
-        both = {key: {"error": 0.1, "mbit_per_s": [21 / TCP_SHARE, 1e5]} for key in ("forward_bits", "backward_bits")}
-        found = self.decided(self.unmeasured(3), **both)
-        assert found[0] == (ConstantError(error=0.1, max=3), ConstantError(error=0.1))
-        assert found[1] == (ConstantError(error=0.1, max=6), ConstantError(error=0.1))
-        assert "2 to 3/2 to 8 forward (error 0.1), 2 to 6/2 to 8 back (error 0.1)" in found.reason
-
-    def test_a_line_that_is_fast_one_way_only(self):
-        way = {"error": 0.1, "mbit_per_s": 1e5}
-        slow = {"error": 0.1, "mbit_per_s": 1}
-        assert self.decided(self.unmeasured(), forward_bits=way, backward_bits=slow)[:2] == (
-            ConstantError(error=0.1),
-            ConstantError(error=0.1, max=4),
-        )
-
-    def test_auto_needs_a_method_with_bits(self):
-        with pytest.raises(ConfigError, match=r"activations\.forward_bits: got 'auto'"):
-            Config.from_dict({"activations": {"method": "none", "forward_bits": "auto", "eval": "direct"}})
-        with pytest.raises(ConfigError, match="got 'most'"):
-            Config.from_dict({"activations": {"method": "aqsgd", "forward_bits": "most"}})
-        with pytest.raises(ConfigError, match="settles 'auto'"):
-            _ = Config.from_dict({"activations": {"method": "aqsgd", "forward_bits": "auto"}}).activations.bits(0)
