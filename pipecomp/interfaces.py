@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from pipecomp.config import Config
 from pipecomp.data import TrainLoader
@@ -125,30 +126,14 @@ class TrainedModule(Protocol):
         """The buffers of the stage."""
 
 
-class PipelineOptimizer(Protocol):
-    """The optimizer of a stage: torch's, or DeepSpeed's around it."""
-
-    param_groups: list[dict[str, Any]]
-    state: Any
-
-    def step(self) -> Any:
-        """Update the parameters."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The states of this rank."""
-
-    def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Load states of `state_dict`."""
-
-
 class TrainingEngine(Protocol):
     """A rank's engine: trains, evaluates, saves and reports. `PipelineEngine` documents its own methods."""
 
     device: torch.device
     grid: PipelineGrid
     module: TrainedModule
-    optimizer: PipelineOptimizer
-    basic_optimizer: PipelineOptimizer  # inside DeepSpeed's wrapper
+    optimizer: Optimizer  # or DeepSpeed's wrapper, which has the same methods
+    basic_optimizer: Optimizer  # inside the wrapper
     lr_scheduler: Any
     global_rank: int
     stage_id: int

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypedDict, cast
 
 import torch
 from torch import Tensor
@@ -48,6 +48,17 @@ _DEEPSPEED_KEYS = (
 RESERVED_KEYS = frozenset({*_DEEPSPEED_KEYS, "global_samples"})
 _SCHEDULE_GROUP_KEYS = ("base_lrs", "lr_lambdas", "min_lrs", "max_lrs", "_init_lrs")  # one value per parameter group
 _MASTER = "float32 master"  # among the states that ZeRO keeps of a parameter
+
+
+class LoadOptions(TypedDict):
+    """DeepSpeed's keyword arguments of `load_checkpoint`."""
+
+    load_module_strict: bool
+    load_optimizer_states: bool
+    load_lr_scheduler_states: bool
+    load_module_only: bool
+    custom_load_fn: Any
+
 
 Names = dict[str, str]  # a stage's own name of a parameter -> its name in every cut
 
@@ -319,19 +330,12 @@ def open_if_resharded(engine: TrainingEngine, folder: Path, key: str, *, with_op
     return saved
 
 
-def load(
-    engine: TrainingEngine,
-    saved: SavedPipeline,
-    *,
-    load_optimizer_states: bool,
-    load_lr_scheduler_states: bool,
-    load_module_only: bool,
-) -> tuple[str, dict[str, Any]]:
+def load(engine: TrainingEngine, saved: SavedPipeline, options: LoadOptions) -> tuple[str, dict[str, Any]]:
     """Do what DeepSpeed's `load_checkpoint` does, with its arguments and results, for files of another pipeline."""
     stage = engine.stage
     optimizer = cast(Any, engine.optimizer)
     stage.load_state_dict(saved.weights(stage), strict=False)  # `weights` raises for missing tensors
-    if not load_optimizer_states or load_module_only:
+    if not options["load_optimizer_states"] or options["load_module_only"]:
         if hasattr(optimizer, "refresh_fp32_params"):
             optimizer.refresh_fp32_params()
     elif engine.zero_optimization():
@@ -339,8 +343,8 @@ def load(
     else:
         _load_optimizer(optimizer, saved, _grouped_names(engine))
     state = saved.state
-    if not load_module_only:
-        if load_lr_scheduler_states and engine.lr_scheduler is not None:
+    if not options["load_module_only"]:
+        if options["load_lr_scheduler_states"] and engine.lr_scheduler is not None:
             load_schedule(engine.lr_scheduler, optimizer.param_groups, state["lr_scheduler"])
         engine.global_steps = state["global_steps"]
         engine.global_samples = state["global_samples"]

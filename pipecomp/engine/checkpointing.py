@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import Any, cast
 
 import torch
 
@@ -49,16 +49,6 @@ from pipecomp.utils.files import atomic_write_text
 _STATE_KEY = "pipecomp"
 
 _log = logging.getLogger(__name__)
-
-
-class LoadOptions(TypedDict):
-    """DeepSpeed's keyword arguments of `load_checkpoint`."""
-
-    load_module_strict: bool
-    load_optimizer_states: bool
-    load_lr_scheduler_states: bool
-    load_module_only: bool
-    custom_load_fn: Any
 
 
 @dataclass
@@ -116,10 +106,8 @@ class CheckpointManager:
         state = {**(client_state or {}), _STATE_KEY: self._own_state()}
         first_here = os.environ.get("LOCAL_RANK", "0") == "0"
         write = CollectiveWrite(folder)
-        writer, engine.checkpoint_engine = (
-            engine.checkpoint_engine,
-            RecordingCheckpointEngine(engine.checkpoint_engine, write),
-        )
+        writer = engine.checkpoint_engine
+        engine.checkpoint_engine = RecordingCheckpointEngine(writer, write)
         try:
             with private_files():
                 write.attempt(lambda: folder.mkdir(parents=True, exist_ok=True))
@@ -172,7 +160,7 @@ class CheckpointManager:
 
     # -- loading
 
-    def load(self, load_dir: str, tag: Any, options: LoadOptions, *, stock: Callable) -> tuple[Any, Any]:
+    def load(self, load_dir: str, tag: Any, options: reshard.LoadOptions, *, stock: Callable) -> tuple[Any, Any]:
         """See `PipelineEngine.load_checkpoint`. stock: DeepSpeed's method."""
         # Rank 0 has written `latest`; without a shared disk other machines do not have it.
         tag = check_tag(broadcast(_latest(load_dir))) if tag is None else str(tag)
@@ -189,7 +177,7 @@ class CheckpointManager:
             require(problem is None, "load_dir", str(folder), f"a whole checkpoint: {problem}")
             raise
 
-    def _load(self, folder: Path, options: LoadOptions, stock: Callable) -> tuple[Any, Any]:
+    def _load(self, folder: Path, options: reshard.LoadOptions, stock: Callable) -> tuple[Any, Any]:
         engine, local = self.engine, self.local
         self._check_finished(folder)
         if local is not None:
@@ -204,13 +192,7 @@ class CheckpointManager:
             hint = "The stages of a pipeline load themselves."
             raise ConfigError("custom_load_fn", options["custom_load_fn"], "None", hint)
         else:
-            path, state = reshard.load(
-                engine,
-                saved,
-                load_optimizer_states=options["load_optimizer_states"],
-                load_lr_scheduler_states=options["load_lr_scheduler_states"],
-                load_module_only=options["load_module_only"],
-            )
+            path, state = reshard.load(engine, saved, options)
         if path is None:
             return path, state
         if with_optimizer:

@@ -17,13 +17,14 @@ from deepspeed.runtime.pipe import engine as deepspeed_pipe
 from deepspeed.runtime.pipe import schedule as ds_schedule
 from torch import Tensor
 
+from pipecomp.checkpoint.reshard import LoadOptions
 from pipecomp.checkpoint.run_id import RunIdentity
 from pipecomp.config import Config
 from pipecomp.data import TrainLoader
 from pipecomp.distributed.collectives import gathered
 from pipecomp.distributed.consistency import AllRanks
 from pipecomp.distributed.heartbeat import Heartbeat
-from pipecomp.engine.checkpointing import CheckpointManager, LoadOptions
+from pipecomp.engine.checkpointing import CheckpointManager
 from pipecomp.engine.deepspeed_patches import no_stage_messages
 from pipecomp.engine.export import save_pretrained
 from pipecomp.engine.failure import FailureGuard

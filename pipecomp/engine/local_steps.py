@@ -20,7 +20,7 @@ from pipecomp.allreduce import State
 from pipecomp.checkpoint.reshard import names_in_every_cut
 from pipecomp.engine.gradient_exchange import GradientExchange
 from pipecomp.errors import ConfigError
-from pipecomp.interfaces import PipelineOptimizer, StageContext
+from pipecomp.interfaces import StageContext
 from pipecomp.local_steps.outer_steps import OuterSteps
 from pipecomp.local_steps.row_statistics import SecondMoments
 from pipecomp.stages.link.transport import Transport
@@ -82,7 +82,7 @@ class LocalTraining:
         synchronous: Whether the current step, or the last one, averages gradients over replicas.
     """
 
-    def __init__(self, context: StageContext, optimizer: PipelineOptimizer, exchanges: LocalExchanges) -> None:
+    def __init__(self, context: StageContext, optimizer: torch.optim.Optimizer, exchanges: LocalExchanges) -> None:
         self._context, self._optimizer, self.exchanges = context, optimizer, exchanges
         stage, options = context.stage, context.settings.gradients.local
         assert options is not None

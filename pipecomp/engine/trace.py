@@ -18,35 +18,20 @@ from pipecomp.utils.files import atomic_write, atomic_write_text
 from pipecomp.utils.serialization import serializable
 
 MAX_EVENTS = 200_000  # of a rank: about 30 MB to gather, and in the file
-TRACKS = ("compute", "wait", "quantize", "store", "reduce", "update", "send", "receive")
-# TraceEvent name -> the track that shows it.
-TRACK_OF = {
-    "forward": "compute",
-    "backward": "compute",
-    "encode": "quantize",
-    "decode": "quantize",
-    "wait": "wait",
-    "reduce": "reduce",
-    "update": "update",
-    "commit": "store",
-    "load": "store",
-    "keep": "store",
-    "send": "send",
-    "receive": "receive",
-}
-COLORS = {
-    "forward": "#4c72b0",
-    "backward": "#2a4d80",
-    "encode": "#dd8452",
-    "decode": "#e8b07a",
-    "wait": "#d9d9d9",
-    "reduce": "#8172b3",
-    "update": "#937860",
-    "commit": "#64b5cd",
-    "load": "#64b5cd",
-    "keep": "#64b5cd",
-    "send": "#55a868",
-    "receive": "#9bd0a5",
+_TRACKS = ("compute", "wait", "quantize", "store", "reduce", "update", "send", "receive")
+_STYLE = {  # name of an event -> its track and color
+    "forward": ("compute", "#4c72b0"),
+    "backward": ("compute", "#2a4d80"),
+    "encode": ("quantize", "#dd8452"),
+    "decode": ("quantize", "#e8b07a"),
+    "wait": ("wait", "#d9d9d9"),
+    "reduce": ("reduce", "#8172b3"),
+    "update": ("update", "#937860"),
+    "commit": ("store", "#64b5cd"),
+    "load": ("store", "#64b5cd"),
+    "keep": ("store", "#64b5cd"),
+    "send": ("send", "#55a868"),
+    "receive": ("receive", "#9bd0a5"),
 }
 
 
@@ -146,7 +131,7 @@ def chrome_events(by_rank: dict[int, Iterable[TraceEvent]]) -> list[dict[str, An
     out: list[dict[str, Any]] = []
     for rank, events in rows.items():
         out.append({"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}})
-        for number, track in enumerate(TRACKS):
+        for number, track in enumerate(_TRACKS):
             out.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": track}})
         for e in events:
             details = {"step": e.step, "micro_batch": e.micro_batch, "bytes": e.bytes, "bits": e.bits}
@@ -155,7 +140,7 @@ def chrome_events(by_rank: dict[int, Iterable[TraceEvent]]) -> list[dict[str, An
                     "ph": "X",
                     "name": e.name,
                     "pid": rank,
-                    "tid": TRACKS.index(TRACK_OF[e.name]),
+                    "tid": _TRACKS.index(_STYLE[e.name][0]),
                     "ts": (e.start - begin) * 1e6,
                     "dur": (e.end - e.start) * 1e6,
                     "args": {k: v for k, v in details.items() if v is not None},
@@ -183,14 +168,14 @@ def draw_trace(path: str | Path, by_rank: dict[int, list[TraceEvent]], *, title:
     rows = [
         (rank, track)
         for rank in sorted(shown)
-        for track in TRACKS
-        if any(TRACK_OF[e.name] == track for e in shown[rank])
+        for track in _TRACKS
+        if any(_STYLE[e.name][0] == track for e in shown[rank])
     ]
     figure, axes = pyplot.subplots(figsize=(12, 1 + 0.3 * len(rows)))
     for y, (rank, track) in enumerate(rows):
         for e in shown[rank]:
-            if TRACK_OF[e.name] == track:
-                axes.barh(y, e.end - e.start, left=e.start - begin, height=0.8, color=COLORS[e.name], linewidth=0)
+            if _STYLE[e.name][0] == track:
+                axes.barh(y, e.end - e.start, left=e.start - begin, height=0.8, color=_STYLE[e.name][1], linewidth=0)
                 if e.name in ("forward", "backward") and e.micro_batch is not None and len(shown[rank]) < 400:
                     middle = (e.start + e.end) / 2 - begin
                     axes.text(middle, y, str(e.micro_batch), ha="center", va="center", fontsize=6, color="white")
@@ -198,9 +183,9 @@ def draw_trace(path: str | Path, by_rank: dict[int, list[TraceEvent]], *, title:
     axes.invert_yaxis()
     axes.set_xlabel("seconds")
     axes.set_title(title, fontsize=10)
-    names = [n for n in COLORS if any(e.name == n for events in shown.values() for e in events)]
+    names = [n for n in _STYLE if any(e.name == n for events in shown.values() for e in events)]
     axes.legend(
-        handles=[Patch(color=COLORS[n], label=n) for n in names],
+        handles=[Patch(color=_STYLE[n][1], label=n) for n in names],
         ncols=len(names),
         fontsize=7,
         loc="upper center",
