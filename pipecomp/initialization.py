@@ -31,13 +31,7 @@ from pipecomp.engine.validation import RunSetup, validate
 from pipecomp.kernels import ops
 from pipecomp.kernels.staging import staging_for
 from pipecomp.netlab.software import VARIABLE, ThrottleSettings, throttle_to
-from pipecomp.plan.auto_bits import (
-    BatchShape,
-    choose_auto_bits,
-    needs_measuring,
-    sample_length,
-    warn_of_dropout,
-)
+from pipecomp.plan.auto_bits import BatchShape, choose_auto_bits, needs_measuring, sample_length, warn_of_dropout
 from pipecomp.plan.simulation import TCP_SHARE, Channel, LinkNetwork
 from pipecomp.stages.partition.splitting import Stage
 from pipecomp.tls.process_group import current_mesh

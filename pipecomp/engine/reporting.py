@@ -35,11 +35,7 @@ class Reporting:
     """
 
     def __init__(
-        self,
-        context: StageContext,
-        gradients: GradientReduction,
-        control: InFlightControl,
-        local: LocalTraining | None,
+        self, context: StageContext, gradients: GradientReduction, control: InFlightControl, local: LocalTraining | None
     ) -> None:
         self._context, self._gradients, self._control, self._local = context, gradients, control, local
         self.trace, self.links = Trace(), Links()
