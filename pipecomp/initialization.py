@@ -155,7 +155,7 @@ def _connect(
     engine.open_links(*open_links(engine, settings, transports, all_ranks, staging), heartbeat)
     lab = os.environ.get(VARIABLE)
     if lab is not None:
-        engine.network = asdict(_lab_network(ThrottleSettings.read(lab), pipelines(engine.grid)[0]))
+        engine.reporting.network = asdict(_lab_network(ThrottleSettings.read(lab), pipelines(engine.grid)[0]))
 
 
 def _lab_network(lab: ThrottleSettings, ranks: Sequence[int]) -> LinkNetwork:

@@ -83,12 +83,14 @@ def build_engine(setup: RunSetup, arguments: RunArguments, all_ranks: AllRanks) 
             require(optimizer is None, "optimizer", optimizer, "none given: 'quantized_adam' is the optimizer")
             optimizer = quantized_adam(settings, ds_config, module, parameters)
             del ds_config["optimizer"]
+        tied_groups = _tied_groups(plan, grid)
+        exchange, local = _exchanges(settings, plan, grid)
         engine = PipelineEngine(
             pipecomp_config=settings,
             plan=plan,
-            tied_groups=_tied_groups(plan, grid),
-            exchange=_gradient_exchange(settings, plan, grid),
-            local=_local_exchanges(settings, plan, grid),
+            tied_groups=tied_groups,
+            exchange=exchange,
+            local=local,
             args=None,
             model=module,
             optimizer=optimizer,
@@ -195,51 +197,42 @@ def _exchange_timeout_s(settings: Config, steps: int = 1) -> float:
     return max(steps * settings.transport.timeout_s, default_pg_timeout.total_seconds())
 
 
-def _gradient_exchange(settings: Config, split_plan: SplitPlan, grid: Any) -> GradientExchange | None:
-    """The exchange of compressed gradients in synchronous steps; None if DeepSpeed reduces them."""
-    gradients, local = settings.gradients, settings.gradients.local
-    if gradients.method == "none" or (local is not None and not local.ever_synchronous):
-        return None
-    replicas, stage = pipelines(grid), grid.get_stage_id()
-    # quantized_adam's replicas exchange momentum; the stages of one replica still sum the gradients of tied weights.
-    holders = [replicas[grid.data_parallel_id]] if gradients.exchanges_in_optimizer else replicas
-    tied = {
-        group.name: TiedRanks(tuple(ranks[s] for ranks in holders for s in group.stages), len(group.stages))
-        for group in split_plan.trained_ties
-        if stage in group.stages
-    }
-    own = [ranks[stage] for ranks in replicas]
-    timeout_s = _exchange_timeout_s(settings)
-    return GradientExchange(gradients, own, tied, stage=stage, seed=settings.seed, timeout_s=timeout_s)
-
-
-def _local_exchanges(settings: Config, split_plan: SplitPlan, grid: Any) -> LocalExchanges | None:
-    """The exchanges of replicas that take local steps; None if they do not."""
+def _exchanges(
+    settings: Config, split_plan: SplitPlan, grid: Any
+) -> tuple[GradientExchange | None, LocalExchanges | None]:
+    """The exchange of compressed gradients in synchronous steps, and those of local steps; None without."""
     options, local = settings.gradients, settings.gradients.local
-    if local is None:
-        return None
-    if local.local_steps == 1:
-        return LocalExchanges()
     replicas, stage = pipelines(grid), grid.get_stage_id()
-    own = [ranks[stage] for ranks in replicas]
-    tied = [group for group in split_plan.trained_ties if stage in group.stages]
+    own, here = [ranks[stage] for ranks in replicas], replicas[grid.data_parallel_id]
+    ties = [group for group in split_plan.trained_ties if stage in group.stages]
+
+    def tied(pipelines: list[list[int]]) -> dict[str, TiedRanks]:
+        """The holders of this stage's tied weights on all their stages, in some replicas."""
+        return {
+            g.name: TiedRanks(tuple(ranks[s] for ranks in pipelines for s in g.stages), len(g.stages)) for g in ties
+        }
 
     def exchange(
-        prefix: str, ranks: list[int], held: dict[str, TiedRanks], options: Gradients, steps: int = local.local_steps
+        ranks: list[int], tied: dict[str, TiedRanks], options: Gradients = options, prefix: str = "", steps: int = 1
     ) -> GradientExchange:
-        seed, timeout_s = settings.seed, _exchange_timeout_s(settings, steps)
-        return GradientExchange(options, ranks, held, stage=stage, seed=seed, timeout_s=timeout_s, prefix=prefix)
+        timeout_s = _exchange_timeout_s(settings, steps)
+        return GradientExchange(
+            options, ranks, tied, stage=stage, seed=settings.seed, timeout_s=timeout_s, prefix=prefix
+        )
 
-    inner = rows = None
-    if tied and options.method != "none":
-        here = replicas[grid.data_parallel_id]
-        held = {g.name: TiedRanks(tuple(here[s] for s in g.stages), len(g.stages)) for g in tied}
-        inner = exchange("local ", [here[stage]], held, options, steps=1)
-    all_tied = {g.name: TiedRanks(tuple(own), 1) for g in tied}
-    outer = exchange("outer ", own, all_tied, options)
+    synchronous = inner = rows = None
+    if options.method != "none" and (local is None or local.ever_synchronous):
+        # quantized_adam's replicas exchange momentum; the stages of one replica still sum gradients of tied weights.
+        synchronous = exchange(own, tied([here] if options.exchanges_in_optimizer else replicas))
+    if local is None or local.local_steps == 1:
+        return synchronous, None if local is None else LocalExchanges()
+    if ties and options.method != "none":
+        inner = exchange([here[stage]], tied([here]), prefix="local ")
+    alone = {g.name: TiedRanks(tuple(own), 1) for g in ties}  # in outer steps each stage averages its own copy
+    outer = exchange(own, alone, prefix="outer ", steps=local.local_steps)
     if local.shares_rows:
-        rows = exchange("rows ", own, all_tied, Gradients(method="none"))
-    return LocalExchanges(inner, outer, rows)
+        rows = exchange(own, alone, Gradients(method="none"), prefix="rows ", steps=local.local_steps)
+    return synchronous, LocalExchanges(inner, outer, rows)
 
 
 def quantized_adam(

@@ -32,7 +32,7 @@ from pipecomp.engine.gradient_exchange import GradientExchange, ReplicaAdam
 from pipecomp.engine.local_steps import LocalExchanges, LocalTraining
 from pipecomp.engine.reduction import GradientReduction
 from pipecomp.engine.replica_sync import match_replicas, saved_buffers
-from pipecomp.engine.reporting import Reporting, run_metadata
+from pipecomp.engine.reporting import Reporting
 from pipecomp.engine.schedule import EvalSchedule, InFlightControl, TrainSchedule
 from pipecomp.engine.stage_work import StageWork
 from pipecomp.errors import SplitError, require
@@ -67,7 +67,6 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine, EngineState):
         run: Owner of the cached activations; None if none are cached.
         resumed: How the run continues, set by `load_checkpoint`; None before.
         data_facts: Identify the training data in a checkpoint; empty if sample ids are not their places.
-        network: Links of the network lab that the run trains in; None outside a lab.
         step_samples: Samples of this replica in the next step, if its loss is their mean; None if it is the mean over
             micro-batches.
     """
@@ -101,7 +100,6 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine, EngineState):
         self.resumed: ResumeState | None = None
         self.progress = TrainingProgress()
         self.data_facts: dict[str, Any] = {}
-        self.network: dict[str, Any] | None = None
         self.loader: TrainLoader | None = None
         self.step_samples: int | None = None
         with no_stage_messages():
@@ -402,8 +400,8 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine, EngineState):
             return gathered(self.comm_stats())
 
     def describe(self) -> dict[str, Any]:
-        """Model, stages, batch sizes, settings and links as JSON values. See `reporting.run_metadata`."""
-        return run_metadata(self.context, self.pipecomp_config, self.micro_batch_size, self.micro_batches, self.network)
+        """Model, stages, batch sizes, settings and links as JSON values. See `Reporting.run_metadata`."""
+        return self.reporting.run_metadata(self.pipecomp_config, self.micro_batch_size, self.micro_batches)
 
     def gather_last_step(self) -> list[dict[str, Any]]:
         """Events of all ranks in the last training step, in Chrome's trace format; every rank must call this.

@@ -32,6 +32,7 @@ class Reporting:
     Attributes:
         trace: The events.
         links: Of this rank, once they are open.
+        network: Links of the network lab that the run trains in; None outside a lab.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Reporting:
     ) -> None:
         self._context, self._gradients, self._control, self._local = context, gradients, control, local
         self.trace, self.links = Trace(), Links()
+        self.network: dict[str, Any] | None = None
         self._seconds = Seconds()
         self._backwards = 0  # in this step
 
@@ -132,34 +134,23 @@ class Reporting:
         if problem is not None:
             raise OutputError(problem)
 
+    def run_metadata(self, settings: Config, micro_batch_size: int, micro_batches: int) -> dict[str, Any]:
+        """Describe the run as JSON values. settings: with measured bits in place of "auto".
 
-def run_metadata(
-    context: StageContext, settings: Config, micro_batch_size: int, micro_batches: int, network: dict[str, Any] | None
-) -> dict[str, Any]:
-    """Describe a run for its report.
-
-    Args:
-        context: Of any rank.
-        settings: The section "pipecomp", with measured bits in place of "auto".
-        micro_batch_size: Samples of a micro-batch.
-        micro_batches: Of a step.
-        network: The network lab's links as a `plan.network.Network`; None outside a lab.
-
-    Returns:
-        JSON values. "hidden": H, None for plain modules. "network": null where there is no limit.
-    """
-    stage, plan = context.stage, context.plan
-    weight = next(stage.parameters(), None)
-    return {
-        "model": plan.model_class,
-        "stages": context.num_stages,
-        "replicas": context.replicas,
-        "cuts": list(plan.cuts),
-        "parameters": list(plan.parameters),
-        "micro_batch": micro_batch_size,
-        "micro_batches": micro_batches,
-        "dtype": None if weight is None else str(weight.dtype).removeprefix("torch."),
-        "hidden": int(stage.hidden_size) if isinstance(stage, Stage) else None,
-        "settings": replace_nonfinite({**settings.model_dump(), "activations": settings.activations.as_dict()}),
-        "network": None if network is None else replace_nonfinite(network),
-    }
+        "hidden": H, None for plain modules. "network": `plan.simulation.LinkNetwork` with null where there is no limit.
+        """
+        context, stage = self._context, self._context.stage
+        weight = next(stage.parameters(), None)
+        return {
+            "model": context.plan.model_class,
+            "stages": context.num_stages,
+            "replicas": context.replicas,
+            "cuts": list(context.plan.cuts),
+            "parameters": list(context.plan.parameters),
+            "micro_batch": micro_batch_size,
+            "micro_batches": micro_batches,
+            "dtype": None if weight is None else str(weight.dtype).removeprefix("torch."),
+            "hidden": int(stage.hidden_size) if isinstance(stage, Stage) else None,
+            "settings": replace_nonfinite({**settings.model_dump(), "activations": settings.activations.as_dict()}),
+            "network": None if self.network is None else replace_nonfinite(self.network),
+        }
