@@ -24,7 +24,7 @@ from torch import Tensor
 
 from pipecomp.allreduce import State, ddp_hook
 from pipecomp.allreduce.call import PARTS
-from pipecomp.allreduce.method import Method
+from pipecomp.allreduce.method import GradientMethod
 from pipecomp.allreduce.methods import METHODS, create_method
 from pipecomp.allreduce.predict import plan_of
 from pipecomp.config.gradients import METHODS as OPTIONS
@@ -135,7 +135,7 @@ class Variant:
 FP32 = Variant("none", torchs_own=True)
 
 
-def _torchs_own(method: type[Method]) -> bool:
+def _torchs_own(method: type[GradientMethod]) -> bool:
     return hasattr(method, "plain_hook")
 
 

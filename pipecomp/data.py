@@ -1,10 +1,9 @@
-"""Micro-batches with sample ids: AQ-SGD needs to know a sample again when it comes back.
+"""Micro-batches with sample ids, by which AQ-SGD recognizes a sample in later epochs.
 
-The id of a sample is its place in the dataset, unless the dataset has a method `sample_id(index)` that says otherwise:
-one that shows a sample in several views gives one id to those that share a cached activation. Replicas of a pipeline
-share the dataset out once and shuffle only within their own part, so that a sample stays with the replica that holds
-its cached activation. The order of ids follows from the seed and the epoch alone; every stage that loads data loads
-the same micro-batches.
+The id of a sample is its index in the dataset, or the result of the dataset's method `sample_id(index)`: a dataset with
+several views of a sample returns the same id for those that share a cached activation. Each replica of a pipeline
+shuffles within a fixed part of the dataset, so that a sample stays with the replica that has its cached activation.
+The order depends on the seed and the epoch only, and all stages that load data load the same micro-batches.
 """
 
 from __future__ import annotations
@@ -29,15 +28,17 @@ LABEL_KEYS = ("labels", "label")
 INPUT_KEYS = ("input_ids", "pixel_values")
 ID_KEY = "sample_ids"
 MAX_ID = 2**63 - 1
-SHOWN = 8  # samples of a dataset that ranks compare
+SHOWN = 8  # samples of a dataset in a comparison between ranks
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Samples that go through the pipeline together.
+    """Samples that pass through the pipeline together.
 
-    ids: B sample ids. inputs: for the first stage, with input_ids [B, S] or pixel_values [B, …] among them. labels: for
-    the loss.
+    Attributes:
+        ids: B sample ids.
+        inputs: of the first stage, with input_ids [B, S] or pixel_values [B, …].
+        labels: of the loss.
     """
 
     ids: tuple[int, ...]
@@ -45,17 +46,22 @@ class MicroBatch:
     labels: Tensor | None
 
     def pin_memory(self) -> MicroBatch:
-        """Copy it to page-locked memory, from which a GPU copies faster; torch's DataLoader calls this."""
+        """Return a copy in page-locked memory, for fast copies to a GPU; called by torch's DataLoader."""
         labels = None if self.labels is None else self.labels.pin_memory()
         return MicroBatch(self.ids, {key: value.pin_memory() for key, value in self.inputs.items()}, labels)
 
 
 def as_micro_batch(batch: Any, ids: Sequence[int] | None = None, *, number_from: int | None = None) -> MicroBatch:
-    """Make a MicroBatch of a collated batch.
+    """Convert a collated batch to a MicroBatch.
 
-    batch: a mapping with "input_ids" (or "pixel_values") and usually "labels", or DeepSpeed's pair (inputs, labels).
-    Its ids come from `ids`, else from the key "sample_ids", else they are numbers from `number_from` on, where nothing
-    needs to know a sample again. Raises DataError for anything else, or without ids.
+    Args:
+        batch: a mapping with "input_ids" (or "pixel_values") and usually "labels", or DeepSpeed's pair (inputs,
+            labels).
+        ids: of the samples; None to take them from the key "sample_ids".
+        number_from: first of consecutive ids for a batch without ids, if samples need not be recognized later.
+
+    Raises:
+        DataError: for other batches, and batches without ids.
     """
     if isinstance(batch, MicroBatch):
         return batch
@@ -89,18 +95,18 @@ def as_micro_batch(batch: Any, ids: Sequence[int] | None = None, *, number_from:
     return MicroBatch(tuple(ids), fields, labels)
 
 
-def id_of_place(data: Any) -> Callable[[int], int]:
-    """What gives the id of a place in the dataset: the dataset's own `sample_id`, else it is the place itself."""
+def sample_id_function(data: Any) -> Callable[[int], int]:
+    """Return the function from index to id: the dataset's `sample_id`, or the index itself."""
     own = getattr(data, "sample_id", None)
     return int if own is None else partial(_own_id, own)
 
 
-def _own_id(sample_id: Callable[[int], Any], place: int) -> int:
-    return _whole(sample_id(place))
+def _own_id(sample_id: Callable[[int], Any], index: int) -> int:
+    return _whole(sample_id(index))
 
 
 def _whole(sample_id: Any) -> int:
-    """An id as Python's own number, for one of numpy or torch cannot be 2**63 more. DataError for anything else."""
+    """Convert an id to a Python int, as those of NumPy and torch overflow. Raises DataError for anything else."""
     try:
         return operator.index(sample_id)
     except TypeError:
@@ -108,22 +114,24 @@ def _whole(sample_id: Any) -> int:
 
 
 class Sampler(Protocol):
-    """The order of training. per_epoch: micro-batches of one pass over the data."""
+    """The order of training samples. per_epoch: micro-batches in one pass over the data."""
 
     per_epoch: int
 
     def batch(self, number: int) -> list[int]:
-        """List the dataset's indices of micro-batch `number`, counted from the start of training; endless."""
+        """Return the dataset's indices of micro-batch `number`, counted from the start of training; endless."""
 
 
 class ShardedSampler:
-    """Endless micro-batches of one replica, as places in the dataset.
+    """Endless micro-batches of one replica, as indices of the dataset.
 
-    Replica r of n takes the samples r, r + n, r + 2n, …; all replicas take equally many, so up to n − 1 samples at the
-    end of the dataset are left out. An incomplete micro-batch at the end of an epoch is dropped; the shuffled order
-    gives every sample its turn. With drop_last=False nothing is left out: the last micro-batch of an epoch may be
-    short, and a replica that has one sample less than others repeats the first of the epoch at its end.
-    per_epoch: micro-batches in one pass over the data.
+    Replica r of n takes the samples r, r + n, r + 2n, …; all replicas take equally many, which leaves out up to n − 1
+    samples at the end of the dataset. An incomplete micro-batch at the end of an epoch is dropped; with shuffling its
+    samples change from epoch to epoch. With drop_last=False nothing is left out: the last micro-batch of an epoch may
+    be short, and a replica with one sample less repeats the first of the epoch at its end.
+
+    Attributes:
+        per_epoch: micro-batches in one pass over the data.
     """
 
     def __init__(
@@ -154,11 +162,11 @@ class ShardedSampler:
         self._order = self._own
 
     def size(self, number: int) -> int:
-        """Count the samples of micro-batch `number`, which all replicas have alike."""
+        """Return the number of samples of micro-batch `number`, the same on all replicas."""
         return min(self._micro_batch, self._length - number % self.per_epoch * self._micro_batch)
 
     def batch(self, number: int) -> list[int]:
-        """List the places of micro-batch `number`, counted from the start of training."""
+        """Return the indices of micro-batch `number`, counted from the start of training."""
         epoch, place = divmod(number, self.per_epoch)
         if epoch != self._cached_epoch:
             order = self._arrange(epoch)
@@ -168,17 +176,17 @@ class ShardedSampler:
         return self._order[start : start + self._micro_batch].tolist()
 
     def _arrange(self, epoch: int) -> Tensor:
-        """Put this replica's samples in the order of an epoch."""
+        """Return this replica's samples in the order of an epoch."""
         return self._own[torch.randperm(len(self._own), generator=self._draw(epoch))] if self._shuffle else self._own
 
     def _draw(self, epoch: int) -> torch.Generator:
-        # torch's generator takes 32 bits of a seed, and drops the others.
+        # torch's generator uses only 32 bits of a seed.
         return torch.Generator().manual_seed(ops.mix_seed(self._seed, epoch, self._replica) & 0xFFFFFFFF)
 
 
 @contextlib.contextmanager
 def seeded(*numbers: int) -> Iterator[None]:
-    """Python's, numpy's and torch's generators seeded inside, and as they were afterwards."""
+    """Seed the generators of Python, NumPy and torch (CPU) during the body, and restore them after it."""
     python, legacy = random.getstate(), np.random.get_state()
     seed = ops.mix_seed(*numbers)
     with torch.random.fork_rng(devices=[]):
@@ -192,15 +200,15 @@ def seeded(*numbers: int) -> Iterator[None]:
             np.random.set_state(legacy)
 
 
-def _micro_batch(data: Any, places: list[int], collate: Callable[[list], Any] | None, *seed: int) -> MicroBatch:
-    """Make one of the samples at these places.
+def _micro_batch(data: Any, indices: list[int], collate: Callable[[list], Any] | None, *seed: int) -> MicroBatch:
+    """Load and collate the samples at these indices.
 
-    What data and collate draw follows from the seed alone: the labels of the last stage, which loads for itself, then
-    are those of the first one's inputs.
+    Random draws of data and collate depend on the seed only, so that the labels that the last stage loads belong to the
+    inputs that the first stage loads.
     """
-    sample_id = id_of_place(data)
+    sample_id = sample_id_function(data)
     with seeded(*seed):
-        return as_micro_batch((collate or default_collate)([data[i] for i in places]), [sample_id(i) for i in places])
+        return as_micro_batch((collate or default_collate)([data[i] for i in indices]), [sample_id(i) for i in indices])
 
 
 def default_collate(samples: list[Mapping[str, Any]]) -> dict[str, Tensor]:
@@ -224,7 +232,7 @@ def default_collate(samples: list[Mapping[str, Any]]) -> dict[str, Tensor]:
 
 
 def count_samples(data: Any, what: str) -> int:
-    """How many there are. DataError for a stream, and for a mapping, whose keys are names of splits or columns."""
+    """Return the number of samples. Raises DataError for streams, and mappings of splits or columns."""
     if not isinstance(data, Sized) or isinstance(data, Mapping):
         raise DataError(
             f"{what} is a {type(data).__name__}; expected a list or dataset with a length, samples by number"
@@ -233,16 +241,23 @@ def count_samples(data: Any, what: str) -> int:
 
 
 class TrainLoader:
-    """Endless micro-batches for one replica, from where training stands; knows the ids that come next.
+    """Endless micro-batches of one replica, with a look-ahead of their ids.
 
-    seed: of what data and collate draw, together with a micro-batch's number.
+    Args:
+        data: the dataset.
+        sampler: the order.
+        collate: converts a list of samples to a batch; None to stack them.
+        seed: of random draws in data and collate, mixed with the micro-batch's number.
+
+    Attributes:
+        taken: micro-batches handed out so far; set it to resume.
     """
 
     def __init__(
         self, data: Any, sampler: Sampler, collate: Callable[[list], Any] | None = None, *, seed: int = 0
     ) -> None:
         self.sampler = sampler
-        self.taken = 0  # micro-batches handed out so far
+        self.taken = 0
         self._data, self._collate, self._seed = data, collate, seed
 
     def __iter__(self) -> Iterator[MicroBatch]:
@@ -252,27 +267,33 @@ class TrainLoader:
             yield batch
 
     def upcoming(self, ahead: int) -> list[int]:
-        """List the ids of the micro-batch that is handed out `ahead` calls from now (0: the next one)."""
-        return list(map(id_of_place(self._data), self.sampler.batch(self.taken + ahead)))
+        """Return the ids of the micro-batch `ahead` calls from now (0: the next one)."""
+        return list(map(sample_id_function(self._data), self.sampler.batch(self.taken + ahead)))
 
 
 def eval_batches(data: Any, micro_batch: int, collate: Callable[[list], Any] | None = None) -> list[MicroBatch]:
-    """All samples in order, the last micro-batch possibly short; for `engine.eval_batch`.
+    """Return all samples in order, for `engine.eval_batch`; the last micro-batch may be short.
 
-    micro_batch: samples of each, at most 64 or as many as in training, unless `engine.allow_evaluation` allows more.
+    Args:
+        data: the dataset.
+        micro_batch: samples of each; at most 64 or as many as in training, unless `engine.allow_evaluation` allows
+            more.
+        collate: converts a list of samples to a batch; None to stack them.
     """
     size = count_samples(data, "evaluation data")
     starts = range(0, size, micro_batch)
     return [_micro_batch(data, list(range(a, min(a + micro_batch, size))), collate, a) for a in starts]
 
 
-# -- what ranks compare of a dataset, which each of them makes for itself
+# -- comparison of datasets between ranks
 
 
 def check_labels(make: Callable[[], MicroBatch], name: str) -> None:
-    """DataError where labels follow from draws that are not seeded: the last stage's would not fit the first's inputs.
+    """Raise DataError if labels depend on unseeded random draws: they would not match the first stage's inputs.
 
-    make: makes the same micro-batch, seeded, every time. name: the dataset's.
+    Args:
+        make: loads the same micro-batch, seeded, in every call.
+        name: of the dataset.
     """
     if _digest(make().labels) != _digest(make().labels):
         raise DataError(
@@ -284,19 +305,21 @@ def check_labels(make: Callable[[], MicroBatch], name: str) -> None:
 
 
 def dataset_facts(data: Any, name: str) -> dict[str, Any]:
-    """Return what is compared of a dataset: its length and a digest of some samples.
+    """Return the length of a dataset and a digest of some samples, for comparison between ranks.
 
-    data: samples by number. name: the dataset's, for errors.
+    Args:
+        data: samples by index.
+        name: of the dataset, for errors.
     """
     facts: dict[str, Any] = {f"length of {name}": len(data)}
-    places = sorted({round(i * (len(data) - 1) / max(1, SHOWN - 1)) for i in range(SHOWN)})
+    indices = sorted({round(i * (len(data) - 1) / max(1, SHOWN - 1)) for i in range(SHOWN)})
     with seeded(0):
-        first = [_digest(data[i]) for i in places]
+        first = [_digest(data[i]) for i in indices]
     with seeded(0):
-        again = [_digest(data[i]) for i in places]
-    if first == again:  # else it draws at random, from a generator of its own
+        again = [_digest(data[i]) for i in indices]
+    if first == again:  # otherwise it draws from a generator of its own
         digest = hashlib.sha256("".join(first).encode()).hexdigest()[:12]
-        facts[f"order or content of {name} (digest of {len(places)} samples)"] = digest
+        facts[f"order or content of {name} (digest of {len(indices)} samples)"] = digest
     return facts
 
 
@@ -307,7 +330,7 @@ def _digest(sample: Any) -> str:
 
 
 def _add(found: Any, value: Any) -> None:
-    """Values, in whatever order a mapping has them; of other objects only the type."""
+    """Hash a value, independently of the order of mappings; of unknown objects only the type."""
     if isinstance(value, Mapping):
         for key in sorted(value, key=str):
             found.update(f"{key}:".encode())

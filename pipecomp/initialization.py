@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipecomp.data import ShardedSampler, TrainLoader, check_labels, count_samples, dataset_facts, id_of_place
+from pipecomp.data import ShardedSampler, TrainLoader, check_labels, count_samples, dataset_facts, sample_id_function
 from pipecomp.distributed.consistency import AllRanks
 from pipecomp.distributed.heartbeat import Heartbeat, process_heartbeat
 from pipecomp.distributed.rendezvous import join_processes
@@ -125,7 +125,7 @@ def _set_training_data(
         check_labels(lambda: next(iter(make_loader())), "training_data")
     engine.set_loader(make_loader())
     facts = dataset_facts(data, "training_data")
-    if id_of_place(data) is int:
+    if sample_id_function(data) is int:
         engine.data_facts = facts
     return facts
 

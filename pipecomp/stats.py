@@ -1,4 +1,4 @@
-"""Counters of traffic and time: plain numbers, kept where the traffic is, added up by whoever reports."""
+"""Counters of traffic and time. Each component counts its own traffic; reports add them up."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 DIRECTIONS = ("forward", "backward", "evaluation")
-WEIGHTS = "weights"  # the group of those that replicas which share out an optimizer's states send each other
+WEIGHTS = "weights"  # group name of the weights that replicas with a partitioned optimizer gather from each other
 _MEANS = ("mean_bits", "relative_error", "store_hit_rate")
-_AS_IT_IS = ("rank", "stage", "replica", "in_flight", "store_bytes", "local_steps")
+_NOT_CUMULATIVE = ("rank", "stage", "replica", "in_flight", "store_bytes", "local_steps")
 
 
 @dataclass(slots=True)
@@ -21,10 +21,10 @@ class Direction:
 
     Attributes:
         messages: Packets.
-        bytes_raw: The values in the training dtype, padding not counted.
-        bytes_sent: Complete packets, headers included.
-        values_quantized: Values sent as codes, those of top-k not counted.
-        code_bits: The bits of all their codes.
+        bytes_raw: Values in the training dtype, without padding.
+        bytes_sent: Complete packets with headers.
+        values_quantized: Values sent as codes, without those of top-k.
+        code_bits: Bits of these codes.
     """
 
     messages: int = 0
@@ -34,7 +34,7 @@ class Direction:
     code_bits: int = 0
 
     def add(self, raw: int, sent: int, quantized: tuple[int, int] = (0, 0)) -> None:
-        """Count one packet of so many bytes. quantized: its values that are, and the bits of their codes."""
+        """Count one packet of `sent` bytes. quantized: its quantized values, and the bits of their codes."""
         self.messages += 1
         self.bytes_raw += raw
         self.bytes_sent += sent
@@ -42,7 +42,7 @@ class Direction:
         self.code_bits += quantized[1]
 
     def mean_bits(self) -> float | None:
-        """Return the bits of a quantized value, on average; None where there is none."""
+        """Return the mean bits of a quantized value; None without any."""
         return self.code_bits / self.values_quantized if self.values_quantized else None
 
 
@@ -54,19 +54,19 @@ class LinkStats:
         forward: Activations.
         backward: Their gradients.
         evaluation: Activations of evaluations.
-        full_samples: Samples that were sent without reference to a cached activation.
-        delta_samples: Samples that were sent as a change of a cached activation, or of cluster centers.
-        unstored_samples: First visits, among `full_samples`, that no endpoint keeps because a disk refused writes.
-        full_gradients: Samples whose gradient was sent without reference to an earlier one, where some are changes.
+        full_samples: Samples sent without reference to a cached activation.
+        delta_samples: Samples sent as a change of a cached activation, or of cluster centers.
+        unstored_samples: First visits, among `full_samples`, that no endpoint stores because a disk refused writes.
+        full_gradients: Samples whose gradient was sent without reference to an earlier one; 0 without gradient deltas.
         delta_gradients: Samples whose gradient was sent as a change of the last one.
-        drift_checks: How often both endpoints compared their cached activations.
-        drift_check_bytes: What this endpoint sent for that.
-        drifts: How often they differed.
-        drift_samples: In how many samples.
-        wait_seconds: How long this endpoint waited for packets in training.
-        error_sum: Sum of ‖a − m‖ / ‖a‖ over the sampled forward packets: the first micro-batch of each step, known to
-            the sender only.
-        error_count: Their number.
+        drift_checks: Comparisons of both endpoints' cached activations.
+        drift_check_bytes: Bytes sent by this endpoint for them.
+        drifts: Comparisons with differences.
+        drift_samples: Samples that differed.
+        wait_seconds: Time that this endpoint waited for packets in training.
+        error_sum: Sum of ‖a − m‖ / ‖a‖ over the sampled forward packets, those of the first micro-batch of each step;
+            known to the sender only.
+        error_count: Number of sampled packets.
     """
 
     forward: Direction = field(default_factory=Direction)
@@ -86,7 +86,7 @@ class LinkStats:
     error_count: int = 0
 
     def count_visits(self, samples: int, *, deltas: int, kept: int, gradients: bool) -> None:
-        """Count a packet's samples, how many were sent as changes, and how many this endpoint keeps."""
+        """Count a packet's samples, those sent as deltas, and those that this endpoint stores."""
         if gradients:
             self.delta_gradients += deltas
             self.full_gradients += samples - deltas
@@ -113,11 +113,11 @@ class GroupStats:
 
     Attributes:
         calls: Reductions.
-        bytes_raw: What a ring all-reduce of n ranks puts on this rank's link, 2 (n − 1) / n of the gradients' bytes.
-        bytes_sent: What was put there.
-        wait_seconds: Time in the reduction, waiting for the other ranks included.
+        bytes_raw: Bytes that a ring all-reduce of n ranks sends from this rank, 2 (n − 1) / n of the gradients' bytes.
+        bytes_sent: Bytes sent.
+        wait_seconds: Time in the reduction, including the wait for other ranks.
 
-    Of `WEIGHTS` both are n − 1 parts in n of the weights' bytes, and the time is that of `Seconds.update`.
+    For `WEIGHTS` both are (n − 1) / n of the weights' bytes, and the time is that of `Seconds.update`.
     """
 
     calls: int = 0
@@ -126,7 +126,7 @@ class GroupStats:
     wait_seconds: float = 0.0
 
     def add(self, raw: int, sent: int, ranks: int, seconds: float) -> None:
-        """Count one reduction of `raw` bytes over `ranks` ranks, which travelled as `sent` bytes."""
+        """Count one reduction of `raw` bytes over `ranks` ranks, sent as `sent` bytes."""
         self.calls += 1
         self.bytes_raw += ring_bytes(raw, ranks)
         self.bytes_sent += ring_bytes(sent, ranks)
@@ -135,18 +135,19 @@ class GroupStats:
 
 @dataclass(slots=True)
 class Seconds:
-    """Where this rank's training time went, in seconds, summed over the steps so far.
+    """This rank's training time by part, in seconds, summed over the steps so far.
 
-    By the host's clock. On a GPU `forward`, `backward` and `update` are what asking for their kernels took, and what
-    the kernels take beyond that falls to whichever part waits for their results, such as `encode` or `reduce`.
+    Note:
+        Times are of the host's clock. On a GPU, `forward`, `backward` and `update` are the times to launch kernels; the
+        remaining time of the kernels is counted where their results are waited for, such as `encode` or `reduce`.
 
     Attributes:
         forward: Of the model.
         backward: Of the model.
-        encode: Quantizing, message store and checksums of what is sent.
-        decode: The same of what is received.
+        encode: Quantization, message store and checksums of sent packets.
+        decode: The same for received packets.
         wait: For packets.
-        reduce: Gradients of tied weights and of data-parallel groups, waiting for other ranks included.
+        reduce: Gradients of tied weights and of data-parallel groups, including the wait for other ranks.
         update: The optimizer.
     """
 
@@ -160,19 +161,19 @@ class Seconds:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Count the time inside to `name`."""
+        """Add the time of the body to `name`."""
         began = time.perf_counter()
         yield
         setattr(self, name, getattr(self, name) + time.perf_counter() - began)
 
 
 def ring_bytes(size: int, n: int) -> int:
-    """Return what a ring all-reduce of `size` bytes over n ranks puts on a rank's links."""
+    """Return the bytes that each rank sends in a ring all-reduce of `size` bytes over n ranks."""
     return 2 * size * (n - 1) // n
 
 
 def code_bits(ranks: Iterable[Mapping[str, Any]]) -> dict[str, list[int]]:
-    """Add up, by link, the bits of all codes and the values they are of: forward, then back. ranks: as `Traffic.of`."""
+    """Return, by link, the bits and number of all quantized values: forward, then backward. ranks: as `Traffic.of`."""
     ends = {(rank["replica"], name): link for rank in ranks for name, link in rank["links"].items()}
     found: dict[str, list[int]] = {}
     for (_, name), link in sorted(ends.items()):
@@ -182,13 +183,13 @@ def code_bits(ranks: Iterable[Mapping[str, Any]]) -> dict[str, list[int]]:
 
 
 class BitsMeter:
-    """Bits of a quantized value on average, over all links, each time since the last one."""
+    """Mean bits of a quantized value over all links, since the previous call."""
 
     def __init__(self) -> None:
         self._before = [0] * 4
 
     def since_last(self, ranks: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-        """Return "forward_bits" and "backward_bits", each where something was quantized. ranks: as `Traffic.of`."""
+        """Return "forward_bits" and "backward_bits", if anything was quantized. ranks: as `Traffic.of`."""
         now = [sum(counts) for counts in zip(*code_bits(ranks).values(), strict=True)] or [0] * 4
         spent = [a - b for a, b in zip(now, self._before, strict=True)]
         self._before = now
@@ -197,11 +198,11 @@ class BitsMeter:
 
 
 def counted_since(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a rank has counted from one `comm_stats` to a later one; a mean over more than that is None."""
+    """Return the difference of two `comm_stats` of a rank; means over a longer time are None."""
     out: dict[str, Any] = {}
     for key, value in now.items():
         before = then.get(key)
-        if key in _AS_IT_IS or before is None:
+        if key in _NOT_CUMULATIVE or before is None:
             out[key] = value
         elif isinstance(value, Mapping):
             out[key] = counted_since(before, value)
@@ -225,8 +226,8 @@ class Traffic:
     Attributes:
         links: By "k->k+1", for each of `DIRECTIONS`, `<direction>_bytes_raw` (the values in the training dtype) and
             `<direction>_bytes_sent` (complete packets).
-        groups: By name, what the reductions of a group of ranks put on the network, `bytes_raw` and `bytes_sent`;
-            `WEIGHTS` are gathered.
+        groups: By name, `bytes_raw` and `bytes_sent` of the reductions of a group of ranks, and of the gathered
+            `WEIGHTS`.
     """
 
     links: dict[str, dict[str, int]]
@@ -234,7 +235,7 @@ class Traffic:
 
     @classmethod
     def of(cls, ranks: Iterable[Mapping[str, Any]]) -> Traffic:
-        """Add up `engine.gather_comm_stats()`. Both endpoints of a link count the same packets, so one is taken."""
+        """Sum `engine.gather_comm_stats()`. Both endpoints of a link count the same packets, so one is used."""
         links: dict[str, Counter[str]] = defaultdict(Counter)
         groups: dict[str, Counter[str]] = defaultdict(Counter)
         seen: set[tuple[int, str]] = set()

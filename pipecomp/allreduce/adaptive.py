@@ -28,7 +28,7 @@ from torch import Tensor
 
 from pipecomp.allreduce.call import LARGEST, Call, Counters, Name, Slices, all_within, combine_norms, local_norm
 from pipecomp.allreduce.error_feedback import Residuals
-from pipecomp.allreduce.method import LayerAverage, Method
+from pipecomp.allreduce.method import GradientMethod, LayerAverage
 from pipecomp.config.gradients import Adaptive
 from pipecomp.kernels import ops
 from pipecomp.kernels.reference.reproducible import divisor
@@ -60,7 +60,7 @@ class AdaptiveAverage:
 
     saved_as = "adaptive"
 
-    def __init__(self, method: Method, adaptive: Adaptive, residuals: Residuals) -> None:
+    def __init__(self, method: GradientMethod, adaptive: Adaptive, residuals: Residuals) -> None:
         self._adaptive = adaptive
         self._own = getattr(method.options, adaptive.option)
         self._methods = {v: method.with_options(**{adaptive.option: v}) for v in adaptive.values}

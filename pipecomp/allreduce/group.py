@@ -1,7 +1,7 @@
-"""The ranks that average their gradients, and what they exchange: bytes, from everyone to everyone, in the background.
+"""Asynchronous exchange of bytes among the ranks that average gradients.
 
-Bytes travel over gloo from host memory, in a process group of their own, so that nothing else's collectives can come
-between. Every call here is made by all ranks in the same order.
+Bytes are sent over gloo from host memory, in a process group of their own, which keeps other collectives from
+interleaving. All ranks make all calls in the same order.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from torch.distributed import distributed_c10d
 from pipecomp.errors import LinkError, PeerLostError
 from pipecomp.utils.sockets import record_sockets, wait_until_sent
 
-_CALLS = 1 << 18  # tags of one group's messages, then they come round again
+_CALLS = 1 << 18  # tags of one group's messages, which are then reused
 _CHANNELS = 1 << 12
-SLICE = 1 << 16  # bytes sent at once by a group that gives way; at 10 Mbit/s a packet waits 50 ms for them
-_SLICE_S = 1.0  # after which the next one is sent, though this one has not left
+SLICE = 1 << 16  # bytes per message of a group that yields to packets; at 10 Mbit/s a packet waits 50 ms for them
+_SLICE_S = 1.0  # after which the next slice is sent, even if this one has not left
 
 
 @dataclass(slots=True)
-class _Mesh:
+class _GroupConnections:
     """The connections among some ranks, made once; each group on them has tags of its own."""
 
     process_group: Any
@@ -37,40 +37,42 @@ class _Mesh:
 
 
 @dataclass(slots=True)
-class _Meshes:
-    """All that there are in the torch.distributed that is initialized now; `world` is its group of all ranks."""
+class _ConnectionCache:
+    """All connections of the initialized torch.distributed; `world` is its group of all ranks."""
 
     world: Any = None
-    shared: dict[tuple[tuple[int, ...], float], _Mesh] = field(default_factory=dict)
+    shared: dict[tuple[tuple[int, ...], float], _GroupConnections] = field(default_factory=dict)
     made: Counter[tuple[int, ...]] = field(default_factory=Counter)
 
 
-_meshes = _Meshes()
+_cache = _ConnectionCache()
 
 
-def _mesh(ranks: list[int], timeout_s: float, *, shared: bool) -> _Mesh:
-    global _meshes
-    if _meshes.world is not dist.group.WORLD:
-        _meshes = _Meshes(dist.group.WORLD)
+def _connect(ranks: list[int], timeout_s: float, *, shared: bool) -> _GroupConnections:
+    global _cache
+    if _cache.world is not dist.group.WORLD:
+        _cache = _ConnectionCache(dist.group.WORLD)
     key = (tuple(ranks), timeout_s)
-    found = _meshes.shared.get(key) if shared else None
+    found = _cache.shared.get(key) if shared else None
     if found is None:
-        # Never destroyed before the end: torch would use its name, and with that its stale addresses, again.
-        found = _Mesh(*record_sockets(partial(_made_by_members, ranks, timeout_s)))
+        # Never destroyed: torch would reuse its name, and with it stale addresses.
+        found = _GroupConnections(*record_sockets(partial(_create_process_group, ranks, timeout_s)))
         if shared:
-            _meshes.shared[key] = found
+            _cache.shared[key] = found
     found.channels = (found.channels + 1) % _CHANNELS
     return found
 
 
-def _made_by_members(ranks: list[int], timeout_s: float) -> Any:
-    """Make a process group of ranks that alone call this, under a name that the others need not know.
+def _create_process_group(ranks: list[int], timeout_s: float) -> Any:
+    """Create a process group; only its members call this.
 
-    new_group(use_local_synchronization=True) would name it by how many groups this rank has made or, before torch 2.15,
-    is in, and count it among the groups of all ranks: ranks that are in different ones would wait for each other.
+    Note:
+        new_group(use_local_synchronization=True) names a group by the number of groups that this rank has created (or
+        is in, before torch 2.15), and counts it among the groups of all ranks: ranks in different groups would
+        deadlock.
     """
-    name = f"pipecomp {ranks} {_meshes.made[tuple(ranks)]}"
-    _meshes.made[tuple(ranks)] += 1
+    name = f"pipecomp {ranks} {_cache.made[tuple(ranks)]}"
+    _cache.made[tuple(ranks)] += 1
     made, _ = distributed_c10d._new_process_group_helper(
         len(ranks),
         ranks.index(dist.get_rank()),
@@ -85,13 +87,13 @@ def _made_by_members(ranks: list[int], timeout_s: float) -> Any:
 
 
 def host_backend() -> str:
-    """What groups for tensors in host memory go over: "tls" where all ranks do, else "gloo"."""
+    """Return the backend of groups for host memory: "tls" if the default group is "tls", else "gloo"."""
     return "tls" if dist.get_backend() == "tls" else "gloo"
 
 
 @dataclass(slots=True)
 class Pending:
-    """Messages under way. `received[r]` is what rank r of the group sends; read it after `wait`."""
+    """Messages in transit. `received[r]` holds the bytes of rank r of the group; read it after `wait`."""
 
     received: list[Tensor]
     receives: list[tuple[int, Any]] = field(default_factory=list)
@@ -99,14 +101,14 @@ class Pending:
     kept: list[Tensor] = field(default_factory=list)
 
     def wait(self) -> list[Tensor]:
-        """What all ranks sent, this rank's own included. Raises PeerLostError for a rank that is gone or silent."""
+        """Return the bytes of all ranks, including this one. Raises PeerLostError for a rank that is gone or silent."""
         for rank, work in self.receives:
             _wait(rank, work)
         self.receives.clear()
         return self.received
 
     def finish(self) -> None:
-        """Wait until what was sent from here has left."""
+        """Wait until this rank's bytes are sent."""
         for rank, work in self.sends:
             _wait(rank, work)
         self.sends.clear()
@@ -122,20 +124,24 @@ def _wait(rank: int, work: Any) -> None:
 
 
 class Group:
-    """Exchange bytes among n ranks; `rank` is this one's place among them, `ranks` are their global ranks.
-
-    All ranks of the group must make it at the same point. `process_group` is the one that its messages use, None with
-    one rank that is `shared`. `give_way`, which all ranks must set or none, is called before each `SLICE` bytes are
-    sent, and may wait; then no more than that waits in the system at a time.
+    """Exchanges bytes among n ranks. All ranks of the group must create it at the same point.
 
     Args:
         group: a process group or a list of global ranks; None for all ranks. Without torch.distributed there is one.
         timeout_s: seconds of silence after which a rank counts as lost.
-        shared: whether the connections may be those of other groups of the same ranks. Messages are told apart by tags;
-            torch's collectives are not, and need connections of their own to be started by a thread of their own.
+        shared: share connections with other groups of the same ranks. Messages are matched by tags; torch's collectives
+            are not, and need connections of their own if another thread starts them.
+
+    Attributes:
+        ranks: global ranks.
+        rank: this rank's index in `ranks`.
+        process_group: of the messages; None for a single rank, if `shared`.
+        give_way: called before each `SLICE` bytes are sent, and may wait, so that no more is queued in the system; set
+            on all ranks or none.
+        bytes_sent: by this rank so far.
 
     Raises:
-        LinkError: if this rank is none of them.
+        LinkError: if this rank is not one of the group's.
     """
 
     def __init__(self, group: Any = None, *, timeout_s: float = 120.0, shared: bool = True) -> None:
@@ -155,26 +161,26 @@ class Group:
             if dist.get_rank() not in self.ranks:
                 raise LinkError(f"rank {dist.get_rank()} is not one of the group's ranks {self.ranks}")
             self.rank = self.ranks.index(dist.get_rank())
-            if len(self.ranks) > 1 or not shared:  # torch's collectives would take None for all ranks
-                mesh = _mesh(self.ranks, timeout_s, shared=shared)
-                self.process_group, self._channel = mesh.process_group, mesh.channels
-                self._sockets = mesh.sockets
+            if len(self.ranks) > 1 or not shared:  # torch's collectives interpret None as all ranks
+                connections = _connect(self.ranks, timeout_s, shared=shared)
+                self.process_group, self._channel = connections.process_group, connections.channels
+                self._sockets = connections.sockets
 
-    def again(self) -> Group:
-        """The same ranks with messages of their own, for somebody else who may exchange at the same time."""
+    def duplicate(self) -> Group:
+        """Return a group of the same ranks with separate messages, for concurrent exchanges."""
         other = Group(self.ranks, timeout_s=self.timeout_s)
         other.give_way = self.give_way
         return other
 
     @property
     def size(self) -> int:
-        """n."""
+        """Number of ranks, n."""
         return len(self.ranks)
 
     def exchange(self, outgoing: list[Tensor], incoming: list[int]) -> Pending:
-        """Send outgoing[r] (uint8 on the CPU) to each rank r and receive incoming[r] bytes from it.
+        """Send outgoing[r] (uint8 on the CPU) to each rank r, and receive incoming[r] bytes from it.
 
-        Returns at once, or where the group gives way when the last slice is leaving.
+        Returns at once, or with `give_way` when the last slice is being sent.
         """
         tag = self._channel * _CALLS + self._call
         self._call = (self._call + 1) % _CALLS
@@ -191,7 +197,7 @@ class Group:
             for part in self._slices(outgoing[r]):
                 if self.give_way is not None:
                     if pending.sends:
-                        _wait(*pending.sends.pop())  # gloo waits for a send once
+                        _wait(*pending.sends.pop())  # gloo allows one wait per send
                         wait_until_sent(self._sockets, _SLICE_S)
                     self.give_way()
                 pending.sends.append((self.ranks[r], dist.isend(part, self.ranks[r], group, tag)))
@@ -199,21 +205,21 @@ class Group:
         return pending
 
     def _slices(self, data: Tensor) -> tuple[Tensor, ...]:
-        """What travels as one message; nothing for no bytes."""
+        """Split bytes into messages; none for no bytes."""
         if self.give_way is not None:
             return data.split(SLICE) if data.numel() else ()
         return (data,) if data.numel() else ()
 
     def _others(self) -> list[int]:
-        """The other ranks, the next one first, so that not all send to the same one."""
+        """Return the other ranks, starting with the next one, so that not all send to the same rank."""
         return [(self.rank + i) % self.size for i in range(1, self.size)]
 
     def gather(self, data: Tensor, counts: list[int] | None = None) -> Pending:
-        """Send `data` (uint8) to all ranks; counts: how many bytes each rank gives, by default as many as this one."""
+        """Send `data` (uint8) to all ranks. counts: bytes of each rank; as many as this rank's by default."""
         return self.exchange([data] * self.size, counts or [data.numel()] * self.size)
 
     def gather_numbers(self, values: list[float]) -> list[list[float]]:
-        """Each rank's values, as float64; of all ranks, on all ranks."""
+        """Return each rank's values (float64), on all ranks."""
         row = torch.tensor(values, dtype=torch.float64)
         if self.size == 1:
             return [values]
@@ -224,7 +230,7 @@ class Group:
         return out
 
     def broadcast(self, data: Tensor) -> Tensor:
-        """The first rank's bytes, on all ranks; the others' `data` says how many."""
+        """Return the first rank's bytes, on all ranks; the others pass `data` of the same size."""
         first = self.rank == 0
         empty = torch.empty(0, dtype=torch.uint8)
         outgoing = [data] * self.size if first else [empty] * self.size

@@ -1,4 +1,4 @@
-"""Ranks that are threads of one process, for tests and for measuring a method's error without a network."""
+"""Groups whose ranks are threads of one process, for tests and measurements of a method's error."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Key = tuple[int, int, int, int]  # from, to, channel, number of the exchange on 
 Mail = dict[Key, "queue.SimpleQueue[Tensor]"]
 
 
-class _Arriving:
-    """Something that `Pending` can wait for."""
+class _MailReceive:
+    """A receive that `Pending` waits for."""
 
     def __init__(self, mail: Mail, key: Key, target: Tensor, timeout_s: float) -> None:
         self._mail, self._key, self._target, self._timeout_s = mail, key, target, timeout_s
 
     def wait(self) -> None:
-        """Fill the target; RuntimeError as torch raises it."""
+        """Fill the target. Raises RuntimeError, as torch does."""
         try:
             found = _box(self._mail, self._key).get(timeout=self._timeout_s)
         except queue.Empty:
@@ -40,7 +40,7 @@ def _box(mail: Mail, key: Key) -> queue.SimpleQueue[Tensor]:
 
 
 class LoopbackGroup(Group):
-    """Rank `rank` of `size` threads that share `mail`."""
+    """The group of rank `rank` of `size` threads that share `mail`."""
 
     def __init__(self, rank: int, size: int, mail: Mail, *, timeout_s: float = 30.0) -> None:
         self.bytes_sent = 0
@@ -50,14 +50,14 @@ class LoopbackGroup(Group):
         self._mail, self._timeout_s, self._exchanges = mail, timeout_s, 0
         self._own_channel, self._channels = 0, itertools.count(1)
 
-    def again(self) -> LoopbackGroup:
-        """See Group."""
+    def duplicate(self) -> LoopbackGroup:
+        """Return a group with separate messages."""
         other = LoopbackGroup(self.rank, self.size, self._mail, timeout_s=self._timeout_s)
         other._own_channel, other._channels = next(self._channels), self._channels
         return other
 
     def exchange(self, outgoing: list[Tensor], incoming: list[int]) -> Pending:
-        """As Group's: bytes are copied at once and wait in a queue."""
+        """Send and receive as `Group.exchange`; bytes are copied at once and queued."""
         place = (self._own_channel, self._exchanges)
         self._exchanges += 1
         received = [torch.empty(count, dtype=torch.uint8) for count in incoming]
@@ -68,13 +68,13 @@ class LoopbackGroup(Group):
                 _box(self._mail, (self.rank, r, *place)).put(outgoing[r].clone())
                 self.bytes_sent += outgoing[r].numel()
             if incoming[r]:
-                arriving = _Arriving(self._mail, (r, self.rank, *place), received[r], self._timeout_s)
+                arriving = _MailReceive(self._mail, (r, self.rank, *place), received[r], self._timeout_s)
                 pending.receives.append((r, arriving))
         return pending
 
 
 def run_threads(size: int, function: Callable[[LoopbackGroup], Any]) -> list[Any]:
-    """What `function(group)` returned on each of `size` threads; the first error is raised."""
+    """Run `function(group)` on `size` threads; return their results, or raise the first error."""
     mail: Mail = {}
     results: list[Any] = [None] * size
     errors: list[BaseException] = []

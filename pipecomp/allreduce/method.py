@@ -2,11 +2,11 @@
 
 A method's options are in `pipecomp.config.gradients`; the methods are in `pipecomp.allreduce.methods`:
 
-    class Rounded(Method):
+    class Rounded(GradientMethod):
         options: RoundedOptions
 
         def average(self, residuals): return RoundedAverage(self.options.bits)
-        def plan(self, d, n, shapes=None): return Plan((), (scattered(d, n, packed(self.options.bits)),))
+        def plan(self, d, n, shapes=None): return ExchangePlan((), (scattered(d, n, packed(self.options.bits)),))
 
 Plans count bytes without any values; `predict` simulates them.
 d: values of a bucket (float32 in plans), n: ranks.
@@ -75,7 +75,7 @@ class Stateful(Protocol):
         """Restore the return value of `state_dict`. device: that of the gradients."""
 
 
-class Method:
+class GradientMethod:
     """A gradient method. Subclasses implement `plan`, and `average` or `hook`. options: validated."""
 
     options: Any
@@ -94,13 +94,13 @@ class Method:
     @property
     def by_hook(self) -> bool:
         """Whether it implements `hook`."""
-        return type(self).hook is not Method.hook
+        return type(self).hook is not GradientMethod.hook
 
     def hook(self, group: Any, adaptive: Adaptive | None = None) -> HookAverage | None:
         """Return what averages DDP's buckets over torch's `group` in place of `average`; None by default."""
         return None
 
-    def plan(self, d: int, n: int, shapes: Shapes | None = None) -> Plan:
+    def plan(self, d: int, n: int, shapes: Shapes | None = None) -> ExchangePlan:
         """Return what the ranks exchange for a bucket. shapes: of its parameters, for methods `by_matrix`."""
         raise AssertionError(f"{type(self).__name__} implements no `plan`")
 
@@ -133,7 +133,7 @@ class PiecePlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ExchangePlan:
     """Exchanges of a bucket: those before any piece (norms), then one or two passes over the pieces.
 
     exact: whether a state sends exactly these bytes.

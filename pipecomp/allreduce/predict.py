@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pipecomp.allreduce.call import PARTS
-from pipecomp.allreduce.method import FLOAT, Exchange, PiecePlan, Plan, Shapes
+from pipecomp.allreduce.method import FLOAT, Exchange, ExchangePlan, PiecePlan, Shapes
 from pipecomp.allreduce.methods import create_method
 from pipecomp.config.gradients import METHODS, Gradients
 from pipecomp.errors import ConfigError, require
@@ -162,7 +162,7 @@ def _kernels(given: Mapping[str, float]) -> dict[str, float]:
     return {part: given.get(part, 0.0) for part in KERNELS}
 
 
-def plan_of(options: Gradients, d: int, n: int, shapes: Shapes | None = None) -> Plan:
+def plan_of(options: Gradients, d: int, n: int, shapes: Shapes | None = None) -> ExchangePlan:
     """Return the plan of a method for d values over n ranks. shapes: of the parameters, for methods `by_matrix`."""
     by_matrix = options.method_options.by_matrix
     if shapes is not None and (not by_matrix or sum(map(math.prod, shapes)) != d):
@@ -189,7 +189,7 @@ class _Clock:
         self.now = max(self.now, until)
 
 
-def _simulate(plan: Plan, n: int, kernels: Mapping[str, float], rate: float, latency_s: float) -> float:
+def _simulate(plan: ExchangePlan, n: int, kernels: Mapping[str, float], rate: float, latency_s: float) -> float:
     """Return the seconds of a plan."""
     if n == 1:
         return sum(kernels.values())

@@ -102,7 +102,7 @@ class State:
         self.staging: Staging | None = None
         self._method = create_method(self.options)
         shared = not (self._method.by_hook and isinstance(group, (list, tuple)))
-        self.group = group.again() if isinstance(group, Group) else Group(group, timeout_s=timeout_s, shared=shared)
+        self.group = group.duplicate() if isinstance(group, Group) else Group(group, timeout_s=timeout_s, shared=shared)
         self._hooks_group = self.group.process_group if isinstance(group, (list, tuple, Group)) else group
         self._counters = Counters()
         self._numbers = WeakIdKeyDictionary()  # weakref.WeakKeyDictionary compares tensors element-wise

@@ -14,7 +14,15 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers.trainer_pt_utils import get_length_grouped_indices
 from transformers.trainer_utils import RemoveColumnsCollator, has_length
 
-from pipecomp.data import MicroBatch, ShardedSampler, TrainLoader, as_micro_batch, check_labels, id_of_place, seeded
+from pipecomp.data import (
+    MicroBatch,
+    ShardedSampler,
+    TrainLoader,
+    as_micro_batch,
+    check_labels,
+    sample_id_function,
+    seeded,
+)
 from pipecomp.errors import DataError
 from pipecomp.plan.auto_bits import SAMPLES_READ
 
@@ -50,7 +58,7 @@ class Samples(NamedTuple):
             raise DataError(f"{name}: got {type(data).__name__}, allowed: a dataset with a length and numbered samples")
         if len(data) == 0:
             raise DataError(f"{name}: has no samples")
-        sample_id = id_of_place(data)
+        sample_id = sample_id_function(data)
         if columns is None:
             return cls(data, collate, sample_id)
         if not hasattr(data, "remove_columns"):

@@ -19,19 +19,19 @@ OPTIONS = """class EveryNthOptions(MethodOptions):
 FILE = '''
 import torch
 
-from pipecomp.allreduce.method import Method, Plan, scattered
+from pipecomp.allreduce.method import ExchangePlan, GradientMethod, scattered
 from pipecomp.allreduce.methods.baselines import FloatCode
 from pipecomp.allreduce.reduce_scatter import reduce_bucket
 
 
-class EveryNth(Method):
+class EveryNth(GradientMethod):
     """Average each nth value; the others are zero."""
 
     def average(self, residuals):
         return EveryNthAverage(self.options.stride)
 
     def plan(self, d, n, shapes=None):
-        return Plan((), (scattered(-(-d // self.options.stride), n, lambda count: 4 * count),))
+        return ExchangePlan((), (scattered(-(-d // self.options.stride), n, lambda count: 4 * count),))
 
 
 class EveryNthAverage:

@@ -85,7 +85,7 @@ def in_slices(rank: int, world: int, note: Any) -> tuple[list[Any], bool]:
     join_processes()
     group, left = Group(), []
     group.give_way = lambda: left.append(("asked", group.bytes_sent))
-    of_groups.wait_until_left = lambda sockets, most_s: left.append((f"{len(sockets)} left", group.bytes_sent))
+    of_groups.wait_until_sent = lambda sockets, most_s: left.append((f"{len(sockets)} left", group.bytes_sent))
     counts = [2 * SLICE + 5, 0, SLICE]  # what each rank sends to all
     data = torch.full((counts[rank],), rank, dtype=torch.uint8)
     pending = group.gather(data, counts)

@@ -1,11 +1,11 @@
 """Gradient methods by name.
 
-To add one: its options in `pipecomp/config/gradients.py`, a file here with a `Method`, and a line in `METHODS`.
+To add one: its options in `pipecomp/config/gradients.py`, a file here with a `GradientMethod`, and a line in `METHODS`.
 """
 
 from __future__ import annotations
 
-from pipecomp.allreduce.method import Method
+from pipecomp.allreduce.method import GradientMethod
 from pipecomp.allreduce.methods.baselines import HalfPrecision, Uncompressed
 from pipecomp.allreduce.methods.casq import Casq
 from pipecomp.allreduce.methods.double_squeeze import DoubleSqueeze
@@ -14,7 +14,7 @@ from pipecomp.allreduce.methods.powersgd import PowerSgd
 from pipecomp.allreduce.methods.qsgd import GlobalQsgd, NuQsgd, Qsgd, QsgdMn, QsgdMnTs, TernGrad
 from pipecomp.config.gradients import Gradients
 
-METHODS: dict[str, type[Method]] = {
+METHODS: dict[str, type[GradientMethod]] = {
     "none": Uncompressed,
     "global_qsgd": GlobalQsgd,
     "qsgd_mn": QsgdMn,
@@ -32,6 +32,6 @@ METHODS: dict[str, type[Method]] = {
 }
 
 
-def create_method(gradients: Gradients) -> Method:
+def create_method(gradients: Gradients) -> GradientMethod:
     """Return the method of a "gradients" section."""
     return METHODS[gradients.method](gradients.method_options)

@@ -13,21 +13,31 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from pipecomp.allreduce.call import Call, Counters, Name
 from pipecomp.allreduce.error_feedback import Residuals
-from pipecomp.allreduce.method import FLOAT, Average, HookAverage, Method, PiecePlan, Plan, Shapes, ring, scattered
+from pipecomp.allreduce.method import (
+    FLOAT,
+    Average,
+    ExchangePlan,
+    GradientMethod,
+    HookAverage,
+    PiecePlan,
+    Shapes,
+    ring,
+    scattered,
+)
 from pipecomp.allreduce.reduce_scatter import reduce_bucket
 from pipecomp.config.gradients import Adaptive
 from pipecomp.errors import ConfigError
 from pipecomp.stats import ring_bytes
 
 
-class Uncompressed(Method):
+class Uncompressed(GradientMethod):
     """`none`: values in their own dtype. The plan is that of float32."""
 
     def average(self, residuals: Residuals) -> Average:
         return PlainAverage()
 
-    def plan(self, d: int, n: int, shapes: Shapes | None = None) -> Plan:
-        return Plan((), (scattered(d, n, lambda count: FLOAT * count),))
+    def plan(self, d: int, n: int, shapes: Shapes | None = None) -> ExchangePlan:
+        return ExchangePlan((), (scattered(d, n, lambda count: FLOAT * count),))
 
 
 class FloatCode:
@@ -66,7 +76,7 @@ class PlainAverage:
         reduce_bucket(x_d, out_d, FloatCode(x_d.dtype, call), call)
 
 
-class HalfPrecision(Method):
+class HalfPrecision(GradientMethod):
     """`fp16`: torch's hook."""
 
     def hook(self, group: Any, adaptive: Adaptive | None = None) -> HookAverage:
@@ -76,8 +86,8 @@ class HalfPrecision(Method):
         """Return torch's own function, for comparison."""
         return lambda bucket: default_hooks.fp16_compress_hook(group, bucket)
 
-    def plan(self, d: int, n: int, shapes: Shapes | None = None) -> Plan:
-        return Plan((), ((PiecePlan(ring(2 * d, n)),),))
+    def plan(self, d: int, n: int, shapes: Shapes | None = None) -> ExchangePlan:
+        return ExchangePlan((), ((PiecePlan(ring(2 * d, n)),),))
 
 
 class HalfPrecisionHook:

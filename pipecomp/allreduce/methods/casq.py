@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pipecomp.allreduce.call import SAMPLE, Call, Slices
 from pipecomp.allreduce.error_feedback import Residuals
-from pipecomp.allreduce.method import FLOAT, Average, Exchange, Method, PiecePlan, Plan, Shapes, to_all
+from pipecomp.allreduce.method import FLOAT, Average, Exchange, ExchangePlan, GradientMethod, PiecePlan, Shapes, to_all
 from pipecomp.allreduce.reduce_scatter import packed_bytes
 from pipecomp.config.gradients import CasqOptions
 from pipecomp.kernels import ops
@@ -28,7 +28,7 @@ _SAMPLING, _HASH = 3, 4  # purposes of random draws
 LARGEST_SUM = 2.0**120  # of a value and its residual
 
 
-class Casq(Method):
+class Casq(GradientMethod):
     """`casq`."""
 
     options: CasqOptions
@@ -36,14 +36,14 @@ class Casq(Method):
     def average(self, residuals: Residuals) -> Average:
         return CasqAverage(self.options, residuals)
 
-    def plan(self, d: int, n: int, shapes: Shapes | None = None) -> Plan:
+    def plan(self, d: int, n: int, shapes: Shapes | None = None) -> ExchangePlan:
         """Cluster numbers and means, and rank 0's centers and bucket counts spread over an interval; upper bounds."""
         clusters = 1 << self.options.bits
         centers = 12 * clusters * (n - 1) / self.options.interval
         broadcast = Exchange((centers, *[0.0] * (n - 1)), centers)
         means = clusters + max(1, round(self.options.buckets * d))
         everything = PiecePlan(to_all(FLOAT * means + packed_bytes(d, self.options.bits), n))
-        return Plan((to_all(16, n), broadcast), ((everything,),), exact=False)
+        return ExchangePlan((to_all(16, n), broadcast), ((everything,),), exact=False)
 
 
 class CasqAverage:

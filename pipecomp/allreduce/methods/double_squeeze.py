@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pipecomp.allreduce.call import SAMPLE, Call, all_within, squared_norm
 from pipecomp.allreduce.error_feedback import Residuals
-from pipecomp.allreduce.method import Average, Method, Plan, Shapes, scattered, to_all
+from pipecomp.allreduce.method import Average, ExchangePlan, GradientMethod, Shapes, scattered, to_all
 from pipecomp.allreduce.reduce_scatter import Span, owned_spans, reduce_bucket
 from pipecomp.config.gradients import DoubleSqueezeOptions
 from pipecomp.kernels import ops
@@ -29,7 +29,7 @@ SCALE_BYTES = 2
 LARGEST_GRADIENT = 2.0**100
 
 
-class DoubleSqueeze(Method):
+class DoubleSqueeze(GradientMethod):
     """`double_squeeze`, and the exchange of `quantized_adam`."""
 
     options: DoubleSqueezeOptions
@@ -37,8 +37,8 @@ class DoubleSqueeze(Method):
     def average(self, residuals: Residuals) -> Average:
         return SqueezedAverage(self, residuals)
 
-    def plan(self, d: int, n: int, shapes: Shapes | None = None) -> Plan:
-        return Plan((to_all(16, n),), (scattered(d, n, self.encoded_bytes),))
+    def plan(self, d: int, n: int, shapes: Shapes | None = None) -> ExchangePlan:
+        return ExchangePlan((to_all(16, n),), (scattered(d, n, self.encoded_bytes),))
 
     @property
     def quantizer(self) -> Any:

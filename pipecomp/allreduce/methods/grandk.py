@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pipecomp.allreduce.call import LARGEST, Call, all_within, squared_norm
 from pipecomp.allreduce.error_feedback import Residuals
-from pipecomp.allreduce.method import Average, Exchange, Method, Plan, Shapes, to_all
+from pipecomp.allreduce.method import Average, Exchange, ExchangePlan, GradientMethod, Shapes, to_all
 from pipecomp.allreduce.methods.qsgd import (
     MAX_OF_L2,
     DitheredAverage,
@@ -27,7 +27,7 @@ _COORDINATES = 2  # purpose of random draws
 SUMMABLE = 2.0**100  # magnitude up to which float32 holds the L2 norm of any number of values
 
 
-class GrandKMn(Method):
+class GrandKMn(GradientMethod):
     """`grandk_mn`: QSGD-MN on K coordinates."""
 
     options: GrandKOptions
@@ -35,11 +35,11 @@ class GrandKMn(Method):
     def average(self, residuals: Residuals) -> Average:
         return RandomKAverage(DitheredAverage(self.options.bits, MAX_OF_L2), self.options, residuals)
 
-    def plan(self, d: int, n: int, shapes: Shapes | None = None) -> Plan:
-        return Plan(_limits_and_norm(n), (linear_pieces(self.options.coordinates(d), n, self.options.bits),))
+    def plan(self, d: int, n: int, shapes: Shapes | None = None) -> ExchangePlan:
+        return ExchangePlan(_limits_and_norm(n), (linear_pieces(self.options.coordinates(d), n, self.options.bits),))
 
 
-class GrandKMnTs(Method):
+class GrandKMnTs(GradientMethod):
     """`grandk_mn_ts`: QSGD-MN-TS on K coordinates."""
 
     options: GrandKMultiScaleOptions
@@ -47,8 +47,8 @@ class GrandKMnTs(Method):
     def average(self, residuals: Residuals) -> Average:
         return RandomKAverage(MultiScaleAverage(self.options.bits), self.options, residuals)
 
-    def plan(self, d: int, n: int, shapes: Shapes | None = None) -> Plan:
-        return Plan(_limits_and_norm(n), multi_scale_passes(self.options.coordinates(d), n, self.options.bits))
+    def plan(self, d: int, n: int, shapes: Shapes | None = None) -> ExchangePlan:
+        return ExchangePlan(_limits_and_norm(n), multi_scale_passes(self.options.coordinates(d), n, self.options.bits))
 
 
 def _limits_and_norm(n: int) -> tuple[Exchange, ...]:

@@ -25,7 +25,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 
 from pipecomp.allreduce.adaptive import Planner
 from pipecomp.allreduce.call import Counters, Name
-from pipecomp.allreduce.method import FLOAT, Exchange, HookAverage, Method, PiecePlan, Plan, Shapes
+from pipecomp.allreduce.method import FLOAT, Exchange, ExchangePlan, GradientMethod, HookAverage, PiecePlan, Shapes
 from pipecomp.allreduce.methods.baselines import SingleTensorBucket, count_wait, require_distributed
 from pipecomp.config.gradients import Adaptive, PowerSgdOptions
 from pipecomp.stats import ring_bytes
@@ -37,7 +37,7 @@ ParameterShape = tuple[int, ...]
 Future = torch.futures.Future[Tensor]
 
 
-class PowerSgd(Method):
+class PowerSgd(GradientMethod):
     """`powersgd`."""
 
     options: PowerSgdOptions
@@ -51,12 +51,12 @@ class PowerSgd(Method):
         memory = new_state(self.options.rank, group)
         return lambda bucket: powerSGD_hook.powerSGD_hook(memory, bucket)
 
-    def plan(self, d: int, n: int, shapes: Shapes | None = None) -> Plan:
+    def plan(self, d: int, n: int, shapes: Shapes | None = None) -> ExchangePlan:
         """From the first compressed step on. shapes: None for one vector."""
         flat, factors = sent_values(shapes or [(d,)], self.options.rank)
         sent = ring_bytes(FLOAT * (flat + factors), n)
         reductions = (flat > 0) + 2 * (factors > 0)
-        return Plan((), ((PiecePlan(Exchange((sent,) * n, sent, hops=2 * (n - 1) * reductions)),),))
+        return ExchangePlan((), ((PiecePlan(Exchange((sent,) * n, sent, hops=2 * (n - 1) * reductions)),),))
 
 
 class PowerSgdHook:

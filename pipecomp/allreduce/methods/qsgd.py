@@ -17,7 +17,16 @@ from torch import Tensor
 from pipecomp.allreduce.all_gather import GatheredAverage
 from pipecomp.allreduce.call import LARGEST, SAMPLE, Call, finish_without_codes, shared_norm, squared_norm
 from pipecomp.allreduce.error_feedback import Residuals
-from pipecomp.allreduce.method import Average, Method, PiecePlan, Plan, Shapes, packed, scattered, to_all
+from pipecomp.allreduce.method import (
+    Average,
+    ExchangePlan,
+    GradientMethod,
+    PiecePlan,
+    Shapes,
+    packed,
+    scattered,
+    to_all,
+)
 from pipecomp.allreduce.reduce_scatter import PIECE, levels_of, packed_bytes, reduce_bucket, spans
 from pipecomp.config.gradients import GlobalQsgdOptions, LinearOptions, MultiScaleOptions, NuQsgdOptions
 from pipecomp.kernels import ops
@@ -211,7 +220,7 @@ class MultiScaleAverage:
 # -- methods
 
 
-class GlobalQsgd(Method):
+class GlobalQsgd(GradientMethod):
     """`global_qsgd`: one norm for all workers, linear or exponential levels, dense or sparse codes."""
 
     options: GlobalQsgdOptions
@@ -221,14 +230,14 @@ class GlobalQsgd(Method):
         average: Average = kind(self.options.bits, self.options.exponents, exponential=self.options.exponential)
         return average
 
-    def plan(self, d: int, n: int, shapes: Shapes | None = None) -> Plan:
+    def plan(self, d: int, n: int, shapes: Shapes | None = None) -> ExchangePlan:
         norm, bits, exponential = (to_all(8, n),), self.options.bits, self.options.exponential
         if self.options.sparse:
-            return Plan(norm, (_sparse_pieces(d, n, bits, linear=not exponential),), exact=False)
-        return Plan(norm, (scattered(d, n, packed(bits)) if exponential else linear_pieces(d, n, bits),))
+            return ExchangePlan(norm, (_sparse_pieces(d, n, bits, linear=not exponential),), exact=False)
+        return ExchangePlan(norm, (scattered(d, n, packed(bits)) if exponential else linear_pieces(d, n, bits),))
 
 
-class QsgdMn(Method):
+class QsgdMn(GradientMethod):
     """`qsgd_mn`: linear levels under the largest L2 norm of all workers."""
 
     options: LinearOptions
@@ -236,11 +245,11 @@ class QsgdMn(Method):
     def average(self, residuals: Residuals) -> Average:
         return DitheredAverage(self.options.bits, MAX_OF_L2)
 
-    def plan(self, d: int, n: int, shapes: Shapes | None = None) -> Plan:
-        return Plan((to_all(8, n),), (linear_pieces(d, n, self.options.bits),))
+    def plan(self, d: int, n: int, shapes: Shapes | None = None) -> ExchangePlan:
+        return ExchangePlan((to_all(8, n),), (linear_pieces(d, n, self.options.bits),))
 
 
-class QsgdMnTs(Method):
+class QsgdMnTs(GradientMethod):
     """`qsgd_mn_ts`: several scales of linear levels."""
 
     options: MultiScaleOptions
@@ -248,11 +257,11 @@ class QsgdMnTs(Method):
     def average(self, residuals: Residuals) -> Average:
         return MultiScaleAverage(self.options.bits)
 
-    def plan(self, d: int, n: int, shapes: Shapes | None = None) -> Plan:
-        return Plan((to_all(8, n),), multi_scale_passes(d, n, self.options.bits))
+    def plan(self, d: int, n: int, shapes: Shapes | None = None) -> ExchangePlan:
+        return ExchangePlan((to_all(8, n),), multi_scale_passes(d, n, self.options.bits))
 
 
-class Qsgd(Method):
+class Qsgd(GradientMethod):
     """`qsgd`: linear levels of each worker's L2 norm."""
 
     options: LinearOptions | NuQsgdOptions
@@ -260,7 +269,7 @@ class Qsgd(Method):
     def average(self, residuals: Residuals) -> Average:
         return GatheredAverage(self.options.bits, 2.0)
 
-    def plan(self, d: int, n: int, shapes: Shapes | None = None) -> Plan:
+    def plan(self, d: int, n: int, shapes: Shapes | None = None) -> ExchangePlan:
         return _gathered_plan(d, n, self.options.bits)
 
 
@@ -271,13 +280,13 @@ class NuQsgd(Qsgd):
         return GatheredAverage(self.options.bits, 2.0, exponential=True)
 
 
-class TernGrad(Method):
+class TernGrad(GradientMethod):
     """`terngrad`: −1, 0 or 1 times each worker's largest magnitude."""
 
     def average(self, residuals: Residuals) -> Average:
         return GatheredAverage(2, math.inf)
 
-    def plan(self, d: int, n: int, shapes: Shapes | None = None) -> Plan:
+    def plan(self, d: int, n: int, shapes: Shapes | None = None) -> ExchangePlan:
         return _gathered_plan(d, n, 2)
 
 
@@ -291,10 +300,10 @@ def multi_scale_passes(d: int, n: int, bits: tuple[int, ...]) -> tuple[tuple[Pie
     return scattered(d, n, packed((len(bits) - 1).bit_length())), linear_pieces(d, n, bits[0])
 
 
-def _gathered_plan(d: int, n: int, bits: int) -> Plan:
+def _gathered_plan(d: int, n: int, bits: int) -> ExchangePlan:
     """Every rank's norm and codes to all others."""
     pieces = tuple(PiecePlan(to_all(packed_bytes(span.count, bits), n)) for span in spans(0, d, PIECE))
-    return Plan((to_all(8, n),), (pieces,))
+    return ExchangePlan((to_all(8, n),), (pieces,))
 
 
 def _sparse_pieces(d: int, n: int, bits: int, *, linear: bool) -> tuple[PiecePlan, ...]:
