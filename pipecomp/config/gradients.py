@@ -81,7 +81,7 @@ def _one_norm(value: Any) -> str | float:
 
 
 class NoOptions(MethodOptions):
-    """`none` and `fp16`."""
+    """`none`, `fp16` and `terngrad`."""
 
 
 class GlobalQsgdOptions(MethodOptions):
@@ -164,10 +164,6 @@ class NuQsgdOptions(MethodOptions):
 
     def adaptable(self) -> Adaptable | None:
         return "bits", (4, 8)
-
-
-class TernGradOptions(MethodOptions):
-    """`terngrad`."""
 
 
 class MultiScaleOptions(MethodOptions):
@@ -282,7 +278,7 @@ METHODS: dict[str, type[MethodOptions]] = {
     "grandk_mn": GrandKOptions,
     "grandk_mn_ts": GrandKMultiScaleOptions,
     "qsgd": LinearOptions,
-    "terngrad": TernGradOptions,
+    "terngrad": NoOptions,
     "nuqsgd": NuQsgdOptions,
     "casq": CasqOptions,
     "double_squeeze": DoubleSqueezeOptions,

@@ -5,7 +5,7 @@ JSON trees keep tuples apart from lists and allow any key. Unlike unpickling, re
 Note: [Messages between ranks]
     Ranks exchange plain values, and instances of classes registered with `serializable`: NamedTuples, dataclasses and
     pydantic models of plain values, rebuilt by their constructors. The format has no version field: all ranks of a run
-    have the same version of pipecomp, which is checked before the first exchange.
+    have the same version of pipecomp, checked at the rendezvous.
 """
 
 from __future__ import annotations

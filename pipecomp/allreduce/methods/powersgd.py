@@ -150,7 +150,7 @@ def matrix(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def columns_of(shape: Sequence[int], rank: int) -> int:
-    """Return the columns of P and Q; 0 if they would not be smaller than the parameter, which is then sent whole."""
+    """Return the columns of P and Q; 0 if they would not be smaller than the parameter. It is sent whole then."""
     rows, columns = matrix(shape)
     r = min(rows, columns, rank)
     return r if len(shape) > 1 and (rows + columns) * r < rows * columns else 0
