@@ -20,6 +20,7 @@ from pipecomp.codecs.wire import DType, PayloadMethod
 from pipecomp.config.activations import ConstantError
 from pipecomp.errors import NonFiniteError, ShapeError, WireError
 from pipecomp.kernels import ops
+from pipecomp.kernels.ops import FiniteFlag
 from pipecomp.kernels.reference.reproducible import random_bits
 
 _TORCH = {DType.FLOAT32: torch.float32, DType.FLOAT16: torch.float16, DType.BFLOAT16: torch.bfloat16}
@@ -68,9 +69,7 @@ class Codec(Protocol):
     def payload_bytes(self, tokens: int, hidden: int) -> int:
         """Return the bytes of an encoded [tokens, hidden]."""
 
-    def encode(
-        self, x_TH: Tensor, payload: Tensor, seed: int = 0, packet: Tensor | None = None
-    ) -> list[ops.FiniteFlag]:
+    def encode(self, x_TH: Tensor, payload: Tensor, seed: int = 0, packet: Tensor | None = None) -> list[FiniteFlag]:
         """Encode rows into a payload.
 
         Args:
@@ -103,9 +102,7 @@ class Cast:
     def payload_bytes(self, tokens: int, hidden: int) -> int:
         return tokens * hidden * self.dtype.itemsize
 
-    def encode(
-        self, x_TH: Tensor, payload: Tensor, seed: int = 0, packet: Tensor | None = None
-    ) -> list[ops.FiniteFlag]:
+    def encode(self, x_TH: Tensor, payload: Tensor, seed: int = 0, packet: Tensor | None = None) -> list[FiniteFlag]:
         y_TH = x_TH.detach().to(self.dtype)
         payload.copy_(as_bytes(y_TH))
         if self.dtype != torch.float16 or x_TH.dtype == torch.float16 or not x_TH.numel():
@@ -115,7 +112,7 @@ class Cast:
         most = torch.maximum(high, -low).to(torch.float32)  # NaN if any value is
         bits = most.view(torch.int32).to(torch.int64)
         flag = torch.where(most.to(self.dtype).isfinite(), ops.ALL_FINITE, bits).reshape(1)
-        return [ops.FiniteFlag(flag, _float16_overflow)]
+        return [FiniteFlag(flag, _float16_overflow)]
 
     def decode(self, payload: Tensor, tokens: int, hidden: int) -> Tensor:
         _check_length(payload, self.payload_bytes(tokens, hidden))
@@ -150,7 +147,7 @@ class Quantized:
         e = self.error
         return self.bits if e is None else ops.fewest_bits(visits, e.error, e.min, e.max)
 
-    def encode_fewest(self, visits: list[ops.EncodeItem], payload: Tensor) -> tuple[Tensor, ops.FiniteFlag]:
+    def encode_fewest(self, visits: list[ops.EncodeItem], payload: Tensor) -> tuple[Tensor, FiniteFlag]:
         """Encode these samples with the bits that `fewest_bits` chooses, into room for the most bits.
 
         Returns:
@@ -175,9 +172,7 @@ class Quantized:
         """Undo `before` on decoded rows."""
         return y_TH
 
-    def encode(
-        self, x_TH: Tensor, payload: Tensor, seed: int = 0, packet: Tensor | None = None
-    ) -> list[ops.FiniteFlag]:
+    def encode(self, x_TH: Tensor, payload: Tensor, seed: int = 0, packet: Tensor | None = None) -> list[FiniteFlag]:
         return [ops.encode_batch([ops.EncodeItem(self.before(x_TH), None, self.options(seed))], payload, packet=packet)]
 
     def decode(self, payload: Tensor, tokens: int, hidden: int) -> Tensor:
@@ -272,9 +267,7 @@ class TopK:
         kept, inner = self._kept(hidden)
         return tokens * ops.position_bytes(hidden, kept)[1] + inner.payload_bytes(tokens, kept)
 
-    def encode(
-        self, x_TH: Tensor, payload: Tensor, seed: int = 0, packet: Tensor | None = None
-    ) -> list[ops.FiniteFlag]:
+    def encode(self, x_TH: Tensor, payload: Tensor, seed: int = 0, packet: Tensor | None = None) -> list[FiniteFlag]:
         kept, inner = self._kept(x_TH.shape[-1])
         cut = x_TH.shape[0] * ops.position_bytes(x_TH.shape[-1], kept)[1]
         values_TK, index_TK = ops.top_k_select(x_TH.detach(), self.share, group_size=self.group_size)
@@ -344,13 +337,15 @@ class DeltaCodecs:
 
     def visit(self, x_nH: Tensor, m_nH: Tensor | None, *, delta: bool, seed: int = 0) -> ops.EncodeItem:
         """Describe a sample, after `before`, to the encoder: a change moves m, a first visit sets it."""
-        codec = self.change if delta else self.first
-        return ops.EncodeItem(x_nH, m_nH, None if codec is None else codec.options(seed), delta)
+        return ops.EncodeItem(x_nH, m_nH, self._options(delta, seed), delta)
 
     def arriving(self, m_nH: Tensor, dtype: torch.dtype, *, delta: bool) -> ops.DecodeItem:
         """Describe a sample to the decoder. dtype: of plain values."""
+        return ops.DecodeItem(m_nH, self._options(delta), delta, dtype)
+
+    def _options(self, delta: bool, seed: int = 0) -> ops.QuantizerOptions | None:
         codec = self.change if delta else self.first
-        return ops.DecodeItem(m_nH, None if codec is None else codec.options(), delta, dtype)
+        return None if codec is None else codec.options(seed)
 
     def first_m(self, decoded_nH: Tensor) -> Tensor:
         """Return m after a first visit, from its decoded values."""
@@ -412,7 +407,7 @@ class Clustered:
 
     def encode(
         self, x_TH: Tensor, number_T: Tensor, c_TH: Tensor, payload: Tensor, packet: Tensor | None, seed: int
-    ) -> ops.FiniteFlag:
+    ) -> FiniteFlag:
         """Encode rows, and set c to what they decode to.
 
         Args:

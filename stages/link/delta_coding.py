@@ -124,7 +124,7 @@ class DeltaCoder:
         codecs: Of changes and first visits.
         store: Of this end.
         canvas: Of images moved by crops; None if m has the shape of a sample's rows.
-        decline: Whether an end may refuse to cache a first visit.
+        may_decline: Whether an end may refuse to cache a first visit.
     """
 
     def __init__(
@@ -133,12 +133,11 @@ class DeltaCoder:
         kind: PacketKind,
         codecs: DeltaCodecs,
         store: MessageStore,
-        canvas: CropCanvas | None = None,
-        *,
-        decline: bool = False,
+        canvas: CropCanvas | None,
+        may_decline: bool,
     ) -> None:
         self._context, self._kind, self.codecs, self._store = context, kind, codecs, store
-        self._canvas, self._decline = canvas, decline
+        self._canvas, self._may_decline = canvas, may_decline
 
     def encode(
         self,
@@ -295,7 +294,7 @@ class DeltaCoder:
             form = Form.FULL if base is None else Form.DELTA
             if held is None and not changes.keeps(sample):
                 form = Form.NOT_KEPT
-            if form is Form.FULL and self._decline:
+            if form is Form.FULL and self._may_decline:
                 undecided.add(sample)  # for a repeat in this packet
             samples.append(Sample(sample, form, start, count, base[0] if base else 0, version))
             bases[sample] = None if form is Form.NOT_KEPT else (version, shape)

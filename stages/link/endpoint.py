@@ -112,14 +112,10 @@ class Endpoint:
         codecs = LinkCodecs(config.activations, self.index, config.store.clusters)
         self._activations = self._gradients = None
         if self.store is not None:
-            args, decline = (self.store, self.canvas), self.may_decline
-            self._activations = DeltaCoder(
-                self.context, PacketKind.ACTIVATION, codecs.activations, *args, decline=decline
-            )
+            rest = self.store, self.canvas, self.may_decline
+            self._activations = DeltaCoder(self.context, PacketKind.ACTIVATION, codecs.activations, *rest)
             if codecs.gradients is not None:
-                self._gradients = DeltaCoder(
-                    self.context, PacketKind.GRADIENT, codecs.gradients, *args, decline=decline
-                )
+                self._gradients = DeltaCoder(self.context, PacketKind.GRADIENT, codecs.gradients, *rest)
             if self._clusters is not None:
                 self._clusters.codecs, self._clusters.store = codecs, self.store
             elif codecs.clustered is not None:

@@ -107,19 +107,12 @@ class LinkContext:
         expected: Codec = codec
         if isinstance(codec, Quantized) and codec.allows(header.bits):
             expected = codec.with_bits(header.bits)
-        if (header.method, header.bits, header.payload_dtype) != (
-            expected.method,
-            expected.bits,
-            expected.payload_dtype,
-        ):
-            bits = getattr(codec, "error", None) or codec.bits
-            raise LinkError(
-                self.peer_error(
-                    f"sent {header.method.name.lower()} values of {header.bits} bits "
-                    f"({header.payload_dtype.name.lower()}), this rank expects {codec.method.name.lower()} of {bits} "
-                    f"({codec.payload_dtype.name.lower()}): the ranks' configurations differ"
-                )
-            )
+        got = (header.method, header.bits, header.payload_dtype)
+        if got != (expected.method, expected.bits, expected.payload_dtype):
+            sent = f"{got[0].name.lower()} values of {got[1]} bits ({got[2].name.lower()})"
+            bits, dtype = getattr(codec, "error", None) or codec.bits, codec.payload_dtype.name.lower()
+            text = f"sent {sent}, this rank expects {codec.method.name.lower()} of {bits} ({dtype})"
+            raise LinkError(self.peer_error(f"{text}: the ranks' configurations differ"))
         return expected
 
     def peer_error(self, text: str) -> str:
@@ -184,11 +177,7 @@ class Packet:
     """
 
     def __init__(
-        self,
-        context: LinkContext,
-        header: PacketHeader,
-        payload_bytes: int,
-        deferred: DeferredHeader | None = None,
+        self, context: LinkContext, header: PacketHeader, payload_bytes: int, deferred: DeferredHeader | None = None
     ) -> None:
         self.header, self.deferred = header, deferred
         self._context, samples = context, len(header.samples)
