@@ -174,7 +174,7 @@ def netlab(
     nodes: Annotated[int, option("Number of nodes.")] = 2,
     bandwidth: Annotated[str | None, option("Rate of every link each way, such as 100mbit; default unlimited.")] = None,
     asymmetric: Annotated[
-        list[str] | None, option("Instead: DOWN/UP, such as 100mbit/10mbit, once or per node.")
+        list[str] | None, option("Instead of --bandwidth: DOWN/UP, such as 100mbit/10mbit, once or per node.")
     ] = None,
     delay: Annotated[str | None, option("One-way latency, such as 20ms.")] = None,
     jitter: Annotated[str | None, option("Variation of the delay, such as 2ms.")] = None,
@@ -186,7 +186,7 @@ def netlab(
     sites: Annotated[str | None, option("Nodes per site and the rate between sites: 0,2/1,3@10mbit.")] = None,
     nat: Annotated[bool, option("Put every node but 0 behind a NAT router.", "--nat")] = False,
     wireguard: Annotated[bool, option("Connect the nodes through wireguard-go.", "--wireguard")] = False,
-    software: Annotated[bool, option("Throttle pipecomp's own links only; no root.", "--software")] = False,
+    software: Annotated[bool, option("Throttle pipecomp's links only; needs no root.", "--software")] = False,
     procs_per_node: Annotated[int, option("Processes on each node.")] = 1,
     launcher: Annotated[str, option("none, or deepspeed: its launcher runs COMMAND, a script, on each node.")] = "none",
     json_file: JsonOption = None,
