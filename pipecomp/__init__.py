@@ -3,7 +3,7 @@
     engine = pipecomp.initialize(model=…, num_stages=2, config="ds_config.json", training_data=…, collate_fn=…)
     loss = engine.train_batch()
 
-Importing this package is cheap; torch, DeepSpeed and transformers are imported when something needs them.
+Importing this package is cheap: torch, DeepSpeed and transformers are imported on first use.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 _FOLDER = Path(__file__).parent
 if not all((_FOLDER / name).is_dir() for name in ("stages", "buffers", "kernels")):
-    # A checkout without symbolic links, or an unpacked sdist: these three are found beside this folder.
+    # In a checkout without symbolic links or an unpacked sdist, these three are beside this folder.
     __path__.append(str(_FOLDER.parent))
 
 from pipecomp.errors import PipecompError
 
-# When a process that serves torch's key-value store ends, torch warns with a C++ stack, in each of its clients. What
-# has happened is said by the heartbeat. torch reads this when it is imported.
+# When the process that serves torch's key-value store ends, torch prints a C++ stack in each client. The heartbeat
+# reports the failure. torch reads this variable when it is imported.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ __all__ = [
     "stages",
 ]
 
-# Imported when they are first asked for. Of a module that is named like its key, the module itself is meant.
+# Name -> module, imported on first use. A module with the same name is the value itself.
 _LAZY = {
     "CompressionCallback": "pipecomp.trainer.ddp_callback",
     "Config": "pipecomp.config",

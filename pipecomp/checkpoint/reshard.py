@@ -262,7 +262,7 @@ class SavedPipeline:
             flat = {k: v for k, v in state.items() if torch.is_tensor(v) and v.dim() == 1}
             unsharded |= {k: v for k, v in state.items() if k not in flat}
             for full_name, place in file[PARAM_SLICE_MAPPINGS][group].items():
-                own = full_name.split(".", 1)[1]  # DeepSpeed's prefix is the layer's number, which is the stage's
+                own = full_name.split(".", 1)[1]  # without DeepSpeed's prefix, the number of the layer
                 if own in chosen:
                     for key, values in {_MASTER: master, **flat}.items():
                         shard = values.reshape(-1)[place.start : place.start + place.numel]

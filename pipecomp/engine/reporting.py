@@ -117,7 +117,7 @@ class Reporting:
             OutputError: On every rank if rank 0 cannot write one of the files. No part of that file remains.
         """
         if Path(path).suffix == ".png":
-            raise OutputError(f"{path}: a trace cannot end in .png, which is the name of its picture")
+            raise OutputError(f"{path}: a trace cannot end in .png, the suffix of its picture")
         by_rank = dict(enumerate(gathered(self.trace.events())))
         problem: str | None = None
         if self._context.rank == 0:

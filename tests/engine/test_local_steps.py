@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipecomp.engine.local_steps import LocalExchanges, LocalTraining
+from pipecomp.engine import local_steps
+from pipecomp.engine.local_steps import LocalExchanges, LocalTraining, TrafficPriority
 from pipecomp.gradient_config import Gradients
 from pipecomp.stages import build_stage, modules, plan
 from tests.local_steps.test_outer_steps import Meeting
@@ -71,3 +74,44 @@ def test_another_pipeline_goes_on_from_the_mean_of_all_replicas_of_all_stages(tm
             torch.testing.assert_close(found[name], (p + weights(stage[1])[name]) / 2)
         for name, m in stage[0].outer.state_dict()["shared"]["momentum"].items():
             torch.testing.assert_close(momentum[name], m)
+
+
+class Line:
+    """A transport that sends until it is told that it has."""
+
+    def __init__(self) -> None:
+        self.asked = threading.Event()
+        self.over = threading.Event()
+
+    def sending(self) -> bool:
+        self.asked.set()
+        return not self.over.is_set()
+
+
+def test_a_message_waits_until_every_packet_has_left(monkeypatch):
+    monkeypatch.setattr(local_steps, "MAX_WAIT_S", 1e6)
+    lines = [Line(), Line()]
+    gate = TrafficPriority(lines)
+    waiting = threading.Thread(target=gate.wait)
+    waiting.start()
+    for line in lines:
+        assert line.asked.wait(60), "not asked"
+        assert waiting.is_alive(), "a packet was leaving"
+        line.over.set()
+    waiting.join(60)
+    assert not waiting.is_alive()
+    assert gate.waited_s > 0
+
+
+def test_a_link_that_is_never_free_does_not_hold_it_up_for_ever(monkeypatch):
+    monkeypatch.setattr(local_steps, "MAX_WAIT_S", 0.05)
+    gate = TrafficPriority([Line()])
+    began = time.monotonic()
+    gate.wait()
+    assert time.monotonic() - began >= 0.05
+
+
+def test_nothing_waits_without_packets():
+    gate = TrafficPriority([])
+    gate.wait()
+    assert gate.waited_s < local_steps.MAX_WAIT_S
