@@ -1,1 +1,1 @@
-"""What crosses a link, as bytes: codecs of tensors, the format of packets, and the rotation that spreads outliers."""
+"""Codecs of tensors, the choice of a codec, and the wire format of packets."""

@@ -306,7 +306,7 @@ class DeltaCodecs:
 
     @property
     def fixed(self) -> bool:
-        """Whether all packets have the same bits."""
+        """True if all packets have the same bits."""
         return self.change.error is None and (self.first is None or self.first.error is None)
 
     def first_visit(self, dtype: torch.dtype) -> Codec:
