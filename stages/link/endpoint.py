@@ -305,7 +305,7 @@ class LinkSender(Endpoint):
     def send_activation(self, x_BSH: Tensor, layout: Layout, at: Position, *, training: bool = True) -> None:
         """Send the real tokens of a micro-batch; return once the packet is queued.
 
-        In evaluation, first wait for room in the transport's queue: no other packet of the peer slows the caller down.
+        In evaluation, then wait for room in the transport's queue: no packet of the peer slows the caller down.
 
         Args:
             x_BSH: Activations in the training dtype.

@@ -26,12 +26,12 @@ class Float8:
 
     def encode(
         self, x_TH: Tensor, payload: Tensor, seed: int = 0, packet: Tensor | None = None
-    ) -> list[ops.FiniteFlag]:
+    ) -> list[FiniteFlag]:
         x_TH = x_TH.detach().float()
         scale_T1 = (x_TH.abs().amax(dim=1, keepdim=True) / 448).clamp(min=2**-100)
         payload.copy_(torch.cat([as_bytes(scale_T1), as_bytes((x_TH / scale_T1).to(torch.float8_e4m3fn))]))
         flag = torch.where(x_TH.isfinite().all(), ops.ALL_FINITE, 0).reshape(1)
-        return [ops.FiniteFlag(flag, lambda _: NonFiniteError("values are not finite"))]
+        return [FiniteFlag(flag, lambda _: NonFiniteError("values are not finite"))]
 
     def decode(self, payload: Tensor, tokens: int, hidden: int) -> Tensor:
         _check_length(payload, self.payload_bytes(tokens, hidden))
@@ -44,7 +44,7 @@ import json, sys
 import torch
 import pipecomp.codecs.codecs
 from pipecomp.config import Config
-from pipecomp.demo.results import label
+from pipecomp.demo.results import method_label
 from pipecomp.errors import ConfigError, LinkError, NonFiniteError
 from pipecomp.codecs.wire import PayloadMethod, parse
 from pipecomp.plan.packet_sizes import activation_bytes, gradient_bytes
@@ -95,7 +95,7 @@ up.send_activation(x, layout, Position(0, 0), training=False)
 close(down.recv_activation(Position(0, 0), training=False)[0], x)
 assert parse(packets[-1])[0].method is PayloadMethod.FLOAT8
 
-said = {"label": label({"method": "fp8"})}
+said = {"label": method_label({"method": "fp8"})}
 for name, section in (("bits", {"method": "fp8", "forward_bits": 4}), ("names", {"method": "fp9"})):
     try:
         config(**section)
@@ -119,7 +119,7 @@ def test_the_files_that_the_page_names_make_a_codec(tmp_path: Path) -> None:
     copy = PackageCopy(tmp_path)
     copy.edit(
         "pipecomp/codecs/wire.py",
-        (": the changes from them\n", ": the changes from them\n    FLOAT8 = 6\n"),
+        ("from them as QUANTIZED\n", "from them as QUANTIZED\n    FLOAT8 = 6\n"),
     )
     copy.edit("pipecomp/codecs/codecs.py", ("\n\ndef _check_length(", f"{CODEC}\n\ndef _check_length("))
     copy.edit(
@@ -128,7 +128,7 @@ def test_the_files_that_the_page_names_make_a_codec(tmp_path: Path) -> None:
     )
     copy.edit(
         "pipecomp/codecs/selection.py",
-        ("codecs import Cast, Codec,", "codecs import Cast, Codec, Float8,"),
+        ("codecs import Cast,", "codecs import Cast, Float8,"),
         ('    "bf16": Cast(torch.bfloat16),\n', '    "bf16": Cast(torch.bfloat16),\n    "fp8": Float8(),\n'),
     )
     assert copy.edited == [name for name in named_files("a codec") if not name.endswith(".md")]
