@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from pipecomp.distributed.failure import start_aside
+from pipecomp.distributed.heartbeat import run_in_thread
 from pipecomp.errors import WireError
 from pipecomp.utils.serialization import decode, encode
 
@@ -61,7 +61,7 @@ def while_others_wait(act: Callable[[], _Value], group: Any = None) -> _Value:
 
     They meet meanwhile, until all have done theirs.
     """
-    _, acting = start_aside(act, "pipecomp-acting")
+    _, acting = run_in_thread(act, "pipecomp-acting")
     while not all(gathered(bool(wait([acting], _MEET_S).done), group)):
         pass
     return acting.result()

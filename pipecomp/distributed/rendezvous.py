@@ -25,8 +25,7 @@ from torch.distributed.rendezvous import rendezvous
 from pipecomp.config import read_json_object
 from pipecomp.distributed.collectives import exchange_objects_as_json
 from pipecomp.distributed.consistency import COMING_S, AllRanks, check_byte_order, versions
-from pipecomp.distributed.failure import bounded
-from pipecomp.distributed.heartbeat import process_heartbeat
+from pipecomp.distributed.heartbeat import call_store, process_heartbeat
 from pipecomp.distributed.launch_env import read_launch, watch_launcher
 from pipecomp.distributed.placement import (
     GLOO_VARIABLE,
@@ -133,7 +132,7 @@ def _join_closed(keys: str, rank: int, world: int) -> None:
     with said_if_long(f"waits for {whom}, {_HOW_LONG}; rank 0's machine must let that port in"):
         mesh = join_mesh(keys, rank, world, wait_s=COMING_S)
     atexit.register(mesh.close)
-    process_heartbeat(mesh.store, rank, world, heals=True)
+    process_heartbeat(mesh.store, rank, world, resumable=True)
     together = AllRanks(rank, world, mesh.store, wait_s=_CONNECT_S)
     with together.collective_errors():
         check_byte_order()
@@ -343,7 +342,7 @@ def check_meeting_point(host: str, port: int, rank: int) -> None:
 
     try:
         with torch_says_nothing():
-            bounded(ask, _END_S)
+            call_store(ask, _END_S)
     except (RuntimeError, ValueError) as error:
         with contextlib.suppress(OSError):  # rank 0 may have ended meanwhile: then torch waits for the next one
             socket.create_connection((host, port), _PROBE_S).close()

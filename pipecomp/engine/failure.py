@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from pipecomp.distributed.failure import find_lost, linger, of_a_collective, report_lost, report_stopped
-from pipecomp.distributed.heartbeat import Heartbeat
+from pipecomp.distributed.heartbeat import FailureReport, Heartbeat, is_collective_error
 from pipecomp.errors import OutputError, PeerLostError, PipecompError
 from pipecomp.stages.link.links import Links
 
@@ -17,8 +16,6 @@ _FIND_LOST_S = 8.0  # for the other ranks to notice that one is gone
 
 class FailureGuard:
     """Wraps the calls that all ranks make together, so that all ranks learn of the failure of one.
-
-    Until `watch` provides links and heartbeat, it reports through torch's key-value store alone.
 
     Args:
         rank: This rank.
@@ -43,7 +40,7 @@ class FailureGuard:
     def watch(self, links: Links, heartbeat: Heartbeat) -> None:
         """Report to neighbours through `links`, and to all ranks through `heartbeat`."""
         self._links, self._heartbeat, self._engine = links, heartbeat, heartbeat.engine
-        heartbeat.on_exit, heartbeat.on_told = links.close, links.failed
+        heartbeat.on_exit, heartbeat.on_report = links.close, links.failed
 
     @contextlib.contextmanager
     def propagate_failure(self) -> Iterator[None]:
@@ -78,16 +75,15 @@ class FailureGuard:
         self.failed = True
         if self._heartbeat is not None:
             self._heartbeat.leave()  # the rest takes time, but cannot hang
-        report_stopped(f"{type(error).__name__}: {error}")
+            self._heartbeat.stop()
         cause = self._first_cause(error)
         lost, reason = self._rank, f"rank {self._rank} stopped: {type(cause).__name__}: {cause}"
         if isinstance(cause, PeerLostError):
             lost, reason = cause.rank, str(cause)
-        report_lost(lost, reason)
         self._links.abort(lost, reason)
         if self._heartbeat is not None:
-            self._heartbeat.stopped(lost, reason)
-        linger(lost)
+            self._heartbeat.stop(FailureReport(lost, reason))
+            self._heartbeat.linger(lost)
         return cause
 
     def _first_cause(self, error: Exception) -> Exception:
@@ -95,10 +91,12 @@ class FailureGuard:
         lost = None if self._heartbeat is None else self._heartbeat.lost
         if isinstance(error, PeerLostError):  # the peer may have ended because another rank was lost
             return lost or error
-        if isinstance(error, PipecompError) or not of_a_collective(error):
+        if isinstance(error, PipecompError) or not is_collective_error(error):
             return error
-        signs = () if self._heartbeat is None else (self._heartbeat.last_sign,)
-        return self._links.failure(wait_s=1.0) or lost or find_lost(_FIND_LOST_S, *signs) or error
+        known = self._links.failure(wait_s=1.0) or lost
+        if known is None and self._heartbeat is not None:
+            known = self._heartbeat.find_lost(_FIND_LOST_S)
+        return known or error
 
     def close(self) -> None:
         """Finish the stores and close the connections in order; may be called twice."""

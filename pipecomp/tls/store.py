@@ -26,9 +26,7 @@ MAX_BYTES = 1 << 28  # of all keys and values
 ENTRY_BYTES = 200  # Python's overhead for an entry
 MAX_WAITS = 1 << 14  # keys that one rank waits for, in all of its requests
 KEY_PREFIX = "pipecomp/mesh"  # of the mesh's own keys
-_OWNED_KEY = re.compile(
-    rf"(?:pipecomp/(?:alive|stopped|start/\d+/(?:\d+|parted))|{KEY_PREFIX}/(?:address|ready))/(\d+)$"
-)
+_OWNED_KEY = re.compile(rf"(?:pipecomp/(?:alive|start/\d+/(?:\d+|parted))|{KEY_PREFIX}/(?:address|ready))/(\d+)$")
 _DEFAULT_TIMEOUT = timedelta(minutes=5)  # as in torch's stores
 _REPLY_S = 60.0  # for rank 0's reply, beside the time in which a lost connection is resumed
 _KEY_CHARACTERS = 1 << 12

@@ -89,7 +89,7 @@ FAULTS = {
     sending: "TypeError: a bug",
     another_frame: "unknown kind 99",
     a_long_packet: "16777216 bytes, allowed: ",
-    a_bad_heartbeat: "rank 1 wrote a heartbeat that is none: ",
+    a_bad_heartbeat: "rank 1 wrote an invalid heartbeat: ",
 }
 
 

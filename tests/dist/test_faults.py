@@ -18,7 +18,7 @@ import torch.distributed as dist
 import tests.dist.reliability_work as work
 from pipecomp.buffers import LmdbEnvironment
 from pipecomp.checkpoint import manifest
-from pipecomp.distributed.failure import of_a_collective
+from pipecomp.distributed.heartbeat import is_collective_error
 from pipecomp.distributed.local_launcher import run_ranks
 from pipecomp.distributed.placement import free_port
 from tests.dist import small
@@ -267,8 +267,8 @@ def test_whose_error_it_is():
     gloo = RuntimeError(
         "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:7"
     )
-    assert of_a_collective(gone)
-    assert of_a_collective(gloo)
+    assert is_collective_error(gone)
+    assert is_collective_error(gloo)
     for own in (
         raised(lambda: torch.ones(2, 3) @ torch.ones(2, 3)),
         raised(lambda: torch.empty(1 << 60)),
@@ -276,4 +276,4 @@ def test_whose_error_it_is():
         ValueError("gloo"),
         raised(lambda: torch.zeros(3, requires_grad=True).backward()),
     ):
-        assert not of_a_collective(own), own
+        assert not is_collective_error(own), own

@@ -9,8 +9,13 @@ import pytest
 import torch.distributed as dist
 
 from pipecomp.distributed import heartbeat
-from pipecomp.distributed.failure import StoreSilentError, bounded, left_behind
-from pipecomp.distributed.heartbeat import Heartbeat
+from pipecomp.distributed.heartbeat import (
+    FailureReport,
+    Heartbeat,
+    StoreSilentError,
+    abandoned_store_threads,
+    call_store,
+)
 from pipecomp.errors import ConfigError, LinkTimeoutError, PeerLostError
 from tests.limits import HANG_S
 
@@ -51,11 +56,11 @@ def test_a_silent_rank_is_lost_to_those_that_have_an_engine(watches):
 def test_a_rank_that_has_closed_its_engine_is_not_missed(watches):
     for each in watches:
         each.begin()
-    assert until(lambda: len(watches[0]._seen) == 2)
+    assert until(lambda: len(watches[0]._entries) == 2)
     watches[2].close(watches[2].engine)
-    assert until(lambda: watches[0]._seen[2].words[2] == "left")
+    assert until(lambda: watches[0]._entries[2].state == "left")
     watches[2].end()
-    since = watches[0]._seen[2].since
+    since = watches[0]._entries[2].since
     assert until(lambda: time.monotonic() > since + 2.5)
     assert watches[0].lost is None
 
@@ -75,7 +80,7 @@ def test_closing_an_engine_leaves_the_one_that_was_made_after_it(watches):
 
 
 def test_why_a_start_failed_is_told_to_the_others(watches, monkeypatch):
-    monkeypatch.setattr(heartbeat, "_LINGER_S", 0.5)  # nobody here answers that it has stopped too
+    monkeypatch.setattr(heartbeat, "LINGER_S", 0.5)  # nobody here answers that it has stopped too
     for each in watches[1:]:
         each.begin()
     with pytest.raises(ConfigError), watches[0].starting():
@@ -85,10 +90,10 @@ def test_why_a_start_failed_is_told_to_the_others(watches, monkeypatch):
     assert isinstance(lost, PeerLostError)
     assert lost.rank == 0
     assert str(lost).startswith("rank 0 could not start: ConfigError: key: got 1")
-    assert watches[2]._told() is not None
+    assert watches[2]._reported() is not None
     watches[2].begin()  # another engine: what ended the one before is over
     assert watches[2].lost is None
-    assert watches[2]._told() is None
+    assert watches[2]._reported() is None
     watches[2].enter()
 
 
@@ -105,22 +110,22 @@ def test_rank_0_stays_until_all_others_know(watches):
     failing = threading.Thread(target=fail)
     failing.start()
     assert until(lambda: watches[1].lost is not None)
-    watches[1].stopped(0, "rank 0 could not start")
+    watches[1].stop(FailureReport(0, "rank 0 could not start"))
     watches[2].end()  # and one that is silent
     assert until(gone.is_set)
     failing.join()
-    assert watches[0]._seen[1].words[2] == "stopped"
+    assert watches[0]._entries[1].state == "stopped"
 
 
 def test_the_end_waits_for_a_question_that_was_given_up(watches):
     """Inside torch its thread would abort the process."""
     answer = threading.Event()
     with pytest.raises(StoreSilentError):
-        bounded(answer.wait, 0.0)
-    assert left_behind()
+        call_store(answer.wait, 0.0)
+    assert abandoned_store_threads()
     threading.Timer(0.1, answer.set).start()
     watches[0].end()
-    assert not left_behind()
+    assert not abandoned_store_threads()
 
 
 def test_a_rank_whose_gpu_waits_for_the_others_waits(watches, monkeypatch):

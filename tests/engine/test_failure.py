@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipecomp.distributed import failure
+from pipecomp.distributed.heartbeat import Heartbeat, HeartbeatEntry
 from pipecomp.engine import failure as engine_failure
 from pipecomp.engine.failure import FailureGuard
 from pipecomp.errors import PeerLostError
@@ -64,7 +64,8 @@ def test_a_failure_ends_it_at_once():
         lost=None,
         enter=lambda: None,
         leave=lambda *computing: told.append(computing),
-        stopped=lambda *said: None,
+        stop=lambda *said: None,
+        linger=lambda *said: None,
     )
     guard.watch(Links(), heartbeat)
     with pytest.raises(ValueError, match="broken"), guard.propagate_failure():
@@ -77,7 +78,7 @@ def test_a_failure_ends_it_at_once():
 def test_who_was_waited_for_is_not_to_blame_where_another_was_lost(told, named):
     """Where gradients are exchanged, a rank that ends because of a lost one looks like a lost one, too."""
     guard = FailureGuard(0, torch.device("cpu"))
-    nothing: Any = {name: lambda *said: None for name in ("enter", "leave", "stopped")}
+    nothing: Any = {name: lambda *said: None for name in ("enter", "leave", "stop", "linger")}
     guard.watch(Links(), SimpleNamespace(engine=1, lost=told, **nothing))
     with pytest.raises(PeerLostError) as caught, guard.propagate_failure():
         raise PeerLostError("gradients: rank 1 is gone or silent", 1)
@@ -86,12 +87,15 @@ def test_who_was_waited_for_is_not_to_blame_where_another_was_lost(told, named):
 
 def test_of_ranks_that_say_nothing_the_longest_silent_one_is_lost(monkeypatch):
     """The others may wait in a collective for ranks that are there."""
-    monkeypatch.setattr(failure, "_silent", lambda: [1, 2, 3])
-    monkeypatch.setattr(failure, "_told", lambda: None)
     monkeypatch.setattr(engine_failure, "_FIND_LOST_S", 0.0)
     guard = FailureGuard(0, torch.device("cpu"))
-    nothing: Any = {name: lambda *said: None for name in ("enter", "leave", "stopped")}
-    signs = {1: 9.0, 2: 1.0, 3: 8.0}
-    guard.watch(Links(), SimpleNamespace(engine=1, lost=None, last_sign=signs.get, **nothing))
-    with pytest.raises(PeerLostError, match="lost rank 2: it stopped without a word"), guard.propagate_failure():
+    heartbeat = Heartbeat(0, 1, torch.distributed.HashStore())  # alone: without threads
+    heartbeat._others = [1, 2, 3]
+    heartbeat._entries = {
+        rank: HeartbeatEntry("1 0 ", 0, "", None, since) for rank, since in ((1, 9.0), (2, 1.0), (3, 8.0))
+    }
+    for name in ("_read", "stop", "linger"):
+        monkeypatch.setattr(heartbeat, name, lambda *_: None)
+    guard.watch(Links(), heartbeat)
+    with pytest.raises(PeerLostError, match="lost rank 2: it stopped without a report"), guard.propagate_failure():
         raise RuntimeError("[gloo/transport/tcp/pair.cc:537] Connection closed by peer")

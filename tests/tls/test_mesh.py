@@ -353,7 +353,6 @@ class TestStore:
         "key",
         [
             "pipecomp/alive/0",
-            "p/x/pipecomp/stopped/0",
             "pipecomp/start/3/12/0",
             "x/pipecomp/start/3/parted/0",
             address_key(0),
