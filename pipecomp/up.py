@@ -1,4 +1,4 @@
-"""One rank of `pipecomp up`, in a process of its own: it joins, is examined, and becomes the training script.
+"""One rank of `pipecomp up`: join, compare files, run doctor and plan, and then the training script in this process.
 
 python -m pipecomp.up CHECKS SCRIPT ARGUMENTS…
 """
@@ -41,7 +41,7 @@ _DOCTOR_S = 600.0
 
 
 def main(words: Sequence[str]) -> None:
-    """Do all of it; what is wrong is one line on standard error, and status 1."""
+    """Run a rank. An error is one line on standard error, and exit status 1."""
     replace_unprintable()
     began = time.monotonic()
     checks, command = Checks(**json.loads(words[0])), list(words[1:])
@@ -78,7 +78,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def _relayed() -> str:
-    """Which ranks cannot reach each other, in words; every rank must call this."""
+    """Pairs of ranks whose connection is relayed, for the output; every rank must call this."""
     mesh = current_mesh()
     mine = [] if mesh is None else [r for r, way in mesh.routes.items() if way == RELAYED and r > mesh.rank]
     found = all_ranks().all_gather_object(mine)
@@ -92,12 +92,12 @@ def _show(console: Console, found: list[Finding]) -> None:
 
 
 def _config(command: Sequence[str]) -> str | None:
-    """DeepSpeed's configuration, if the script is given one as recipes are."""
+    """Path of DeepSpeed's configuration among the script's arguments."""
     return _value(command, "--deepspeed_config") or _value(command, "--deepspeed-config")
 
 
 def _plan(console: Console, command: Sequence[str]) -> None:
-    """Predict a step with each method, from what is measured now; every rank must call this."""
+    """Measure, and predict a step with each method; every rank must call this."""
     model, path = _value(command, "--model"), _config(command)
     if model is None or path is None:
         if dist.get_rank() == 0:
@@ -133,7 +133,7 @@ def _plan(console: Console, command: Sequence[str]) -> None:
 
 
 def _value(command: Sequence[str], flag: str) -> str | None:
-    """An argument's value, given as two words or as one."""
+    """Value of an option, given as one or two words."""
     for place, word in enumerate(command):
         if word == flag and place + 1 < len(command):
             return command[place + 1]
@@ -142,7 +142,7 @@ def _value(command: Sequence[str], flag: str) -> str | None:
     return None
 
 
-# Arguments of recipes that name what a run reads; several words may follow one.
+# Options of recipes for input files; several values may follow one.
 _READ = (
     *("--deepspeed_config", "--deepspeed-config", "--model", "--tokenizer"),
     *("--train-file", "--eval-file", "--start", "--adapter"),
@@ -153,14 +153,14 @@ _CHUNK = 16 << 20
 
 
 def compare_files(ranks: AllRanks, arguments: Sequence[str]) -> None:
-    """Compare by content what the arguments name and a rank has; every rank must call this.
+    """Compare the content of the input files on all ranks; every rank must call this.
 
     Args:
-        ranks: The round that this belongs to.
-        arguments: Of a recipe. What is a file on no rank is none: a name on the hub, or "train:2048".
+        ranks: The exchanges between the ranks.
+        arguments: Arguments of a recipe. Values that are files on no rank, such as hub names, are ignored.
 
     Raises:
-        DataError: On every rank, naming files and ranks, if one has another file or none.
+        DataError: On every rank, with the files and ranks, if a file differs or is missing.
     """
     names = named(arguments)
     told: list[dict[str, str]] = ranks.all_gather_object({name: digest(Path(name)) for name in names})
@@ -178,7 +178,7 @@ def compare_files(ranks: AllRanks, arguments: Sequence[str]) -> None:
 
 
 def named(arguments: Sequence[str]) -> list[str]:
-    """List the values of arguments that name what a run reads."""
+    """Return the values of options for input files."""
     found, reads = [], False
     for word in arguments:
         if word.startswith("--"):
@@ -192,7 +192,7 @@ def named(arguments: Sequence[str]) -> list[str]:
 
 
 def digest(path: Path) -> str:
-    """Hash a file, or all files of a folder with their names; "missing" where there is neither."""
+    """Hash a file, or the names and contents of a folder's files; "missing" without either."""
     if path.is_file():
         return _hash_file(path)
     if not path.is_dir():

@@ -1,8 +1,8 @@
-"""Plain objects that all ranks exchange through torch's collectives, as JSON (see pipecomp/utils/serialization.py).
+"""Collectives for plain objects, encoded as JSON (see pipecomp/utils/serialization.py).
 
-torch's own functions for objects pickle them, so that what is received can run code. They take memory for whatever size
-another rank announces, and fill what a short object leaves of it with what happened to be there, which others then get.
-Here sizes are limited, and the rest is zeros.
+Note:
+    torch's own object collectives pickle, so that received bytes can run code. They allocate whatever size another rank
+    announces, and pad short objects with uninitialized memory. Here sizes are limited, and the padding is zeros.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from pipecomp.distributed.heartbeat import run_in_thread
 from pipecomp.errors import WireError
 from pipecomp.utils.serialization import decode, encode
 
-MOST_BYTES = 1 << 28  # of a rank's object
-_MEET_S = 10.0  # well within the time that a collective waits
+MAX_OBJECT_BYTES = 1 << 28
+_ROUND_S = 10.0  # well below the timeout of collectives
 _Value = TypeVar("_Value")
 
 
 def gathered(value: Any, group: Any = None) -> list[Any]:
-    """Give each rank's value, by rank, on every rank; all ranks must call this. WireError for one that is too large."""
+    """Return the values of all ranks, by rank; all ranks must call this. Raises WireError above the size limit."""
     data, device = _prepared(value, group)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, torch.tensor([len(data)], device=device), group=group)
@@ -42,10 +42,7 @@ def gathered(value: Any, group: Any = None) -> list[Any]:
 
 
 def broadcast(value: Any, src: int = 0, group: Any = None) -> Any:
-    """Give rank `src`'s value on every rank; all ranks must call this, and the others' values do not matter.
-
-    WireError for one that is too large.
-    """
+    """Return the value of rank `src` on every rank; all ranks must call this. Raises WireError above the limit."""
     mine = dist.get_rank() == src
     data, device = _prepared(value if mine else None, group)
     size = torch.tensor([len(data)], device=device)
@@ -57,20 +54,20 @@ def broadcast(value: Any, src: int = 0, group: Any = None) -> Any:
 
 
 def while_others_wait(act: Callable[[], _Value], group: Any = None) -> _Value:
-    """Return or raise what `act` does, which may take longer than a collective waits: all ranks must call this.
+    """Call `act`, which may take longer than the timeout of collectives; all ranks must call this.
 
-    They meet meanwhile, until all have done theirs.
+    Short collectives keep the ranks together until every rank has finished. Returns or raises what `act` does.
     """
     _, acting = run_in_thread(act, "pipecomp-acting")
-    while not all(gathered(bool(wait([acting], _MEET_S).done), group)):
+    while not all(gathered(bool(wait([acting], _ROUND_S).done), group)):
         pass
     return acting.result()
 
 
 def exchange_objects_as_json() -> None:
-    """Let torch's own object collectives send JSON from now on, whoever calls them; all ranks must.
+    """Let torch's own object collectives encode JSON from now on, also in DeepSpeed's calls; all ranks must call this.
 
-    They turn objects into bytes through two names of torch's module, on every backend.
+    It replaces the pickler and unpickler in torch's module, which every backend uses.
     """
     distributed_c10d._pickler = _Writer  # type: ignore[assignment]
     distributed_c10d._unpickler = _Reader  # type: ignore[assignment]
@@ -93,14 +90,14 @@ class _Reader:
 
 
 def _prepared(value: Any, group: Any) -> tuple[bytes, torch.device]:
-    """What is sent, and where a backend takes it. Who else exchanges objects, as DeepSpeed does, does so as JSON."""
+    """Encode a value; also return the device that the backend needs."""
     exchange_objects_as_json()
     return encode(value), torch.device(distributed_c10d._get_object_coll_device(group))
 
 
 def _check(rank: int, count: int) -> None:
-    if not 0 <= count <= MOST_BYTES:
-        raise WireError(f"rank {rank} sends an object of {count} bytes, allowed: {MOST_BYTES}")
+    if not 0 <= count <= MAX_OBJECT_BYTES:
+        raise WireError(f"rank {rank} sends an object of {count} bytes, allowed: {MAX_OBJECT_BYTES}")
 
 
 def _tensor(data: bytes) -> Tensor:

@@ -1,6 +1,6 @@
-"""What the ranks of a run tell each other before anything else: whether they fit together, and what is wrong if not.
+"""Consistency checks between the ranks of a run: versions, settings, and errors of single ranks.
 
-It goes through torch's key-value store, which works where gloo cannot connect yet, and where a rank has failed.
+They use torch's key-value store, which works before gloo connects and after a rank has failed.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from torch.distributed import distributed_c10d
 from pipecomp.codecs import wire
 from pipecomp.errors import LinkError, LinkTimeoutError, PeerLostError, PipecompError
 
-COMING_S = 1800.0  # for the slowest rank to come to the start: it may have data to prepare
+JOIN_TIMEOUT_S = 1800.0  # for the slowest rank to reach the start of the run: it may prepare data
 _PART_S, _POLL_S = 10.0, 0.2
 _PREFIX = "pipecomp/start"
-_VERSIONS = ("pipecomp", "torch", "deepspeed", "transformers")  # what other versions would compute or save otherwise
-# What DeepSpeed tells the user, and where: it need not be the same on all ranks.
-_OWN = (
+_VERSIONS = ("pipecomp", "torch", "deepspeed", "transformers")  # other versions may compute or save differently
+# Settings of DeepSpeed's output, which may differ between ranks.
+_OUTPUT_SETTINGS = (
     "steps_per_print",
     "wall_clock_breakdown",
     "dump_state",
@@ -42,10 +42,14 @@ _numbers = itertools.count()
 
 
 class AllRanks:
-    """Values of all ranks, through a key-value store that all of them reach. Every rank must ask the same questions.
+    """A sequence of exchanges between all ranks through a key-value store; every rank must make the same calls.
 
-    store: torch's own by default. wait_s: for a rank that has not come yet. missed: why that rank cannot answer
-    any more, None if it may.
+    Args:
+        rank: This rank; by default torch's.
+        world: Number of ranks; by default torch's.
+        store: The store; by default torch's own.
+        wait_s: Seconds to wait for a rank that has not answered yet.
+        missed: Returns why a rank will not answer, None if it may.
     """
 
     def __init__(
@@ -54,7 +58,7 @@ class AllRanks:
         world: int | None = None,
         store: Any = None,
         *,
-        wait_s: float = COMING_S,
+        wait_s: float = JOIN_TIMEOUT_S,
         missed: Callable[[int], Exception | None] = lambda rank: None,
     ) -> None:
         self.rank = dist.get_rank() if rank is None else rank
@@ -63,19 +67,19 @@ class AllRanks:
             f"{_PREFIX}/{next(_numbers)}", distributed_c10d._get_default_store() if store is None else store
         )
         self._wait_s, self._missed = wait_s, missed
-        self._questions = itertools.count()
+        self._rounds = itertools.count()
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Tell all ranks a JSON value, and return what each rank gave, by rank.
+        """Exchange a JSON value, and return the values of all ranks, by rank.
 
         Raises LinkTimeoutError if a rank does not answer, PeerLostError if the store is gone.
         """
-        number = next(self._questions)
+        number = next(self._rounds)
         try:
             self._store.set(f"{number}/{self.rank}", json.dumps(value))
             return [self._answer(number, rank) for rank in range(self.world)]
         except dist.DistNetworkError as error:
-            gone = "lost rank 0 at the start: torch.distributed's key-value store is gone, which it serves"
+            gone = "lost rank 0 at the start: torch.distributed's key-value store, which it serves, is gone"
             raise self._missed(0) or PeerLostError(gone, 0) from error
 
     def _answer(self, number: int, rank: int) -> Any:
@@ -89,20 +93,20 @@ class AllRanks:
             passed_s = time.monotonic() - began
             if passed_s > self._wait_s:
                 raise LinkTimeoutError(
-                    f"rank {rank} did not come to the start of the run within {self._wait_s:g} s: see what it printed"
+                    f"rank {rank} did not reach the start of the run within {self._wait_s:g} s: see its output"
                 )
             time.sleep(min(_POLL_S, max(0.001, passed_s / 10)))
         return json.loads(self._store.get(key))
 
     def assert_same_on_all_ranks(self, facts: Mapping[str, Any]) -> None:
-        """LinkError on every rank if `facts`, JSON values, are not the same on all; it names ranks and values."""
+        """Raise LinkError with ranks and values, on every rank, unless these JSON values are the same on all."""
         mine = json.dumps(facts, sort_keys=True)
         hashes = self.all_gather_object(hashlib.sha256(mine.encode()).hexdigest())
         if len(set(hashes)) > 1:
             self._compare(self.all_gather_object(json.loads(mine)))
 
     def assert_same_where_known(self, facts: Mapping[str, Any]) -> None:
-        """Do the same with facts of which each rank knows only some."""
+        """Do the same with facts of which each rank has only some."""
         given = self.all_gather_object(json.loads(json.dumps(facts, sort_keys=True)))
         known = {key: value for some in reversed(given) for key, value in some.items()}
         self._compare([{**known, **some} for some in given])
@@ -114,9 +118,9 @@ class AllRanks:
             raise LinkError(f"the ranks of this run do not fit together: {'; '.join(found)}")
 
     def leave(self, *, but: int | None = None) -> None:
-        """Before an error that ends all ranks: rank 0, which may serve the store, goes when all have their answers.
+        """Let rank 0, which may serve the store, wait until all ranks but one have read the values.
 
-        but: the rank that will not come for them.
+        Call it before an error that ends all ranks.
         """
         with contextlib.suppress(RuntimeError):
             self._store.set(f"parted/{self.rank}", "")
@@ -127,7 +131,7 @@ class AllRanks:
 
     @contextlib.contextmanager
     def collective_errors(self) -> Iterator[None]:
-        """Raise an error of what every rank does for itself there, and as LinkError on all that had none."""
+        """Raise an error of the body, and a LinkError with its text on the ranks without one."""
         error: Exception | None = None
         try:
             yield
@@ -144,28 +148,34 @@ class AllRanks:
 
 
 def versions() -> dict[str, Any]:
-    """List what must fit before the ranks can talk at all: packages, the form of packets, the order of bytes.
+    """Return what must be the same before ranks communicate: package versions, packet format, byte order.
 
-    Builds of one torch version for different devices fit.
+    The device suffix of torch's version may differ.
     """
     found: dict[str, Any] = {}
     for name in _VERSIONS:
         try:
             found[f"{name} version"] = importlib.metadata.version(name).split("+")[0]
         except importlib.metadata.PackageNotFoundError:
-            found[f"{name} version"] = "not installed"  # pipecomp itself may run from a folder
+            found[f"{name} version"] = "not installed"  # pipecomp may run from a checkout
     return {**found, "format of packets": wire.VERSION, "order of bytes": sys.byteorder}
 
 
 def check_byte_order() -> None:
-    """Raise where packets, which are little-endian, cannot be copied as they are."""
+    """Raise PipecompError on big-endian machines: packets are little-endian and copied as they are."""
     if sys.byteorder != "little":
         raise PipecompError(f"this machine is {sys.byteorder}-endian: pipecomp needs little-endian ones")
 
 
 def settings_of(ds_config: Mapping[str, Any], section: str, shared: Mapping[str, Any]) -> dict[str, Any]:
-    """DeepSpeed's configuration as flat keys, but for what may differ; shared: this project's section, complete."""
-    return dict(_flat({**{k: v for k, v in ds_config.items() if k not in _OWN}, section: shared}))
+    """Return DeepSpeed's configuration with flat keys, without settings that may differ between ranks.
+
+    Args:
+        ds_config: The configuration.
+        section: Key of pipecomp's section.
+        shared: Its complete settings.
+    """
+    return dict(_flat({**{k: v for k, v in ds_config.items() if k not in _OUTPUT_SETTINGS}, section: shared}))
 
 
 def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -177,7 +187,7 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def differences(facts: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Tell what is not the same on all ranks, one sentence for each key; facts: by rank."""
+    """Describe the differences between the facts of all ranks, one phrase for each key."""
     found = []
     for key in sorted(set().union(*facts)):
         by_value: dict[str, list[int]] = {}

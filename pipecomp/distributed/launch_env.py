@@ -1,4 +1,10 @@
-"""What a launcher (torchrun, deepspeed, or a person) has set for this process."""
+"""The launcher of this process: the variables that it has set, and the end of a rank with its launcher.
+
+Launchers end their ranks when they are asked to end; a killed one cannot. So each rank finds the launchers among its
+ancestors and watches them. A run without a launcher, as under nohup, survives the shell that started it.
+`PIPECOMP_LAUNCHER` names the process id of one more launcher. A rank that was started over ssh has its launcher at the
+other end of its standard input, where signals arrive too: sshd does not end it with the connection.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +20,7 @@ import psutil
 from pipecomp.distributed.preemption import LAUNCHER_GONE, current_interruption, say_here
 from pipecomp.errors import ConfigError, require
 
-# What launchers of tasks set, which know nothing of RANK: how many tasks there are, and what each rank is to be told.
+# Task launchers do not set RANK: their variable with the number of tasks, and the variables to derive from theirs.
 _TASKS = {
     "SLURM_STEP_NUM_TASKS": "RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID",
     "OMPI_COMM_WORLD_SIZE": (
@@ -27,13 +33,20 @@ _TASKS = {
     ),
     "PMI_SIZE": "RANK=$PMI_RANK WORLD_SIZE=$PMI_SIZE LOCAL_RANK=$MPI_LOCALRANKID LOCAL_WORLD_SIZE=$MPI_LOCALNRANKS",
 }
-_TERMINAL = "SLURM_PTY_PORT"  # of srun --pty: a shell for people, whatever the number of tasks
-# Names what a rank ends with: a process by its id, or a launcher at the other end of its standard input.
+_TERMINAL = "SLURM_PTY_PORT"  # set by srun --pty, an interactive shell, whatever the number of tasks
+# The launcher: a process id, or "stdin" for one at the other end of standard input.
 LAUNCHER, STDIN = "PIPECOMP_LAUNCHER", "stdin"
 
 
 class Launch(NamedTuple):
-    """rank and world are None without a launcher; local_world, the ranks on this machine, where it was not said."""
+    """The variables of a launcher.
+
+    Attributes:
+        rank, world: None without a launcher.
+        local_rank: Number of this rank on its machine.
+        local_world: Number of ranks on this machine, None if unknown.
+        master: Address of rank 0's machine.
+    """
 
     rank: int | None = None
     world: int | None = None
@@ -48,14 +61,14 @@ class Launch(NamedTuple):
 
     @property
     def place(self) -> tuple[int, int]:
-        """Rank and world of a process that a launcher has started."""
+        """Rank and world size of a process that a launcher has started."""
         assert self.rank is not None, "started by a launcher"
         assert self.world is not None, "started by a launcher"
         return self.rank, self.world
 
     @property
     def several_machines(self) -> bool | None:
-        """Whether ranks run on more than one machine, None where that is not known."""
+        """Whether ranks run on more than one machine, None if unknown."""
         if self.world is None:
             return None
         if self.local_world is not None:
@@ -64,7 +77,7 @@ class Launch(NamedTuple):
 
 
 def read_launch(environ: Mapping[str, str]) -> Launch:
-    """Read RANK, WORLD_SIZE and what goes with them. ConfigError where they cannot be, or are missing among tasks."""
+    """Read RANK, WORLD_SIZE and related variables. Raises ConfigError for invalid ones, or in a task without RANK."""
     # torchrun and deepspeed name differently how many ranks share this machine
     local_world = _number(environ, "LOCAL_WORLD_SIZE", 1) or _number(environ, "LOCAL_SIZE", 1)
     rank, world = _number(environ, "RANK", 0), _number(environ, "WORLD_SIZE", 1)
@@ -72,14 +85,14 @@ def read_launch(environ: Mapping[str, str]) -> Launch:
         _check_alone(environ)
     if (rank is None) != (world is None):
         missing = "RANK" if rank is None else "WORLD_SIZE"
-        raise ConfigError(missing, None, "a number: RANK and WORLD_SIZE go together, and a launcher sets both")
+        raise ConfigError(missing, None, "a number: a launcher sets both RANK and WORLD_SIZE")
     if rank is not None and world is not None and rank >= world:
         raise ConfigError("RANK", rank, f"0 to {world - 1}, as WORLD_SIZE is {world}")
     return Launch(rank, world, _number(environ, "LOCAL_RANK", 0) or 0, local_world, environ.get("MASTER_ADDR"))
 
 
 def _check_alone(environ: Mapping[str, str]) -> None:
-    """ConfigError where this process is one of several tasks, each of which would take itself for the whole run."""
+    """Raise ConfigError if this is one of several tasks, each of which would train alone."""
     for name, variables in _TASKS.items():
         if environ.get(name, "1") != "1" and _TERMINAL not in environ:
             launcher = "srun" if name.startswith("SLURM") else "mpirun"
@@ -107,15 +120,18 @@ _LAUNCHERS = frozenset(
         *("prterun", "prted", "pipecomp", "pipecomp.cli"),
     }
 )
-_SET_BY_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "CROSS_RANK")  # by torchrun, and by deepspeed
+_SET_BY_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "CROSS_RANK")  # of torchrun and of deepspeed
 _LOOK_S = 0.5
-_SAVE_S = 6.0  # to save a checkpoint once it is gone
+_SAVE_S = 6.0  # to save a checkpoint after the launcher's end
 _CLOSE_S = 2.0
 _watching = threading.Lock()
 
 
 def watch_launcher() -> None:
-    """End this process within 10 s of its launcher's end; again is harmless. ConfigError for PIPECOMP_LAUNCHER."""
+    """End this process within 10 s of its launcher's end; may be called again.
+
+    Raises ConfigError for an invalid PIPECOMP_LAUNCHER.
+    """
     if "RANK" not in os.environ or not _watching.acquire(blocking=False):
         return
     if os.environ.get(LAUNCHER) == STDIN:
@@ -131,13 +147,13 @@ def watch_launcher() -> None:
 
 
 def launchers(ancestors: Sequence[psutil.Process]) -> list[psutil.Process]:
-    """Pick the ancestors up to the last launcher among them: what stands between belongs to it."""
+    """Return the ancestors up to the last launcher; processes in between belong to it."""
     last = max((place for place, process in enumerate(ancestors) if _is_launcher(process)), default=-1)
     return list(ancestors[: last + 1])
 
 
 def program(command: Sequence[str]) -> str:
-    """Name what a command line runs: a program, the script of an interpreter, or the module after -m."""
+    """Return what a command line runs: a program, the script of an interpreter, or the module after -m."""
     words = list(command)
     if not words:
         return ""
@@ -169,11 +185,11 @@ def _own() -> psutil.Process | None:
     try:
         return psutil.Process(int(text))
     except (ValueError, psutil.Error) as error:
-        raise ConfigError(LAUNCHER, text, "the id of a process that runs, with which this rank is to end") from error
+        raise ConfigError(LAUNCHER, text, "the id of a running process") from error
 
 
 def _orphaned(environ: Mapping[str, str]) -> bool:
-    """Whether the launcher has ended before this process could look for it: its parent is the system's first one."""
+    """Whether the launcher ended before this process could find it: the parent is init."""
     return os.getppid() == 1 and any(name in environ for name in _SET_BY_LAUNCHERS)
 
 
@@ -184,7 +200,7 @@ def _watch(found: Sequence[psutil.Process]) -> None:
 
 
 def _follow() -> None:
-    """Take signals, each a byte with its number, until the launcher is gone."""
+    """Receive signals, one byte each, until the launcher closes the pipe."""
     while number := os.read(0, 1):
         os.kill(os.getpid(), signal.Signals(number[0]))
     _end()
@@ -199,7 +215,7 @@ def _end() -> None:
     if interruption is not None:
         interruption.ask(LAUNCHER_GONE, why="the launcher ended")
         time.sleep(_SAVE_S)
-    say_here("its launcher ended, and so does it")
+    say_here("its launcher ended: this rank ends too")
     if dist.is_initialized():
         closing = threading.Thread(target=process_heartbeat().on_exit, daemon=True)
         closing.start()
@@ -213,4 +229,4 @@ def _runs(process: psutil.Process) -> bool:
     except psutil.NoSuchProcess:
         return False
     except psutil.Error:
-        return True  # it is there, and hides
+        return True  # it exists, but cannot be examined

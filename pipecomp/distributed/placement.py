@@ -1,6 +1,7 @@
-"""Which ranks share a GPU, or the processor's cores, told by what these are.
+"""The resources of this machine: GPUs and CPU cores that ranks share, network interfaces, addresses and ports.
 
-Numbers do not tell: under Slurm, with a GPU for each task, every rank of a machine sees its own alone, as number 0.
+GPUs are identified by their UUIDs, not their numbers: under Slurm, with one GPU for each task, every rank sees its own
+GPU as number 0.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from pipecomp.utils.cgroups import control_groups
 if TYPE_CHECKING:
     from pipecomp.distributed.consistency import AllRanks
 
-_INSTANCE = " MIG "  # in the name of an instance of a GPU
+_MIG = " MIG "  # in the name of an instance of a GPU
 
 
-class Gpu(NamedTuple):
-    """What a rank computes on. name: unique; instances of a GPU have names of their own. whole: what NCCL knows."""
+class RankGpu(NamedTuple):
+    """The GPU of a rank. name: Unique, also for MIG instances. whole: Name of the physical GPU, as NCCL sees it."""
 
     name: str
     whole: str
 
 
-def own_gpu(local_rank: int) -> Gpu | None:
-    """Tell which GPU a rank takes, None without one."""
+def own_gpu(local_rank: int) -> RankGpu | None:
+    """Return the GPU that a rank uses, None without one."""
     import torch  # here: launchers start without it
 
     if not torch.cuda.is_available():
@@ -41,46 +42,46 @@ def own_gpu(local_rank: int) -> Gpu | None:
     number = local_rank % torch.cuda.device_count()
     found = torch.cuda.get_device_properties(number)
     name = str(found.uuid)
-    if _INSTANCE not in found.name:
-        return Gpu(name, name)
-    # CUDA says the instance's name or the whole GPU's, by its version. For NCCL, instances of a GPU are one and the
-    # same; so all of a machine count as one, since which are of one GPU is not told.
+    if _MIG not in found.name:
+        return RankGpu(name, name)
+    # Note: depending on its version, CUDA returns the UUID of the instance or of the GPU. NCCL treats instances of one
+    # GPU as the same device. It is unknown which belong together, so all of a machine count as one.
     visible = [*os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","), *[""] * number][number]
-    return Gpu(f"{name} {visible}", f"instances on {machine()}")
+    return RankGpu(f"{name} {visible}", f"instances on {machine()}")
 
 
 def some_share(names: Sequence[str | None]) -> bool:
-    """Tell whether a name comes twice. names: by rank; None for ranks that have none."""
+    """Return whether a name occurs twice. names: By rank, None for ranks without one."""
     found = [name for name in names if name is not None]
     return len(set(found)) < len(found)
 
 
-def ranks_on_gpu(all_ranks: AllRanks, gpu: Gpu | None) -> int:
-    """Count the ranks that compute on this rank's GPU; every rank must call this. gpu: None without one, which is 0."""
+def ranks_on_gpu(all_ranks: AllRanks, gpu: RankGpu | None) -> int:
+    """Count the ranks that use this rank's GPU, 0 without a GPU; every rank must call this."""
     name = None if gpu is None else gpu.name
     found = all_ranks.all_gather_object(name)
     return 0 if name is None else found.count(name)
 
 
 def ranks_on_cores(all_ranks: AllRanks) -> int:
-    """Count the ranks that may use some of the cores that this one may use; every rank must call this."""
+    """Count the ranks whose CPU cores overlap with this rank's; every rank must call this."""
     mine = [machine(), own_cores()]
     found = all_ranks.all_gather_object(mine)
     return sum(place == mine[0] and not set(cores).isdisjoint(mine[1]) for place, cores in found)
 
 
 def own_cores() -> list[int]:
-    """List the cores that this process may use."""
+    """List the CPU cores that this process may use."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
 def usable_cores() -> int:
-    """Count the cores that this process may use, by its affinity and the quotas of its control groups."""
+    """Count the CPU cores that this process may use, by its affinity and the quotas of its control groups."""
     return max(1, min([len(own_cores()), *map(round, _quotas())]))
 
 
 def _quotas() -> Iterator[float]:
-    """Give the cores that each of the process's control groups may use at a time, where that is limited."""
+    """Core quotas of the process's control groups, where they are limited."""
     for folder, version_2 in control_groups("cpu"):
         try:
             if version_2:
@@ -95,11 +96,11 @@ def _quotas() -> Iterator[float]:
 
 
 GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
-_PORTS = range(10_000, 32_000)  # Linux takes those of outgoing connections from 32768 on, others from above
+_PORTS = range(10_000, 32_000)  # below the ephemeral ports: 32768 and up on Linux, higher elsewhere
 
 
 class Interface(NamedTuple):
-    """addresses: IPv4 first. speed_mbit: 0 where the system does not know it."""
+    """A network interface. addresses: IPv4 first. speed_mbit: 0 if unknown."""
 
     name: str
     addresses: tuple[str, ...]
@@ -109,19 +110,19 @@ class Interface(NamedTuple):
 
     @property
     def usable(self) -> bool:
-        """Whether another machine could be reached through it."""
+        """Whether another machine may be reachable through it."""
         return self.up and any(not is_loopback(a) and not a.startswith("fe80") for a in self.addresses)
 
 
-class Choice(NamedTuple):
-    """What gloo binds to by itself: the first address of the host name that is this machine's, or none."""
+class GlooDefault(NamedTuple):
+    """The address that gloo binds to by default: the first local one of the host name, or None."""
 
     hostname: str
     address: str | None
 
 
 def list_interfaces() -> dict[str, Interface]:
-    """All network interfaces of this machine, by name."""
+    """Return all network interfaces of this machine, by name."""
     stats, found = psutil.net_if_stats(), {}
     for name, addresses in psutil.net_if_addrs().items():
         ip = [a.address for family in (socket.AF_INET, socket.AF_INET6) for a in addresses if a.family == family]
@@ -131,25 +132,25 @@ def list_interfaces() -> dict[str, Interface]:
     return found
 
 
-def default_choice() -> Choice:
-    """Do as gloo does without GLOO_SOCKET_IFNAME: bind to each address of the host name until one lets it."""
+def default_choice() -> GlooDefault:
+    """Find the address as gloo does without GLOO_SOCKET_IFNAME: bind to each one of the host name until one works."""
     hostname = socket.gethostname()
     try:
         candidates = socket.getaddrinfo(hostname, None, type=socket.SOCK_STREAM)
     except OSError:
-        return Choice(hostname, None)
+        return GlooDefault(hostname, None)
     for family, kind, protocol, _, where in candidates:
         try:
             with socket.socket(family, kind, protocol) as probe:
                 probe.bind(where)
-                return Choice(hostname, str(where[0]))
+                return GlooDefault(hostname, str(where[0]))
         except OSError:
             continue
-    return Choice(hostname, None)
+    return GlooDefault(hostname, None)
 
 
 def gloo_address() -> str:
-    """Find the address that gloo binds to in this process. ConfigError if GLOO_SOCKET_IFNAME leads nowhere."""
+    """Return the address that gloo binds to in this process. Raises ConfigError for an invalid GLOO_SOCKET_IFNAME."""
     variable = os.environ.get(GLOO_VARIABLE)
     if not variable:
         return default_choice().address or "127.0.0.1"
@@ -163,7 +164,7 @@ def gloo_address() -> str:
 
 
 def address_towards(host: str) -> str | None:
-    """Find the address of this machine that connections to a host come from; None if no way leads there."""
+    """Return the source address of connections to a host, None without a route."""
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -174,20 +175,20 @@ def address_towards(host: str) -> str | None:
 
 
 def interface_towards(host: str) -> str | None:
-    """Find the interface that has this address; None if there is none."""
+    """Return the name of the interface with this source address, None without one."""
     address = address_towards(host)
     return next((i.name for i in list_interfaces().values() if address in i.addresses), None)
 
 
 def loopback() -> str:
-    """Name the interface that leads to this machine itself."""
+    """Return the name of the loopback interface."""
     return interface_towards("127.0.0.1") or "lo"
 
 
 def free_port() -> int:
-    """Find a TCP port that nobody listens on just now, of those that systems do not give to outgoing connections.
+    """Find a free TCP port outside the ephemeral range.
 
-    One of theirs could be taken before whoever asked listens.
+    An outgoing connection could take an ephemeral port before the caller listens.
     """
     for port in random.SystemRandom().sample(_PORTS, 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -197,7 +198,7 @@ def free_port() -> int:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an IP address, or the name localhost, stays on this machine."""
+    """Return whether an IP address, or the name localhost, is on the loopback interface."""
     try:
         return ipaddress.ip_address(address.split("%")[0]).is_loopback
     except ValueError:
@@ -205,7 +206,7 @@ def is_loopback(address: str) -> bool:
 
 
 def machine() -> str:
-    """Name what processes share that share a network: containers and network namespaces are machines of their own."""
+    """Return a name of this machine; containers and network namespaces count as machines of their own."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/net')}"

@@ -1,8 +1,8 @@
-"""Being asked to stop: a run ends after its current step, with a checkpoint, and can be started again.
+"""Preemption: after SIGTERM or SIGINT a run ends after its current step, with a checkpoint, and can be resumed.
 
-Schedulers send SIGTERM some time before they take a machine away, and Ctrl-C is SIGINT. Both are noted by a thread,
-so also while the main one waits for another rank in a collective. After each step the ranks agree whether one of them
-was asked; then all save, close, and exit with `REQUEUE_STATUS`. The same signal again ends the process at once.
+Schedulers send SIGTERM some time before they reclaim a machine; Ctrl-C is SIGINT. A thread receives both, also while
+the main thread waits in a collective. After each step the ranks agree whether one of them has received a signal; then
+all save, close, and exit with `REQUEUE_STATUS`. A second signal of the same kind ends the process at once.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from types import FrameType, TracebackType
 from typing import Any
 
 REQUEUE_STATUS = os.EX_TEMPFAIL  # 75: "temporary failure, the user is invited to retry"
-LAUNCHER_GONE = 1000  # what `wanted` is then; signals are below that
+LAUNCHER_GONE = 1000  # value of `wanted`, above all signals
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_SAME_S = 1.0  # launchers pass on what the process has got itself
-_LEAVE_S = 10.0  # for the interpreter to end once everything is saved
+_SAME_S = 1.0  # launchers forward a signal that the process has received itself
+_LEAVE_S = 10.0  # for the interpreter to exit after everything is saved
 
 _current: Interruption | None = None
 
 
 class Interrupted(SystemExit):
-    """Everything is saved, and the process ends with `REQUEUE_STATUS`. reason: who was asked, and how."""
+    """Everything is saved, and the process exits with `REQUEUE_STATUS`. reason: the signal and its rank."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(REQUEUE_STATUS)
@@ -34,15 +34,19 @@ class Interrupted(SystemExit):
 
 
 class Interruption:
-    """Notes SIGTERM and SIGINT while it is entered on the main thread; elsewhere, or if not `active`, does nothing.
+    """Records SIGTERM and SIGINT during a `with` block on the main thread; on other threads it does nothing.
 
-    active: whether there is a place to save to. Without it, signals do what they did before.
+    Args:
+        active: Whether the run can save. Otherwise signals keep their handlers.
+
+    Attributes:
+        wanted: First signal that this process has received, or LAUNCHER_GONE; 0 for none.
     """
 
     def __init__(self, *, active: bool = True) -> None:
         self._active = active and threading.current_thread() is threading.main_thread()
-        self.wanted = 0  # the signal that this process has got, or LAUNCHER_GONE
-        self._since: dict[int, float] = {}  # when each was first seen
+        self.wanted = 0
+        self._since: dict[int, float] = {}  # time of the first of each kind
         self._leaving: float | None = None
         self._pipe: tuple[int, int] | None = None
         self._before: dict[int, Any] = {}
@@ -65,7 +69,7 @@ class Interruption:
     ) -> None:
         global _current
         if self._pipe is None or isinstance(error, Interrupted):
-            return  # what comes while the interpreter ends must not spoil it
+            return  # later signals must not disturb the interpreter's exit
         signal.set_wakeup_fd(self._fd_before)
         for number, handler in self._before.items():
             signal.signal(number, handler)
@@ -73,21 +77,21 @@ class Interruption:
         self._pipe = _current = None
 
     def ask(self, number: int, *, why: str) -> None:
-        """Note that this process is to stop. number: what `wanted` becomes if it is the first reason."""
+        """Request the end of the run. number: The value for `wanted` if this is the first request."""
         self._since.setdefault(number, time.monotonic())
         if not self.wanted:
             self.wanted = number
             say_here(f"{why}: the run ends after this step, with a checkpoint")
 
     def decide(self, wanted: Sequence[int]) -> str | None:
-        """Tell whether the run ends, and why. wanted: of all ranks, by rank, the same on each."""
+        """Return why the run ends, None if it continues. wanted: Values of all ranks, by rank."""
         return next((f"{_name(number)} on rank {rank}" for rank, number in enumerate(wanted) if number), None)
 
     def agree(self, group: Any) -> str | None:
-        """Decide with all other ranks, which must all call this. group: of all ranks, for tensors in memory."""
+        """Decide together with all other ranks, which must all call this. group: All ranks, for CPU tensors."""
         if not self._active:
             return None
-        import torch  # here: a process that only watches for signals starts without it
+        import torch  # here, so that recipes can install handlers before the slow import
         import torch.distributed as dist
 
         wanted = torch.zeros(dist.get_world_size(group), dtype=torch.int64)
@@ -96,10 +100,10 @@ class Interruption:
         return self.decide(wanted.tolist())
 
     def leave(self, reason: str) -> Interrupted:
-        """Wait until every rank has saved and closed; give what to raise. Signals do nothing any more for a while."""
+        """Wait until every rank has saved and closed; returns the exception to raise. Ignores signals for a while."""
         import torch.distributed as dist
 
-        dist.barrier()  # a launcher ends all ranks when the first one has ended
+        dist.barrier()  # a launcher may kill all ranks once the first one has exited
         self._leaving = time.monotonic()
         return Interrupted(reason)
 
@@ -120,17 +124,17 @@ class Interruption:
 
 
 def current_interruption() -> Interruption | None:
-    """Give the one that is entered, None if none is."""
+    """Return the active instance, None outside of its `with` block."""
     return _current
 
 
 def end_quietly() -> None:
-    """Let Ctrl-C end this process without a traceback, unless its caller has it ignored."""
+    """Let Ctrl-C end this process without a traceback, unless SIGINT is ignored."""
     _replace_handler(signal.default_int_handler, signal.SIG_DFL)
 
 
 def end_with_exception() -> None:
-    """Let it raise KeyboardInterrupt again, as Python begins with."""
+    """Let Ctrl-C raise KeyboardInterrupt again, Python's default."""
     _replace_handler(signal.SIG_DFL, signal.default_int_handler)
 
 
@@ -140,7 +144,7 @@ def _replace_handler(before: Any, after: Any) -> None:
 
 
 def _noted(number: int, frame: FrameType | None) -> None:
-    """Do nothing: the thread has it from the system."""
+    """Do nothing: the thread reads the signal from the wakeup pipe."""
 
 
 def _name(number: int) -> str:
@@ -148,14 +152,14 @@ def _name(number: int) -> str:
 
 
 def say_here(text: str) -> None:
-    """Tell it on standard error of each rank that calls this: people at its machine may see no other's."""
+    """Print a line with this rank's number to standard error, on each rank that calls this."""
     rank = os.environ.get("RANK", "0")
-    sys.stderr.write(f"pipecomp: rank {rank}: {text}\n")  # in one piece, whatever other threads write
+    sys.stderr.write(f"pipecomp: rank {rank}: {text}\n")  # one write, so that lines of other threads do not mix in
     sys.stderr.flush()
 
 
 def _in_forked_child() -> None:
-    """Forget it all: signals to a child, as to workers that load data, are no signals to this process."""
+    """Restore the handlers: signals to a forked child, such as a data loader's worker, do not concern the run."""
     global _current
     if _current is not None:
         signal.set_wakeup_fd(-1)

@@ -1,4 +1,10 @@
-"""Joining the other processes of a run, and finding out before gloo does what would keep them apart."""
+"""Rendezvous of a run's processes, over gloo, NCCL or TLS, with checks of what would keep them apart.
+
+Note:
+    torch's client of the key-value store retries for as long as a rank may take to start, whatever answers at the port,
+    and prints nothing where a firewall drops its packets. So the port is checked first, and a waiting rank prints for
+    which rank it waits.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +30,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from pipecomp.config import read_json_object
 from pipecomp.distributed.collectives import exchange_objects_as_json
-from pipecomp.distributed.consistency import COMING_S, AllRanks, check_byte_order, versions
+from pipecomp.distributed.consistency import JOIN_TIMEOUT_S, AllRanks, check_byte_order, versions
 from pipecomp.distributed.heartbeat import call_store, process_heartbeat
 from pipecomp.distributed.launch_env import read_launch, watch_launcher
 from pipecomp.distributed.placement import (
@@ -47,39 +53,51 @@ from pipecomp.tls.listener import ADDRESS_FORMAT, Address
 from pipecomp.tls.mesh import JoinConfig, Mesh, connect_mesh
 from pipecomp.tls.process_group import BACKEND, current_mesh, use_mesh
 
+KEYS, ADDRESS, LISTEN = "PIPECOMP_KEYS", "PIPECOMP_ADDRESS", "PIPECOMP_LISTEN"
+_NOWHERE = "none"
 _NAME = "pipecomp/name"
-_TAKEN = "EADDRINUSE"  # in torch's words
+_PORT_IN_USE = "EADDRINUSE"  # in torch's message
 _POLL_S, _ASK_AGAIN_S = 0.02, 10.0
-_CONNECT_S = 60.0  # for connections among ranks that have met already
-_HOW_LONG = f"for up to {COMING_S / 60:g} minutes"
+_CONNECT_S = 60.0  # for connections between ranks that have reached the store
+_PROBE_S, _ANSWER_S = 5.0, 10.0
+_END_S = 20.0  # torch checks its timeout only between attempts
+_PATIENCE_S = 30.0
+_SWITCH_S = 5e-4
+_HOW_LONG = f"for up to {JOIN_TIMEOUT_S / 60:g} minutes"
 _set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout  # the latter before torch 2.15
 
 
 def ranks_here() -> int | None:
-    """How many ranks share this machine, as the launcher says; torchrun and deepspeed name it differently.
+    """Return the number of ranks on this machine, None if the launcher has not set it.
 
-    Deepspeed's LOCAL_SIZE comes first: accelerate does not know it, and then writes LOCAL_WORLD_SIZE=1 into the
-    environment of a process whose TrainingArguments have use_cpu.
+    Note:
+        LOCAL_SIZE, set by deepspeed, comes before torchrun's LOCAL_WORLD_SIZE: with `use_cpu` in TrainingArguments,
+        accelerate ignores LOCAL_SIZE and sets LOCAL_WORLD_SIZE=1.
     """
     found = os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE")
     return int(found) if found else None
 
 
 def check_processes(key: str, stages: int) -> None:
-    """Raise ConfigError unless this run's processes can be so many stages. key: what says how many."""
+    """Raise ConfigError unless the number of processes is a multiple of the stages. key: The setting for them."""
     world = dist.get_world_size()
     allowed = f"a divisor of the {world} processes of this run"
     if world == 1:
-        allowed = f"1 in a single process; start one for each stage, as with torchrun --nproc-per-node {stages}"
+        allowed = f"1 in a single process; start one process for each stage, as with torchrun --nproc-per-node {stages}"
     require(world % stages == 0, key, stages, allowed)
 
 
 def join_processes(config: Any = None) -> None:
-    """Initialize torch.distributed as the launcher says, or for this process alone; again is harmless.
+    """Initialize torch.distributed from the launcher's variables, or for this process alone; may be called again.
 
-    config: DeepSpeed's, a dict or a JSON file, for what its "transport" says of TLS; without it PIPECOMP_KEYS decides.
-    Raises ConfigError for RANK or WORLD_SIZE, LinkError on every rank where the ranks have different versions, or
-    cannot reach each other, and KeysError where this machine does not belong to the run.
+    Args:
+        config: DeepSpeed's configuration, a dict or a JSON file; its "transport" decides on TLS, without it
+            PIPECOMP_KEYS.
+
+    Raises:
+        ConfigError: RANK, WORLD_SIZE or a related variable is invalid.
+        LinkError: On every rank, if the ranks have different versions or cannot reach each other.
+        KeysError: This machine does not belong to the run.
     """
     exchange_objects_as_json()
     watch_launcher()
@@ -112,25 +130,25 @@ def join_processes(config: Any = None) -> None:
 def _remedy(backend: str) -> str:
     if backend == "nccl":
         return (
-            "NCCL_DEBUG=WARN says more. Where each rank of a machine sees its own GPU alone, as with srun "
-            "--gpus-per-task, NCCL may find no way between them: set NCCL_P2P_DISABLE=1, or let all see all "
+            "NCCL_DEBUG=WARN logs more. If each rank of a machine sees only its own GPU, as with srun "
+            "--gpus-per-task, NCCL may be unable to connect them: set NCCL_P2P_DISABLE=1, or make all GPUs visible "
             "(srun --gpu-bind=none)"
         )
     return (
-        f"gloo takes {gloo_address()} here: {GLOO_VARIABLE} must name the interface that leads to the others, on each "
-        "machine, and all TCP ports between them must be open; `pipecomp doctor` tells more"
+        f"gloo uses {gloo_address()} here: on each machine, {GLOO_VARIABLE} must name the interface towards the "
+        "others, and all TCP ports between them must be open; `pipecomp doctor` finds out more"
     )
 
 
 def _join_closed(keys: str, rank: int, world: int) -> None:
-    """Join over TLS: the key-value store and all collectives go over the mesh."""
+    """Join over TLS: the mesh carries the key-value store and all collectives."""
     earlier = current_mesh()
     if earlier is not None:
         earlier.close()
     where = meeting(rank, world).address
     whom = f"the {world - 1} others at {where}" if rank == 0 else f"rank 0 at {where}, and for all others"
-    with said_if_long(f"waits for {whom}, {_HOW_LONG}; rank 0's machine must let that port in"):
-        mesh = join_mesh(keys, rank, world, wait_s=COMING_S)
+    with warn_if_slow(f"waits for {whom}, {_HOW_LONG}; rank 0's machine must let that port in"):
+        mesh = join_mesh(keys, rank, world, wait_s=JOIN_TIMEOUT_S)
     atexit.register(mesh.close)
     process_heartbeat(mesh.store, rank, world, resumable=True)
     together = AllRanks(rank, world, mesh.store, wait_s=_CONNECT_S)
@@ -142,10 +160,12 @@ def _join_closed(keys: str, rank: int, world: int) -> None:
 
 
 def find_store(rank: int, world: int, *, wait_s: float) -> Any:
-    """Give the key-value store at MASTER_ADDR and MASTER_PORT, to which all ranks have come.
+    """Return the key-value store at MASTER_ADDR and MASTER_PORT once all ranks have connected to it.
 
-    Raises ConfigError for an address or port that is none, LinkTimeoutError if they do not within `wait_s` seconds, and
-    LinkError if something else uses that port.
+    Raises:
+        ConfigError: The address or port is invalid.
+        LinkTimeoutError: Not all ranks connect within `wait_s` seconds.
+        LinkError: Another program uses the port.
     """
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     require(host, "MASTER_ADDR", host, "the name or address of rank 0's machine, the same on all ranks")
@@ -153,14 +173,14 @@ def find_store(rank: int, world: int, *, wait_s: float) -> Any:
     require(known, "MASTER_PORT", port, "a port of rank 0's machine, from 1 to 65535, the same on all ranks")
     where = f"{host} port {port}"
     if rank != 0:
-        check_meeting_point(host, int(port), rank)
+        check_master_port(host, int(port), rank)
     try:
         return next(iter(rendezvous("env://", rank, world, timeout=timedelta(seconds=wait_s))))[0]
     except (RuntimeError, ValueError) as error:
-        if _TAKEN in str(error):
+        if _PORT_IN_USE in str(error):
             raise LinkError(
-                f"rank {rank} cannot listen at port {port}, which something else uses: another run, perhaps, or what "
-                "is left of one. Give all ranks another MASTER_PORT, or end that"
+                f"rank {rank} cannot listen at port {port}: another program uses it, perhaps a process of an earlier "
+                "run. Give all ranks another MASTER_PORT, or end that program"
             ) from error
         what = f"rank {rank} did not find rank 0" if rank else f"rank 0 waited in vain for {world - 1} others"
         raise LinkTimeoutError(
@@ -170,13 +190,13 @@ def find_store(rank: int, world: int, *, wait_s: float) -> Any:
 
 
 def _meet(rank: int, world: int) -> tuple[Any, str]:
-    """Compare what must fit before the ranks connect; the key-value store that they met in, and the backend of all."""
+    """Find the store and check the ranks' consistency before they connect; returns the store and the backend."""
     where = f"{os.environ.get('MASTER_ADDR')} port {os.environ.get('MASTER_PORT')}"
     whom = f"the {world - 1} others at {where}" if rank == 0 else f"rank 0 at {where}"
     same = "All need the same MASTER_ADDR and MASTER_PORT, and rank 0's machine must let that port in"
-    with said_if_long(f"waits for {whom}, {_HOW_LONG}. {same}"):
-        store = find_store(rank, world, wait_s=COMING_S)
-    with said_if_long(f"has found where the ranks meet, and waits for those that have not come, {_HOW_LONG}"):
+    with warn_if_slow(f"waits for {whom}, {_HOW_LONG}. {same}"):
+        store = find_store(rank, world, wait_s=JOIN_TIMEOUT_S)
+    with warn_if_slow(f"has found the store, and waits for the ranks that have not connected, {_HOW_LONG}"):
         store = _fresh(store, rank, world)
     process_heartbeat(store, rank, world)
     together = AllRanks(rank, world, store, wait_s=_CONNECT_S)
@@ -193,17 +213,18 @@ def _meet(rank: int, world: int) -> tuple[Any, str]:
         together.leave()
         used = "; ".join(f"rank {r} {places[r][0]}" for r in lonely)
         raise LinkError(
-            f"gloo would take addresses that other machines cannot reach: {used}. Set {GLOO_VARIABLE} there to the "
-            "interface that leads to the others"
+            f"gloo would use addresses that other machines cannot reach: {used}. Set {GLOO_VARIABLE} there to the "
+            "interface towards the others"
         )
     return store, common_backend([chosen for _, chosen, _ in places], [taken for *_, taken in places])
 
 
 def _take_places(together: AllRanks) -> list[str]:
-    """Name the machine of each rank, and number this machine's ranks where the launcher has not.
+    """Return the machine of each rank; set LOCAL_RANK and LOCAL_WORLD_SIZE if the launcher has not.
 
-    Kubernetes' operator and people set RANK and WORLD_SIZE alone. On each machine one rank must be the first, which
-    looks after its checkpoints and says what is wrong.
+    Note:
+        Kubernetes' operator sets only RANK and WORLD_SIZE. Each machine needs a first rank for its checkpoints and
+        messages.
     """
     machines: list[str] = together.all_gather_object(machine())
     here = [rank for rank, name in enumerate(machines) if name == machines[together.rank]]
@@ -214,18 +235,20 @@ def _take_places(together: AllRanks) -> list[str]:
 
 
 def _fresh(store: Any, rank: int, world: int) -> Any:
-    """Agree on a part of the store that nothing was written to before.
+    """Agree on an unused prefix of the store.
 
-    torchrun's store outlives the ranks: after a restart it has what they wrote before, addresses of processes that
-    are gone among it. So rank 0 thinks of a name and answers each other rank's question for it, which is new too, and
-    asked again if it was a rank 0 of before that answered. LinkTimeoutError if a rank does not come, ConfigError if
-    rank 0 counts other ranks.
+    Raises LinkTimeoutError if a rank does not connect, ConfigError if rank 0 has another WORLD_SIZE.
+
+    Note:
+        torchrun's store outlives the ranks: after a restart it holds their old entries, such as addresses of ended
+        processes. So rank 0 draws a name, and sends it in answer to a request with a random key from each other rank. A
+        rank repeats its request, in case an earlier rank 0 has answered.
     """
     name = secrets.token_hex(8) if rank == 0 else ""
     question, asked = "", -_ASK_AGAIN_S
     waiting = set(range(1, world)) if rank == 0 else set()
     began = time.monotonic()
-    while (passed_s := time.monotonic() - began) < COMING_S:
+    while (passed_s := time.monotonic() - began) < JOIN_TIMEOUT_S:
         if rank == 0:
             for other in range(1, world):
                 if store.check([f"{_NAME}/{other}"]):
@@ -241,17 +264,19 @@ def _fresh(store: Any, rank: int, world: int) -> Any:
             store.set(f"{_NAME}/{name}/{rank}", "")
         if name and store.check([f"{_NAME}/{name}/go"]):
             counted = store.get(f"{_NAME}/{name}/go").decode()
-            # Older versions say nothing there; versions are compared next.
+            # Older versions write nothing there; versions are compared next.
             require(counted in ("", str(world)), "WORLD_SIZE", world, f"{counted}, as on rank 0")
             return dist.PrefixStore(f"pipecomp/{name}", store)
         time.sleep(_POLL_S if passed_s < _ASK_AGAIN_S else 10 * _POLL_S)
-    raise LinkTimeoutError(f"rank {min(waiting, default=0)} did not come to the start of the run within {COMING_S:g} s")
+    raise LinkTimeoutError(
+        f"rank {min(waiting, default=0)} did not reach the start of the run within {JOIN_TIMEOUT_S:g} s"
+    )
 
 
 def collective_backend() -> str:
-    """Tell what torch's collectives go through, or choose for this rank where the processes have not joined yet.
+    """Return the backend of torch's collectives; before the processes have joined, this rank's choice.
 
-    Chosen are gloo on CPUs, else the device's own. Whether ranks share a GPU they find out together.
+    It is gloo on CPUs, otherwise the device's own. The ranks check together whether they share a GPU.
     """
     if dist.is_initialized():
         return str(dist.get_backend())
@@ -259,47 +284,44 @@ def collective_backend() -> str:
     if device is None or os.environ.get("DS_ACCELERATOR") == "cpu":
         return "gloo"
     local = ranks_here() or int(os.environ["WORLD_SIZE"])
-    if device.type != "cuda" and local > torch.accelerator.device_count():  # others have no names to compare
+    if device.type != "cuda" and local > torch.accelerator.device_count():  # other devices have no names to compare
         return "gloo"
     return dist.get_default_backend_for_device(device)
 
 
 def common_backend(chosen: Sequence[str], gpus: Sequence[str | None]) -> str:
-    """Choose for all ranks: gloo, which works anywhere, unless all have chosen the same and none share a GPU.
+    """Return the backend for all ranks: gloo unless all have chosen the same and none share a GPU.
 
-    chosen, gpus: by rank. gpus: names as NCCL tells GPUs apart, which refuses two ranks on one.
+    Args:
+        chosen: Choices by rank.
+        gpus: Names of the physical GPUs by rank. NCCL rejects two ranks on one.
     """
     return chosen[0] if len(set(chosen)) == 1 and not some_share(gpus) else "gloo"
 
 
 def _initialize(store: Any, backend: str, rank: int, world: int) -> None:
-    """Let torch join several ranks, which have met in `store`."""
+    """Initialize the process group of several ranks."""
     connecting = timedelta(seconds=_CONNECT_S)
     if backend == "nccl":
-        # As the current device, not as init_process_group's device_id: with that, a rank outside of a new group splits
-        # NCCL's communicator and waits for those inside, who never do so for a group of gloo's.
+        # Note: not init_process_group's device_id. With it, ranks outside of a new group split NCCL's communicator and
+        # wait for those inside, which never do so for a gloo group.
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=connecting)
     if backend == "nccl":
-        dist.all_reduce(torch.zeros(1, device="cuda"))  # connects, so that what keeps ranks apart is seen here
-    # A collective may wait longer than a connection: for a rank that saves, or evaluates.
+        dist.all_reduce(torch.zeros(1, device="cuda"))  # connects now, so that connection errors are raised here
+    # A collective may wait longer than a connection: a rank may save or evaluate.
     _set_timeout(default_pg_timeout, dist.group.WORLD)
 
 
 def first_line(error: Exception) -> str:
-    """What an error of torch's says, in a line, without gloo's source files."""
+    """Return the first line of an error of torch without the paths of gloo's source files."""
     text = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return re.sub(r"\[/\S+:\d+\] ", "", text)[:300]
 
 
-_PROBE_S, _ANSWER_S = 5.0, 10.0
-_END_S = 20.0  # torch looks at the clock only between its attempts
-_PATIENCE_S = 30.0
-
-
 @contextlib.contextmanager
-def said_if_long(text: str) -> Iterator[None]:
-    """Say what this rank waits for, on standard error, where that takes long."""
+def warn_if_slow(text: str) -> Iterator[None]:
+    """Print to standard error what this rank waits for if the body takes long."""
     timer = threading.Timer(_PATIENCE_S, say_here, [text])
     timer.daemon = True
     timer.start()
@@ -310,8 +332,8 @@ def said_if_long(text: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def torch_says_nothing() -> Iterator[None]:
-    """Keep what C++ writes to standard error, a stack of 20 lines for each attempt, from before the error itself."""
+def silence_stderr() -> Iterator[None]:
+    """Discard standard error during the body: torch's C++ code prints 20 lines of stack for each attempt."""
     before = os.dup(2)
     try:
         with open(os.devnull, "wb") as nowhere:
@@ -322,18 +344,18 @@ def torch_says_nothing() -> Iterator[None]:
         os.close(before)
 
 
-def check_meeting_point(host: str, port: int, rank: int) -> None:
-    """Ask what listens there whether it is torch's key-value store. LinkError if not; nothing if nothing listens yet.
+def check_master_port(host: str, port: int, rank: int) -> None:
+    """Raise LinkError if something other than torch's key-value store listens at a port.
 
     Args:
         host: MASTER_ADDR.
         port: MASTER_PORT.
-        rank: This one, for the error.
+        rank: This rank, for the error.
     """
     try:
         socket.create_connection((host, port), _PROBE_S).close()
     except OSError:
-        return  # rank 0 may come later, and torch waits for it
+        return  # rank 0 may start later; torch waits for it
     limit = timedelta(seconds=_ANSWER_S)
 
     def ask() -> None:
@@ -341,27 +363,26 @@ def check_meeting_point(host: str, port: int, rank: int) -> None:
         store.check(["pipecomp/there"])
 
     try:
-        with torch_says_nothing():
+        with silence_stderr():
             call_store(ask, _END_S)
     except (RuntimeError, ValueError) as error:
-        with contextlib.suppress(OSError):  # rank 0 may have ended meanwhile: then torch waits for the next one
+        with contextlib.suppress(OSError):  # if rank 0 has ended meanwhile, torch waits for the next one
             socket.create_connection((host, port), _PROBE_S).close()
             raise LinkError(
-                f"rank {rank}: what listens at {host} port {port} is not rank 0 of this run: it does not answer as "
-                "torch's key-value store does. Something else uses that port, or MASTER_ADDR is another machine's: "
+                f"rank {rank}: the program at {host} port {port} is not rank 0 of this run: it does not answer like "
+                "torch's key-value store. Another program uses that port, or MASTER_ADDR is another machine's: "
                 "give all ranks the same MASTER_ADDR, and a MASTER_PORT that is free on rank 0's machine"
             ) from error
 
 
-KEYS, ADDRESS, LISTEN = "PIPECOMP_KEYS", "PIPECOMP_ADDRESS", "PIPECOMP_LISTEN"
-_NOWHERE = "none"
-_SWITCH_S = 5e-4
-
-
 def wanted_keys(config: Any = None) -> str | None:
-    """The folder of keys that this process should join with; None for gloo.
+    """Return the folder of keys for joining over TLS, None without TLS.
 
-    config: DeepSpeed's, a dict or a JSON file, whose "transport" asks for a backend; else the environment decides.
+    Args:
+        config: DeepSpeed's configuration, a dict or a JSON file. Its "transport" decides, without it the environment.
+
+    Raises:
+        ConfigError: The backend is "tls", and no folder is given.
     """
     named = os.environ.get(KEYS) or None
     if config is None:
@@ -369,7 +390,7 @@ def wanted_keys(config: Any = None) -> str | None:
     try:
         whole = config if isinstance(config, Mapping) else read_json_object("config", config)
     except ConfigError:
-        return named  # the other ranks have to be told, which they are when all have joined
+        return named  # the error is raised once all ranks have joined and can learn of it
     section = whole.get("pipecomp")
     transport = section.get("transport") if isinstance(section, Mapping) else None
     if not isinstance(transport, Mapping):
@@ -384,7 +405,7 @@ def wanted_keys(config: Any = None) -> str | None:
 
 
 def meeting(rank: int, world: int) -> JoinConfig:
-    """Where the ranks meet: PIPECOMP_ADDRESS, or MASTER_ADDR and MASTER_PORT. Raises ConfigError."""
+    """Read the addresses for joining over TLS: PIPECOMP_ADDRESS, or MASTER_ADDR and MASTER_PORT. Raises ConfigError."""
     text = os.environ.get(ADDRESS)
     if not text:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -404,19 +425,20 @@ def meeting(rank: int, world: int) -> JoinConfig:
 
 
 def join_mesh(keys: str, rank: int, world: int, *, wait_s: float) -> Mesh:
-    """Connect to all other ranks, and let torch's process groups go over these connections.
+    """Connect to all other ranks over TLS, and use the connections for torch's process groups.
 
-    Threads of the interpreter take turns more often from now on: each record of TLS, 16 KiB, needs a turn, and beside a
-    busy main thread the usual 5 ms let 256 KiB take 11 ms where these take 4.5.
+    Note:
+        It shortens the interpreter's switch interval. Each TLS record of 16 KiB needs the GIL; next to a busy main
+        thread, 256 KiB take 11 ms with the default interval of 5 ms and 4.5 ms with this one.
     """
     sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
-    made = connect_mesh(meeting(rank, world), Credentials(KeyFolder(keys)), wait_s=wait_s)
-    use_mesh(made)
-    return made
+    mesh = connect_mesh(meeting(rank, world), Credentials(KeyFolder(keys)), wait_s=wait_s)
+    use_mesh(mesh)
+    return mesh
 
 
 def check_network(trusted: bool) -> None:
-    """ConfigError if gloo, which anybody can read and join, uses an address that the whole internet may reach."""
+    """Raise ConfigError if gloo, without encryption or authentication, uses a public address."""
     if trusted:
         return
     places = [gloo_address()]
@@ -424,35 +446,35 @@ def check_network(trusted: bool) -> None:
         found = socket.getaddrinfo(os.environ.get("MASTER_ADDR", "127.0.0.1"), None, type=socket.SOCK_STREAM)
         places += [str(where[4][0]) for where in found]
     except OSError:
-        pass  # the ranks have met: whatever it was, it is no address of now
+        pass  # the ranks have connected already
     public = [place for place in places if ipaddress.ip_address(place.split("%")[0]).is_global]
     if public:
         raise ConfigError(
             "transport.backend",
             "gloo",
-            f"'tls' at {public[0]}, an address that the whole internet may reach: over gloo anybody there can read "
-            'along and join. With "transport": {"trusted_network": true} gloo is used anyway',
+            f"'tls' at {public[0]}, a public address: over gloo anybody on the internet may read and join the run. "
+            'With "transport": {"trusted_network": true} gloo is used anyway',
         )
 
 
 def start_processes(seed: int | None = None, config: Any = None) -> None:
-    """Join the other processes of this run; call it before anything else, on every process.
+    """Join the other processes of this run; call it first, on every process.
 
-    Processes that compute on a machine's CPU share its cores, or what their container may use of them, evenly, unless
-    OMP_NUM_THREADS is set or each has cores of its own, as Slurm and mpirun give them. Processes that meet at a
-    loopback address let gloo use the loopback interface, unless GLOO_SOCKET_IFNAME is set.
+    Processes that compute on the CPU share the cores of a machine or container evenly, unless OMP_NUM_THREADS is set or
+    each has cores of its own, as under Slurm and mpirun. With a loopback MASTER_ADDR, gloo uses the loopback interface
+    unless GLOO_SOCKET_IFNAME is set.
 
     Args:
-        seed: Of torch's generator, which is seeded differently on every rank. None means 0.
-        config: DeepSpeed's, a dict or a JSON file, for what its "pipecomp" section says of TLS; without it
-            PIPECOMP_KEYS decides.
+        seed: Seed of torch's generator, combined with the rank. None means 0.
+        config: DeepSpeed's configuration, a dict or a JSON file; its "transport" decides on TLS, without it
+            PIPECOMP_KEYS.
 
     Raises:
         LinkError: On every rank, if the ranks have different versions or cannot reach each other.
         KeysError: This machine's keys do not allow it to join.
     """
     if os.environ.get("MASTER_ADDR", "").startswith("127."):
-        # Without it gloo takes the address that the host name resolves to, which need not be reachable.
+        # Otherwise gloo uses the address of the host name, which may be unreachable.
         own = interface_towards("127.0.0.1")
         if own is not None:
             os.environ.setdefault(GLOO_VARIABLE, own)
@@ -464,14 +486,14 @@ def start_processes(seed: int | None = None, config: Any = None) -> None:
 
 
 def all_ranks() -> AllRanks:
-    """Begin a round of questions to all ranks of a run that has started; every rank must call this.
+    """Start a sequence of exchanges between all ranks of a started run; every rank must call this.
 
     Returns:
-        The round. If a rank ends before it has answered, those that wait for it raise an error.
+        The sequence. If a rank ends before it has answered, the ranks that wait for it raise an error.
     """
     return AllRanks(missed=process_heartbeat().missed)
 
 
 def computes_on_cpu() -> bool:
-    """Say whether stages compute on the CPU: there is no NVIDIA GPU, or DeepSpeed was told to leave it alone."""
+    """Return whether stages compute on the CPU: without an NVIDIA GPU, or with DS_ACCELERATOR=cpu."""
     return os.environ.get("DS_ACCELERATOR") == "cpu" or not torch.cuda.is_available()

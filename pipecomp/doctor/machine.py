@@ -18,7 +18,7 @@ import torch
 from pipecomp.distributed.launch_env import Launch
 from pipecomp.distributed.placement import (
     GLOO_VARIABLE,
-    Choice,
+    GlooDefault,
     Interface,
     default_choice,
     interface_towards,
@@ -246,7 +246,9 @@ def check_interfaces(interfaces: Mapping[str, Interface], launch: Launch) -> Fin
     return Finding("interfaces", OK, f"{found}: enough for ranks on this machine, no way to another")
 
 
-def check_gloo(interfaces: Mapping[str, Interface], variable: str | None, choice: Choice, launch: Launch) -> Finding:
+def check_gloo(
+    interfaces: Mapping[str, Interface], variable: str | None, choice: GlooDefault, launch: Launch
+) -> Finding:
     """Check whether gloo's interface leads to other machines.
 
     Args:

@@ -30,7 +30,7 @@ from torch.distributed import distributed_c10d
 from pipecomp.config import MOST_SEED
 from pipecomp.data import default_collate, eval_batches
 from pipecomp.distributed import preemption, rendezvous
-from pipecomp.distributed.rendezvous import check_processes, torch_says_nothing
+from pipecomp.distributed.rendezvous import check_processes, silence_stderr
 from pipecomp.errors import PipecompError
 from pipecomp.interfaces import TrainingEngine
 from pipecomp.recipes import resume
@@ -165,7 +165,7 @@ def _say_once(line: str) -> None:
     if dist.is_initialized():
         key = hashlib.sha256(f"{socket.gethostname()} {line}".encode()).hexdigest()
         # The rank that serves the store may be gone: then print.
-        with contextlib.suppress(RuntimeError), torch_says_nothing():
+        with contextlib.suppress(RuntimeError), silence_stderr():
             first = distributed_c10d._get_default_store().add(f"pipecomp-said-{key}", 1) == 1
     elif int(os.environ.get("LOCAL_RANK", "0")) != 0:
         time.sleep(_FIRST_S)  # if rank 0 has the same error, it prints, and the launcher ends all ranks meanwhile

@@ -47,7 +47,7 @@ def test_what_nothing_can_be_written_to_is_refused_before_the_work(tmp_path):
 
 def test_losses_that_are_no_numbers_are_written_as_json_has_them(monkeypatch, tmp_path):
     monkeypatch.setattr(run, "preload_large_packages", lambda: None)
-    monkeypatch.setattr(run, "start_server", lambda: None)
+    monkeypatch.setattr(run, "start_fork_server", lambda: None)
     monkeypatch.setattr(run, "documentation_task", lambda **sizes: None)
     losses = {"losses": [3.0, math.nan], "seconds": [1.0, 2.0], "eval_loss": math.nan, "store_bytes": 0}
     monkeypatch.setattr(run, "run_ranks", lambda *given, **options: {0: [{**losses, "method": "none", "stats": {}}]})

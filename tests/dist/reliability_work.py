@@ -331,7 +331,7 @@ def nobody_there(rank: int, world: int, note: Any) -> str:
     """Only rank 1 starts: nothing listens where rank 0 should be."""
     from pipecomp.distributed import rendezvous
 
-    rendezvous.COMING_S = 3.0
+    rendezvous.JOIN_TIMEOUT_S = 3.0
     return error_of(rendezvous.join_processes) if rank == 1 else ""
 
 

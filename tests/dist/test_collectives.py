@@ -36,7 +36,7 @@ def exchanges(rank: int, world: int, note: Any) -> dict[str, Any]:
         out["beyond"] = [int(row[int(size) :].sum()) for row, size in zip(rows, sizes, strict=True)][::2]
     else:
         collectives.gathered(value)
-    for size in (collectives.MOST_BYTES + 1, -1):
+    for size in (collectives.MAX_OBJECT_BYTES + 1, -1):
         if rank == 1:
             dist.all_gather([torch.zeros(1, dtype=torch.int64) for _ in range(world)], torch.tensor([size]))
             dist.broadcast(torch.tensor([size]), 1)

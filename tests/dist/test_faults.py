@@ -244,7 +244,7 @@ def test_a_slow_disk_and_a_full_one_where_the_run_goes_on(tmp_path):
 def starts_alone(rank: int, world: int, note: Any) -> str:
     from pipecomp.distributed import rendezvous
 
-    rendezvous.COMING_S = 3.0
+    rendezvous.JOIN_TIMEOUT_S = 3.0
     return work.error_of(rendezvous.join_processes) if rank == 0 else ""
 
 

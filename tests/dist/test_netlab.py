@@ -136,7 +136,7 @@ def test_nodes_talk_through_wireguard(tmp_path, nat):
         addresses = [lab.network.address(node) for node in range(3)]
         found = lab.run(reached, addresses, str(tmp_path), timeout_s=HANG_S, on_line=quiet)
         lab.run(plain_tcp, 100_000, addresses[0], timeout_s=HANG_S, on_line=quiet)  # a run does not end WireGuard
-        name, serving = lab.name, lab.network._wireguard.processes
+        name, serving = lab.name, lab.network._helpers.pids
     assert found == {rank: [True] * 3 for rank in range(3)}
     assert lab.shape.wireguard
     assert not left_over(name)
@@ -269,7 +269,7 @@ def test_a_rate_that_changes():
         lab.set_bandwidth("3mbit")
         assert rates(lab) == [3_000_000] * 4
         assert lab.bytes()[1].sent >= sent > 100_000, "counters go on"
-    with Lab(nodes=2) as lab, pytest.raises(NetlabError, match="starts without a limit"):
+    with Lab(nodes=2) as lab, pytest.raises(NetlabError, match="unlimited node"):
         lab.set_bandwidth("3mbit")
     with Lab(nodes=2, bandwidth="3mbit", software=True) as lab, pytest.raises(NetlabError, match="software lab"):
         lab.set_bandwidth("4mbit")

@@ -238,7 +238,7 @@ def test_a_rank_ends_with_the_process_that_is_named() -> None:
     named.kill()  # and nobody waits for it: a zombie has ended, too
     output, _ = rank.communicate(timeout=HANG_S)
     named.wait()
-    assert (rank.returncode, output) == (13, "pipecomp: rank 1: its launcher ended, and so does it\n")
+    assert (rank.returncode, output) == (13, "pipecomp: rank 1: its launcher ended: this rank ends too\n")
 
 
 @pytest.mark.soak

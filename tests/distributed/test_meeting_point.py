@@ -14,7 +14,7 @@ import torch.distributed as dist
 from pipecomp.distributed import rendezvous
 from pipecomp.distributed.launch_env import Launch
 from pipecomp.distributed.placement import free_port
-from pipecomp.distributed.rendezvous import check_meeting_point
+from pipecomp.distributed.rendezvous import check_master_port
 from pipecomp.doctor.ranks import RankSession, RendezvousError
 from pipecomp.errors import ConfigError, LinkError, LinkTimeoutError
 
@@ -56,7 +56,7 @@ def test_something_else_is_told(
     monkeypatch.setattr(rendezvous, "_END_S", 6.0)
     with served(answer) as port:
         with pytest.raises(LinkError, match=f"at 127.0.0.1 port {port} is not rank 0 of this run"):
-            check_meeting_point("127.0.0.1", port, 1)
+            check_master_port("127.0.0.1", port, 1)
         assert capfd.readouterr().err == ""
     for thread in threading.enumerate():  # torch's client, which nobody has answered, says so when the server closes
         if thread.name == "pipecomp-store":
@@ -74,19 +74,19 @@ def test_the_doctor_says_so_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nothing_that_listens_yet_is_no_error() -> None:
-    check_meeting_point("127.0.0.1", free_port(), 1)
+    check_master_port("127.0.0.1", free_port(), 1)
 
 
 def test_the_store_of_rank_0_is_none() -> None:
     store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, timeout=timedelta(seconds=60), wait_for_workers=False)
-    check_meeting_point("127.0.0.1", store.port, 1)
+    check_master_port("127.0.0.1", store.port, 1)
 
 
 def test_a_port_that_something_else_has_is_told_by_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
     with served(http) as port:
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", str(port))
-        with pytest.raises(LinkError, match=f"^rank 0 cannot listen at port {port}, which something else uses"):
+        with pytest.raises(LinkError, match=f"^rank 0 cannot listen at port {port}: another program uses it"):
             rendezvous._meet(0, 2)
 
 
@@ -114,11 +114,11 @@ def test_whom_a_rank_waits_for_is_said(monkeypatch: pytest.MonkeyPatch, capfd: p
     port = free_port()
     for name, value in {"RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
         monkeypatch.setenv(name, value)
-    with rendezvous.said_if_long("waits, but not for long"):
+    with rendezvous.warn_if_slow("waits, but not for long"):
         pass
     assert capfd.readouterr().err == ""
     monkeypatch.setattr(rendezvous, "_PATIENCE_S", 0.0)
-    monkeypatch.setattr(rendezvous, "COMING_S", 2.0)
+    monkeypatch.setattr(rendezvous, "JOIN_TIMEOUT_S", 2.0)
     with pytest.raises(LinkTimeoutError, match="rank 1 did not find rank 0"):
         rendezvous._meet(1, 2)
     told = f"pipecomp: rank 1: waits for rank 0 at 127.0.0.1 port {port}, for up to 30 minutes. All need the same"

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from pipecomp.distributed import rendezvous
 from pipecomp.distributed.local_launcher import run_ranks
-from pipecomp.distributed.placement import Gpu, own_gpu, ranks_on_gpu
+from pipecomp.distributed.placement import RankGpu, own_gpu, ranks_on_gpu
 from pipecomp.distributed.rendezvous import collective_backend
 from tests.limits import HANG_S
 
@@ -25,9 +25,9 @@ def see(set_attribute: Any, *gpus: tuple[str, str]) -> None:
 
 def test_a_rank_takes_the_gpu_of_its_place_or_the_only_one_that_it_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     see(monkeypatch.setattr, ("H100", "a"), ("H100", "b"))
-    assert [own_gpu(place) for place in range(3)] == [Gpu("a", "a"), Gpu("b", "b"), Gpu("a", "a")]
+    assert [own_gpu(place) for place in range(3)] == [RankGpu("a", "a"), RankGpu("b", "b"), RankGpu("a", "a")]
     see(monkeypatch.setattr, ("H100", "b"))
-    assert own_gpu(1) == Gpu("b", "b")
+    assert own_gpu(1) == RankGpu("b", "b")
     see(monkeypatch.setattr)
     assert own_gpu(0) is None
 
@@ -52,8 +52,8 @@ def test_instances_of_a_gpu_have_their_own_memory_and_are_one_for_nccl(
 
 def test_ranks_on_a_gpu_are_counted() -> None:
     ranks: Any = SimpleNamespace(all_gather_object=lambda name: ["a", "b", None, name])
-    assert ranks_on_gpu(ranks, Gpu("a", "a")) == 2
-    assert ranks_on_gpu(ranks, Gpu("c", "c")) == 1
+    assert ranks_on_gpu(ranks, RankGpu("a", "a")) == 2
+    assert ranks_on_gpu(ranks, RankGpu("c", "c")) == 1
     assert ranks_on_gpu(ranks, None) == 0
 
 

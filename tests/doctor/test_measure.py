@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pipecomp.distributed.launch_env import Launch
-from pipecomp.distributed.placement import Choice, Interface
+from pipecomp.distributed.placement import GlooDefault, Interface
 from pipecomp.doctor import machine, measure
 from pipecomp.doctor.finding import OK, WARNING
 from pipecomp.doctor.measure import PacketPath, check_path, follow_path, lead_path, tcp_limit_bit_s
@@ -197,7 +197,7 @@ def test_tunnels_are_interfaces_without_a_cable(monkeypatch, tmp_path):
 
 def test_a_host_name_that_is_127_0_1_1():
     two = Launch(rank=0, world=2, local_rank=0, local_world=1, master="10.0.0.1")
-    found = machine.check_gloo(TUNNELS, None, Choice("box", "127.0.1.1"), two)
+    found = machine.check_gloo(TUNNELS, None, GlooDefault("box", "127.0.1.1"), two)
     expect(found, WARNING, "box is 127.0.1.1", "a run with several fails at the start", "GLOO_SOCKET_IFNAME=eth0")
     expect(found, WARNING, "give box its own address in /etc/hosts, where it is 127.0.1.1")
-    assert machine.check_gloo(TUNNELS, "eth0", Choice("box", "127.0.1.1"), two).verdict == OK
+    assert machine.check_gloo(TUNNELS, "eth0", GlooDefault("box", "127.0.1.1"), two).verdict == OK
