@@ -80,9 +80,10 @@ class FailureGuard:
         lost, reason = self._rank, f"rank {self._rank} stopped: {type(cause).__name__}: {cause}"
         if isinstance(cause, PeerLostError):
             lost, reason = cause.rank, str(cause)
-        self._links.abort(lost, reason)
         if self._heartbeat is not None:
             self._heartbeat.stop(FailureReport(lost, reason))
+        self._links.abort(lost, reason)
+        if self._heartbeat is not None:
             self._heartbeat.linger(lost)
         return cause
 

@@ -103,14 +103,16 @@ def test_processes_of_the_stages(monkeypatch: pytest.MonkeyPatch) -> None:
         check_processes("num_stages", 3)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 1)
     check_processes("num_stages", 1)
-    with pytest.raises(ConfigError, match=r"--stages: got 2, .* start one for each stage, .* --nproc-per-node 2"):
+    with pytest.raises(
+        ConfigError, match=r"--stages: got 2, .* start one process for each stage, .* --nproc-per-node 2"
+    ):
         check_processes("--stages", 2)
 
 
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ({"RANK": "0"}, r"WORLD_SIZE: got None, allowed: a number: RANK and WORLD_SIZE go together"),
+        ({"RANK": "0"}, r"WORLD_SIZE: got None, allowed: a number: a launcher sets both"),
         ({"RANK": "first", "WORLD_SIZE": "2"}, r"RANK: got 'first', allowed: a whole number from 0"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, r"RANK: got 2, allowed: 0 to 1"),
         ({"SLURM_STEP_NUM_TASKS": "4"}, r"RANK: got None, .* srun has started this 4 times, .* RANK=\$SLURM_PROCID "),

@@ -314,7 +314,7 @@ def test_interfaces():
 
 
 def gloo(variable=None, address: str | None = "10.0.0.7", launch=TWO_MACHINES, interfaces=BOTH):
-    return machine.check_gloo(interfaces, variable, machine.Choice("box", address), launch)
+    return machine.check_gloo(interfaces, variable, machine.GlooDefault("box", address), launch)
 
 
 def test_the_interface_that_gloo_takes():
