@@ -103,9 +103,7 @@ def test_processes_of_the_stages(monkeypatch: pytest.MonkeyPatch) -> None:
         check_processes("num_stages", 3)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 1)
     check_processes("num_stages", 1)
-    with pytest.raises(
-        ConfigError, match=r"--stages: got 2, .* start one process for .* --nproc-per-node 2"
-    ):
+    with pytest.raises(ConfigError, match=r"--stages: got 2, .* start one process for .* --nproc-per-node 2"):
         check_processes("--stages", 2)
 
 
