@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.dist.small import ds_config, gpt2, samples
+from tests.models import ds_config, gpt2, samples
 
 
 class Prepared(NamedTuple):

@@ -6,7 +6,7 @@ import io
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,14 +25,6 @@ from pipecomp.optim.adam import freeze_variance, new_moments
 SIZES = (1, 2, 3, 5)
 SHAPES = ((37, 11), (130,), (3, 5, 7), (600,))
 Steps = Callable[[int, int], list[Tensor]]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def parameters(dtype: torch.dtype = torch.float32, shapes: tuple = SHAPES, *, seed: int = 0) -> list:

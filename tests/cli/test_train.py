@@ -16,8 +16,8 @@ from pipecomp.cli import app
 from pipecomp.cli.train import recipe_names, recipes_folder
 from pipecomp.plan.options import TrainOptions
 from tests.limits import HANG_S
+from tests.models import metrics, save_model, write_text
 from tests.recipes.recipe_runs import environment, run
-from tests.small_text import metrics, save_model, write_text
 
 
 def told(*arguments: str, status: int = 0) -> str:

@@ -32,7 +32,7 @@ def trains_closed(
 
     from pipecomp import initialize
     from pipecomp.tls.process_group import current_mesh
-    from tests.dist.small import ds_config, gpt2, samples
+    from tests.models import ds_config, gpt2, samples
 
     if keys is not None:
         os.environ["PIPECOMP_KEYS"] = f"{keys}/rank-{rank}"

@@ -92,7 +92,7 @@ def trains(rank: int, world: int, note: Any, config: dict[str, Any], steps: int)
     """What the first link has carried when a small GPT-2 was trained over all ranks."""
 
     import pipecomp
-    from tests.dist.small import gpt2, samples
+    from tests.models import gpt2, samples
 
     engine = pipecomp.initialize(gpt2(), num_stages=world, config=config, training_data=samples())
     for _ in range(steps):

@@ -13,7 +13,7 @@ import threading
 import time
 from typing import Any
 
-from tests.dist.small import ds_config, gpt2, samples
+from tests.models import ds_config, gpt2, samples
 
 AQSGD = {"method": "aqsgd", "forward_bits": 4}
 

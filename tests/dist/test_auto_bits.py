@@ -9,9 +9,9 @@ from pipecomp.config.activations import ConstantError
 from pipecomp.distributed.local_launcher import run_ranks
 from pipecomp.errors import ConfigError
 from pipecomp.plan.search import constant_error_bits
-from tests.dist.small import LENGTH, ds_config, gpt2, samples
 from tests.dist.trainer_work import unequal
 from tests.limits import HANG_S
+from tests.models import LENGTH, ds_config, gpt2, samples
 
 pytestmark = pytest.mark.ranks
 RATED = {"error": 0.001, "mbit_per_s": 1}

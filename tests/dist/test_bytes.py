@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipecomp.netlab import Lab, missing
-from tests.dist import small
+from tests import models
 from tests.dist.lab_ranks import run_in_lab
 from tests.limits import HANG_S
 
@@ -31,17 +31,17 @@ def train(rank, world, note):
     import pipecomp
 
     torch.set_num_threads(1)
-    small.LENGTH = LENGTH
+    models.LENGTH = LENGTH
     section = {
         "activations": {"method": "aqsgd", "forward_bits": BITS, "backward_bits": 8},
         "tie": False,
         "store": {"backend": "memory"},
     }
     engine = pipecomp.initialize(
-        small.gpt2(2, WIDTH, tied=False),
+        models.gpt2(2, WIDTH, tied=False),
         num_stages=2,
-        training_data=small.samples(SAMPLES, LENGTH),
-        config=small.ds_config(section, micro_batch=MICRO_BATCH, micro_batches=MICRO_BATCHES),
+        training_data=models.samples(SAMPLES, LENGTH),
+        config=models.ds_config(section, micro_batch=MICRO_BATCH, micro_batches=MICRO_BATCHES),
     )
     counts = []
     for _ in range(STEPS):

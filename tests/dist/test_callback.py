@@ -15,8 +15,8 @@ import torch
 
 from pipecomp.distributed.local_launcher import run_ranks
 from pipecomp.errors import ConfigError
-from tests.dist.small import gpt2, samples
 from tests.limits import HANG_S
+from tests.models import gpt2, samples
 
 pytestmark = pytest.mark.ranks
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from pipecomp.distributed.local_launcher import run_ranks
 from tests.dist.reliability_work import error_of, losses
-from tests.dist.small import ds_config, gpt2, samples
 from tests.limits import HANG_S
+from tests.models import ds_config, gpt2, samples
 
 pytestmark = pytest.mark.ranks
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from pipecomp.distributed.local_launcher import run_ranks
 from pipecomp.tls.process_group import current_mesh
-from tests.dist.small import ds_config, gpt2, samples
 from tests.limits import HANG_S
+from tests.models import ds_config, gpt2, samples
 from tests.tls.meshes import Trouble, keys_for
 
 pytestmark = pytest.mark.ranks

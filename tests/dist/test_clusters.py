@@ -13,8 +13,8 @@ import torch.distributed as dist
 from pipecomp.buffers.lmdb_folder import DATA_FILE
 from pipecomp.distributed.local_launcher import run_ranks
 from tests.dist.reliability_work import losses, make, messages
-from tests.dist.small import samples
 from tests.limits import HANG_S
+from tests.models import samples
 
 pytestmark = pytest.mark.ranks
 

@@ -10,8 +10,8 @@ import tests.dist.trainer_work as work
 from pipecomp.distributed.local_launcher import run_ranks
 from pipecomp.errors import ConfigError, PipecompError
 from pipecomp.stages.link.packet import EVALUATED
-from tests.dist.small import ds_config, gpt2, samples
 from tests.limits import HANG_S
+from tests.models import ds_config, gpt2, samples
 
 pytestmark = pytest.mark.ranks
 MANY = EVALUATED + 7

@@ -21,7 +21,7 @@ from pipecomp.checkpoint import manifest
 from pipecomp.distributed.heartbeat import is_collective_error
 from pipecomp.distributed.local_launcher import run_ranks
 from pipecomp.distributed.placement import free_port
-from tests.dist import small
+from tests import models
 from tests.dist.leftovers import Sessions
 from tests.limits import HANG_S, TOLD_S
 
@@ -72,7 +72,7 @@ def killed(engine: Any) -> None:
 
 def fails(rank: int, world: int, note: Any, victim: int, fault: Any, folder: str, samples: int) -> Any:
     Sessions.begin(note)
-    engine = work.make(f"{folder}/m", stages=world, data=small.samples(samples))
+    engine = work.make(f"{folder}/m", stages=world, data=models.samples(samples))
     engine.train_batch()
     engine.save_checkpoint(f"{folder}/checkpoints")
     for _ in range(STEP - 1):
@@ -196,7 +196,7 @@ def goes_on(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
     engine.close()
 
     store = {"on_write_error": "continue", "in_checkpoints": True}
-    data = Far(small.samples(48))
+    data = Far(models.samples(48))
     out["undisturbed"] = work.losses(engine := work.make(f"{folder}/wide", data=data, store=store), 16)
     engine.close()
     engine = work.make(f"{folder}/full", data=data, store=store)

@@ -8,8 +8,8 @@ import pytest
 
 from pipecomp.buffers.base import GRADIENT
 from pipecomp.distributed.local_launcher import run_ranks
-from tests.dist.small import ds_config, gpt2, samples
 from tests.limits import HANG_S
+from tests.models import ds_config, gpt2, samples
 
 pytestmark = pytest.mark.ranks
 

@@ -11,8 +11,8 @@ import torch
 
 from pipecomp.distributed.local_launcher import run_ranks
 from pipecomp.errors import ConfigError
-from tests.dist.small import VOCABULARY, ds_config, gpt2, samples
 from tests.limits import HANG_S
+from tests.models import VOCABULARY, ds_config, gpt2, samples
 
 STEPS = 5
 LINEAR = {"method": "global_qsgd", "levels": "linear", "bits": 8}

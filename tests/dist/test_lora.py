@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from pipecomp.distributed.local_launcher import run_ranks
-from tests.dist.small import VOCABULARY, ds_config, samples
 from tests.limits import HANG_S
+from tests.models import ds_config, llama, samples
 
 pytestmark = pytest.mark.ranks
 
@@ -28,23 +28,6 @@ def lora(**more: Any) -> Any:
     import peft  # here and below: it takes seconds, which every process that collects tests would pay
 
     return peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"], **more)
-
-
-def llama(*, tied: bool = True) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=4,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            tie_word_embeddings=tied,
-        )
-    )
 
 
 def adapted(**more: Any) -> Any:

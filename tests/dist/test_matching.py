@@ -10,8 +10,8 @@ import torch
 
 from pipecomp.distributed.local_launcher import run_ranks
 from pipecomp.stages import modules
-from tests.dist.small import ds_config
 from tests.limits import HANG_S
+from tests.models import ds_config
 
 pytestmark = pytest.mark.ranks
 

@@ -19,8 +19,8 @@ from pipecomp.netlab import Lab, NetlabError, kernel, missing
 from pipecomp.netlab.namespaces import has_netem, lab_folder, list_namespaces, processes_in, run_command
 from tests.dist.lab_ranks import run_in_lab
 from tests.dist.netlab_work import place, plain_tcp, reached, round_trips, trains, transfer
-from tests.dist.small import ds_config
 from tests.limits import HANG_S
+from tests.models import ds_config
 
 WHY_NOT = missing()
 needs_kernel = pytest.mark.skipif(WHY_NOT is not None, reason=f"no labs of the kernel here: {WHY_NOT}")

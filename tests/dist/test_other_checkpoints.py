@@ -13,8 +13,8 @@ import torch.distributed as dist
 import tests.dist.trainer_work as work
 from pipecomp.distributed.local_launcher import run_ranks
 from tests.dist.reliability_work import AQSGD, error_of, losses, make, redirect
-from tests.dist.small import gpt2, samples
 from tests.limits import HANG_S
+from tests.models import gpt2, samples
 
 pytestmark = pytest.mark.ranks
 FINER = {"section": {"activations": AQSGD | {"forward_bits": 6}}}

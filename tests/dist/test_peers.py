@@ -9,8 +9,8 @@ import time
 import pytest
 
 from pipecomp.distributed.local_launcher import run_ranks
-from tests.dist.small import ds_config, gpt2, samples
 from tests.limits import HANG_S, TOLD_S
+from tests.models import ds_config, gpt2, samples
 
 pytestmark = pytest.mark.ranks
 

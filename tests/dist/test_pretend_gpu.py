@@ -16,10 +16,9 @@ import pytest
 import torch
 
 from pipecomp.distributed.local_launcher import run_ranks
-from tests.dist.small import VOCABULARY, ds_config, gpt2, samples
 from tests.limits import HANG_S
+from tests.models import VOCABULARY, ds_config, gpt2, metrics, samples, save_model, write_text
 from tests.pretend_gpu import DEVICE, pretend_gpu
-from tests.small_text import metrics, save_model, write_text
 
 pytestmark = pytest.mark.ranks
 

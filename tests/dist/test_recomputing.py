@@ -12,8 +12,8 @@ from pipecomp.distributed.local_launcher import run_ranks
 from pipecomp.engine.validation import take_activation_checkpointing
 from pipecomp.errors import ConfigError
 from pipecomp.stages import split
-from tests.dist.small import ds_config, gpt2, samples
 from tests.limits import HANG_S
+from tests.models import ds_config, gpt2, samples
 
 INTERVAL = {"pipeline": {"activation_checkpoint_interval": 1}}
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from pipecomp.distributed.local_launcher import run_ranks
-from tests.dist.small import ds_config, gpt2, samples
 from tests.limits import HANG_S
+from tests.models import ds_config, gpt2, samples
 
 pytestmark = [pytest.mark.ranks, pytest.mark.soak]
 

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_map
 from pipecomp.buffers.base import GRADIENT
 from pipecomp.distributed.local_launcher import run_ranks
 from pipecomp.errors import ConfigError
-from tests.dist.small import ds_config, gpt2, samples
 from tests.limits import HANG_S
+from tests.models import ds_config, gpt2, samples
 
 pytestmark = pytest.mark.ranks
 

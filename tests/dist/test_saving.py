@@ -17,8 +17,8 @@ from pipecomp.distributed.local_launcher import run_ranks
 from pipecomp.distributed.rendezvous import _set_timeout
 from pipecomp.engine import export
 from pipecomp.errors import ConfigError
-from tests.dist.small import ds_config, gpt2, samples
 from tests.limits import HANG_S
+from tests.models import ds_config, gpt2, samples
 
 pytestmark = pytest.mark.ranks
 

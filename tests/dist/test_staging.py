@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from pipecomp.distributed.local_launcher import run_ranks
-from tests.dist.small import ds_config, gpt2, samples
 from tests.golden.work import digest, messages
 from tests.lazy_staging import LazyStaging
 from tests.limits import HANG_S
+from tests.models import ds_config, gpt2, samples
 
 pytestmark = pytest.mark.ranks
 

@@ -10,8 +10,8 @@ import pytest
 
 from pipecomp.netlab import Lab, missing
 from tests.limits import HANG_S
+from tests.models import metrics, save_model, write_text
 from tests.recipes.recipe_runs import ROOT
-from tests.small_text import metrics, save_model, write_text
 
 WHY_NOT = missing()
 pytestmark = [pytest.mark.soak, pytest.mark.ranks, pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))]

@@ -18,8 +18,8 @@ from pipecomp.distributed.local_launcher import run_ranks
 from pipecomp.errors import ConfigError, PipecompError
 from pipecomp.report.metrics import link_use, rank_times
 from pipecomp.report.reader import read_runs
-from tests.dist.small import gpt2, samples
 from tests.limits import HANG_S
+from tests.models import gpt2, samples
 
 pytestmark = pytest.mark.ranks
 

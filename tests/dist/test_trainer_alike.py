@@ -11,8 +11,8 @@ import torch
 import tests.dist.trainer_work as work
 from pipecomp.distributed.local_launcher import run_ranks
 from pipecomp.errors import PipecompError
-from tests.dist.small import gpt2, samples
 from tests.limits import HANG_S
+from tests.models import gpt2, samples
 
 pytestmark = pytest.mark.ranks
 

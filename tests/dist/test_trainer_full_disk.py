@@ -12,8 +12,8 @@ import pytest
 import tests.dist.trainer_work as work
 from pipecomp.distributed.local_launcher import run_ranks
 from tests.dist.reliability_work import error_of, redirect
-from tests.dist.small import gpt2, samples
 from tests.limits import HANG_S
+from tests.models import gpt2, samples
 
 pytestmark = [pytest.mark.ranks, pytest.mark.soak]
 REFUSED = {2: (1, "model-00002"), 3: (0, "trainer_state.json"), 4: (1, "mp_rank"), 5: (0, "training_args.bin")}

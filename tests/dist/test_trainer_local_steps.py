@@ -12,8 +12,8 @@ from transformers import TrainerCallback
 
 import tests.dist.trainer_work as work
 from pipecomp.distributed.local_launcher import run_ranks
-from tests.dist.small import gpt2, samples
 from tests.limits import HANG_S
+from tests.models import gpt2, samples
 
 pytestmark = pytest.mark.ranks
 GRADIENTS = {"gradients": {"method": "double_squeeze", "bits": 4, "local_steps": 4}}

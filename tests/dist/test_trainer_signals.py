@@ -16,8 +16,8 @@ import tests.dist.trainer_work as work
 from pipecomp.distributed.local_launcher import run_ranks
 from pipecomp.distributed.preemption import REQUEUE_STATUS, Interrupted
 from pipecomp.report.recorder import METRICS
-from tests.dist.small import gpt2, samples
 from tests.limits import HANG_S
+from tests.models import gpt2, samples
 from tests.tls.meshes import keys_for
 
 pytestmark = pytest.mark.ranks

@@ -19,8 +19,8 @@ from pipecomp.report.advice import simulate
 from pipecomp.report.metrics import link_use
 from pipecomp.report.reader import read_runs
 from pipecomp.report.recorder import METRICS
-from tests.dist.small import gpt2
 from tests.limits import HANG_S
+from tests.models import gpt2
 
 pytestmark = pytest.mark.ranks
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import TrainerCallback, TrainingArguments
 
-from tests.dist.small import gpt2, samples
+from tests.models import gpt2, samples
 
 MICRO_BATCH, SAMPLES = 2, 9  # 5 micro-batches in an epoch, the last of one sample
 AQSGD = {"activations": {"method": "aqsgd", "forward_bits": 3, "backward_bits": 6}}

@@ -19,7 +19,7 @@ from pipecomp.stages.link.endpoint import LinkReceiver, Position
 from pipecomp.stages.link.layout import Boundary
 from pipecomp.stages.link.packet import EVALUATED, PacketLimits
 from pipecomp.stages.link.transport import loopback_pair
-from tests.dist.small import LENGTH, gpt2
+from tests.models import LENGTH, gpt2
 
 MICRO_BATCH, MICRO_BATCHES = 3, 4
 CHANGED = 10 * MICRO_BATCH * MICRO_BATCHES  # every 10 steps both ends compare

@@ -10,7 +10,7 @@ from pipecomp.engine.checkpointing import check_tag
 from pipecomp.engine.validation import check_auto, check_precision, check_section, check_timers
 from pipecomp.errors import ConfigError, WireError
 from pipecomp.stages import split
-from tests.dist.small import gpt2
+from tests.models import gpt2
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "float16", "torch.float16", "half"])

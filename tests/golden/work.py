@@ -26,8 +26,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # a script's own folder is there instead
 from pipecomp.distributed.local_launcher import preload_large_packages, run_ranks
-from tests.dist.small import ds_config, gpt2, samples
 from tests.limits import HANG_S
+from tests.models import ds_config, gpt2, samples
 
 HERE = Path(__file__).parent
 GOLDEN, OLD_RUN = HERE / "golden.json", HERE / "old_run.tar.xz"

@@ -28,7 +28,7 @@ import psutil
 
 from pipecomp.distributed.placement import free_port
 from pipecomp.recipes.resume import manifest
-from tests.small_text import write_text
+from tests.models import write_text
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "gpt2_wikitext2" / "train.py"

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import tests.packaging as packaging
-from tests.small_text import save_model, write_text
+from tests.models import save_model, write_text
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(packaging.HANGS_S * 6)]
 

@@ -11,7 +11,7 @@ from transformers import masking_utils
 
 from pipecomp.stages import split
 from pipecomp.stages.partition.splitting import assume_masks
-from tests.stages.test_splitting import batch, make_model
+from tests.models import batch, make_model
 
 GPU = torch.device("cuda")  # as which a CPU counts here
 # Learned positions, rotary ones, windows, both directions, and attention of their own.

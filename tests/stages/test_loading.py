@@ -10,7 +10,6 @@ import pickle
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,59 +34,24 @@ from pipecomp.stages import (
 )
 from pipecomp.stages.partition.checkpoints import Checkpoint
 from tests.limits import HANG_S
+from tests.models import COMMON, MODELS, make_config, make_model
 
 transformers = pytest.importorskip("transformers")
 
-TOKENS = {"vocab_size": 61, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "num_hidden_layers": 4}
-NO_DROPOUT = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
-GPT2 = {"n_embd": 32, "n_head": 4, "n_positions": 40, **NO_DROPOUT}
-LLAMA = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-BERT = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 40,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-    "num_labels": 3,
-}
-DEBERTA = {
-    **BERT,
-    "relative_attention": True,
-    "position_buckets": 8,
-    "norm_rel_ebd": "layer_norm",
-    "share_att_key": True,
-    "pos_att_type": "p2c|c2p",
-    "position_biased_input": False,
-    "type_vocab_size": 0,
-    "conv_kernel_size": 3,
-    "pooler_dropout": 0.0,
-    "pooler_hidden_size": 32,
-}
-MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "gpt2": ("GPT2LMHeadModel", "GPT2Config", GPT2),
-    "gpt2-classes": ("GPT2ForSequenceClassification", "GPT2Config", {**GPT2, "num_labels": 3}),
-    "llama": ("LlamaForCausalLM", "LlamaConfig", LLAMA),
-    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", {**LLAMA, "tie_word_embeddings": True}),
-    "qwen3-classes": ("Qwen3ForSequenceClassification", "Qwen3Config", {**LLAMA, "head_dim": 8, "num_labels": 3}),
-    "mistral": ("MistralForCausalLM", "MistralConfig", LLAMA),
-    "bert-classes": ("BertForSequenceClassification", "BertConfig", BERT),
-    "bert-masked": ("BertForMaskedLM", "BertConfig", BERT),
-    "roberta-masked": ("RobertaForMaskedLM", "RobertaConfig", BERT),
-    "deberta": ("DebertaV2ForSequenceClassification", "DebertaV2Config", DEBERTA),
-    "deberta-masked": ("DebertaV2ForMaskedLM", "DebertaV2Config", DEBERTA),
-    "deberta-masked-new": ("DebertaV2ForMaskedLM", "DebertaV2Config", {**DEBERTA, "legacy": False}),
-}
-
-
-def make_model(name: str, **changes: Any) -> Any:
-    model_class, config_class, settings = MODELS[name]
-    torch.manual_seed(5)
-    model = getattr(transformers, model_class)(getattr(transformers, config_class)(**{**TOKENS, **settings, **changes}))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-    return model.eval()
+NAMES = (
+    *(
+        "gpt2",
+        "gpt2-classes",
+        "llama",
+        "llama-tied",
+        "qwen2",
+        "qwen3-classes",
+        "mistral",
+        "bert-classes",
+        "bert-masked",
+    ),
+    *("bert-masked", "roberta-masked", "deberta-v2", "deberta-masked", "deberta-masked-new"),
+)
 
 
 def inputs() -> dict[str, Tensor]:
@@ -116,15 +80,6 @@ def build(source: Any, count: int, **options: Any) -> list[Stage]:
     return [build_stage(source, found, index, **options) for index in range(count)]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The tensors are tiny; a second thread only waits."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture
 def gpt2_folder(tmp_path: Path) -> Path:
     make_model("gpt2").save_pretrained(tmp_path / "gpt2")
@@ -139,7 +94,7 @@ def rewrite(folder: Path, change: Any) -> None:
 
 class TestFromFolder:
     @pytest.mark.parametrize("form", ["one file", "many files"])
-    @pytest.mark.parametrize("name", MODELS)
+    @pytest.mark.parametrize("name", NAMES)
     def test_equal_to_from_pretrained(self, name: str, form: str, tmp_path: Path) -> None:
         model = make_model(name)
         model.save_pretrained(tmp_path, max_shard_size="20KB" if form == "many files" else "1GB")
@@ -152,7 +107,7 @@ class TestFromFolder:
         for stage in stages:
             assert all(torch.equal(p, whole[n]) for n, p in stage.named_parameters(remove_duplicate=False))
 
-    @pytest.mark.parametrize("name", MODELS)
+    @pytest.mark.parametrize("name", NAMES)
     def test_buffers_are_those_of_the_whole_model(self, name: str, tmp_path: Path) -> None:
         """Buffers that no checkpoint holds: rotary frequencies, position ids."""
         model = make_model(name, **({"rope_parameters": YARN} if name == "llama" else {}))
@@ -285,7 +240,7 @@ def peaks(rank: int, world: int, note: object, small: str, large: str) -> list[t
 
 
 class TestOnlyItsOwn:
-    @pytest.mark.parametrize("name", MODELS)
+    @pytest.mark.parametrize("name", NAMES)
     def test_bytes_read(self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         make_model(name).save_pretrained(tmp_path)
         seen: list[int] = []
@@ -306,7 +261,8 @@ class TestOnlyItsOwn:
     def test_peak_memory_is_near_the_stages_share(self, tmp_path: Path) -> None:
         """A model of 75 MB in 8 stages: building one takes its 9.5 MB and little more, from a folder or a config."""
         config = transformers.LlamaConfig(
-            **{**TOKENS, "num_hidden_layers": 32},
+            **COMMON,
+            num_hidden_layers=32,
             hidden_size=256,
             intermediate_size=512,
             num_attention_heads=4,
@@ -488,7 +444,7 @@ class TestDamagedFolders:
 
 
 class TestFromConfig:
-    @pytest.mark.parametrize("name", MODELS)
+    @pytest.mark.parametrize("name", NAMES)
     def test_same_weights_for_every_number_of_stages(self, name: str) -> None:
         config = make_model(name).config
         config.architectures = [MODELS[name][0]]
@@ -512,7 +468,7 @@ class TestFromConfig:
                 assert not torch.equal(own, parameter)
 
     def test_padding_row_of_the_embedding_is_zero_in_both_copies(self) -> None:
-        config = transformers.Qwen2Config(**{**TOKENS, **LLAMA, "tie_word_embeddings": True})
+        config = make_config("qwen2", tie_word_embeddings=True)
         first, last = build(config, 2)
         copies = [first.get_parameter("model.embed_tokens.weight"), last.get_parameter("lm_head.weight")]
         assert torch.equal(copies[0], copies[1])
@@ -561,7 +517,7 @@ class TestFromModel:
             build_stage(make_model("gpt2"), found, 2)
 
     def test_stage_can_be_copied_and_pickled(self) -> None:
-        stage = split(make_model("deberta"), num_stages=2)[1]
+        stage = split(make_model("deberta-v2"), num_stages=2)[1]
         message = {"hidden_states": torch.randn(2, 5, 32), "attention_mask": torch.ones(2, 5)}
         for other in (copy.deepcopy(stage), pickle.loads(pickle.dumps(stage))):
             assert torch.equal(other(message), stage(message))
@@ -572,7 +528,7 @@ class TestFromModel:
 
 
 class TestSaving:
-    @pytest.mark.parametrize("name", MODELS)
+    @pytest.mark.parametrize("name", NAMES)
     def test_read_by_from_pretrained_and_cut_again(self, name: str, tmp_path: Path) -> None:
         model = make_model(name)
         save_pretrained(split(model, cuts=[0, 1, 3]), tmp_path)

@@ -6,7 +6,6 @@ matrix have names of their own. Nothing but the entry below is needed, here or i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from pipecomp.stages import (
     split,
 )
 from pipecomp.stages.partition import architectures
+from tests.models import disturbed
 
 transformers = pytest.importorskip("transformers")
 
@@ -44,14 +44,10 @@ BLOCKS = 4
 
 
 @pytest.fixture(autouse=True)
-def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The entry for these tests only; one thread, as the tensors are tiny."""
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restore the registry after a test."""
     monkeypatch.setattr(architectures, "_REGISTRY", dict(architectures._REGISTRY))
     register(GPT_NEOX)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def make_model(**settings: Any) -> Any:
@@ -65,11 +61,7 @@ def make_model(**settings: Any) -> Any:
         **settings,
     )
     torch.manual_seed(7)
-    model = transformers.GPTNeoXForCausalLM(config)
-    with torch.no_grad():  # a fresh model's biases are 0 and its norms 1: a stage could lose them unnoticed
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-    return model.train()
+    return disturbed(transformers.GPTNeoXForCausalLM(config)).train()
 
 
 def batch() -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ import gc
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from types import MethodType
@@ -21,112 +21,11 @@ from pipecomp.stages import Architecture, Head, Stage, default_loss, register, s
 from pipecomp.stages.link.layout import Layout
 from pipecomp.stages.partition.losses import causal_lm
 from tests.limits import HANG_S
+from tests.models import COMMON, LLAMA, MODELS, PAD, TOKENS, attention_of, batch, make_config, make_model
 
 transformers = pytest.importorskip("transformers")
 
-VOCABULARY, PAD = 61, 0
-COMMON = {"vocab_size": VOCABULARY, "pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": 2}
-GPT2 = {"n_embd": 32, "n_head": 4, "n_positions": 40, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
-LLAMA = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 40,
-}
-BERT = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 40,
-    "type_vocab_size": 2,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}
-SLIDING = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 2}
-DEBERTA_V3 = {
-    "relative_attention": True,
-    "position_buckets": 8,
-    "norm_rel_ebd": "layer_norm",
-    "share_att_key": True,
-    "pos_att_type": "p2c|c2p",
-    "position_biased_input": False,
-    "type_vocab_size": 0,
-    "pooler_dropout": 0.0,
-    "pooler_hidden_size": 32,
-}
-DEBERTA_V2 = {**DEBERTA_V3, "conv_kernel_size": 3, "type_vocab_size": 2, "position_biased_input": True}
-
-# name: (class, config class, settings)
-MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "gpt2": ("GPT2LMHeadModel", "GPT2Config", GPT2),
-    "gpt2-by-layer": ("GPT2LMHeadModel", "GPT2Config", {**GPT2, "scale_attn_by_inverse_layer_idx": True}),
-    "gpt2-classes": ("GPT2ForSequenceClassification", "GPT2Config", {**GPT2, "num_labels": 3}),
-    "llama": ("LlamaForCausalLM", "LlamaConfig", LLAMA),
-    "llama-tied": ("LlamaForCausalLM", "LlamaConfig", {**LLAMA, "tie_word_embeddings": True}),
-    "llama-classes": ("LlamaForSequenceClassification", "LlamaConfig", {**LLAMA, "num_labels": 3}),
-    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", {**LLAMA, **SLIDING}),
-    "qwen2-classes": ("Qwen2ForSequenceClassification", "Qwen2Config", {**LLAMA, "num_labels": 3}),
-    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**LLAMA, **SLIDING, "head_dim": 8}),
-    "qwen3-classes": ("Qwen3ForSequenceClassification", "Qwen3Config", {**LLAMA, "num_labels": 3, "head_dim": 8}),
-    "mistral": ("MistralForCausalLM", "MistralConfig", {**LLAMA, "sliding_window": 3}),
-    "mistral-classes": ("MistralForSequenceClassification", "MistralConfig", {**LLAMA, "num_labels": 3}),
-    "bert-classes": ("BertForSequenceClassification", "BertConfig", {**BERT, "num_labels": 3}),
-    "bert-masked": ("BertForMaskedLM", "BertConfig", BERT),
-    "roberta-classes": ("RobertaForSequenceClassification", "RobertaConfig", {**BERT, "num_labels": 3}),
-    "roberta-masked": ("RobertaForMaskedLM", "RobertaConfig", BERT),
-    "deberta-v2": ("DebertaV2ForSequenceClassification", "DebertaV2Config", {**BERT, **DEBERTA_V2, "num_labels": 3}),
-    "deberta-v3": ("DebertaV2ForSequenceClassification", "DebertaV2Config", {**BERT, **DEBERTA_V3, "num_labels": 2}),
-    "deberta-masked": ("DebertaV2ForMaskedLM", "DebertaV2Config", {**BERT, **DEBERTA_V2, "embedding_size": 16}),
-    "deberta-masked-new": ("DebertaV2ForMaskedLM", "DebertaV2Config", {**BERT, **DEBERTA_V3, "legacy": False}),
-}
 CUTS = [[0, 4], [0, 1, 4], [0, 3, 4], [0, 1, 3, 4], [0, 1, 2, 3, 4]]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The tensors are tiny; a second thread only waits."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def make_config(name: str, blocks: int = 4, **changes: Any) -> Any:
-    _, config_class, settings = MODELS[name]
-    attention = changes.pop("attention", None)
-    config = getattr(transformers, config_class)(**{**COMMON, **settings, "num_hidden_layers": blocks, **changes})
-    if attention is not None:
-        config._attn_implementation = attention
-    return config
-
-
-def make_model(name: str, blocks: int = 4, **changes: Any) -> Any:
-    config = make_config(name, blocks, **changes)
-    torch.manual_seed(7)
-    model = getattr(transformers, MODELS[name][0])(config)
-    with torch.no_grad():  # a fresh model's biases are 0 and its norms 1: a stage could lose them unnoticed
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-    return model.train()
-
-
-def batch(name: str, padding: str, *, sizes: Sequence[int] = (9, 5, 7)) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    ids_BS = torch.randint(3, VOCABULARY, (len(sizes), max(sizes)), generator=generator)
-    inputs: dict[str, Tensor] = {"input_ids": ids_BS}
-    if padding != "none":
-        mask_BS = torch.ones_like(ids_BS)
-        for row, size in enumerate(sizes):
-            mask_BS[row, slice(size, None) if padding == "right" else slice(0, max(sizes) - size)] = 0
-        inputs |= {"input_ids": ids_BS.masked_fill(mask_BS == 0, PAD), "attention_mask": mask_BS}
-    if "bert" in name and "roberta" not in name and MODELS[name][2]["type_vocab_size"]:
-        inputs["token_type_ids"] = (torch.arange(max(sizes)) % 2).repeat(len(sizes), 1)
-    return inputs
-
-
-def attention_of(name: str) -> str:
-    return "eager" if "deberta" in name else "sdpa"  # DeBERTa has no other
 
 
 def labels_for(model: Any, inputs: dict[str, Tensor]) -> Tensor:
@@ -369,13 +268,13 @@ class TestStage:
             assert found.keys() == grads.keys()
             assert all(torch.equal(found[n], grads[n]) for n in grads)
 
-    @pytest.mark.parametrize("token", [-1, VOCABULARY])
+    @pytest.mark.parametrize("token", [-1, TOKENS])
     def test_a_token_without_an_embedding_is_named(self, token: int) -> None:
         first, _ = split(make_model("gpt2"), num_stages=2)
-        ids = torch.tensor([[1, 2, 0], [4, VOCABULARY - 1, 0]])
+        ids = torch.tensor([[1, 2, 0], [4, TOKENS - 1, 0]])
         assert first.layout((5, 6), {"input_ids": ids}).full
         ids[1, 2] = token
-        known = f"sample 6 has the token {token} at place 2; .* from 0 to {VOCABULARY - 1}"
+        known = f"sample 6 has the token {token} at place 2; .* from 0 to {TOKENS - 1}"
         with pytest.raises(DataError, match=known):
             first.layout((5, 6), {"input_ids": ids})
 
@@ -575,7 +474,7 @@ class TestTiedWeights:
 
     def test_a_model_whose_head_is_its_own_is_saved_untied(self) -> None:
         model = make_model("gpt2")
-        model.lm_head.weight = nn.Parameter(torch.randn(VOCABULARY, 32))
+        model.lm_head.weight = nn.Parameter(torch.randn(TOKENS, 32))
         stages = split(model, num_stages=2)
         assert stages[0].plan.tied == ()
         assert stages[1].config.tie_word_embeddings is False

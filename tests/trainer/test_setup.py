@@ -11,7 +11,7 @@ import torch
 from pipecomp.errors import PipecompError, SplitError
 from pipecomp.stages import plan, split
 from pipecomp.trainer import setup
-from tests.dist.small import gpt2
+from tests.models import gpt2
 
 WORDS = {"input_ids": torch.tensor([[3, 5, 7]])}
 USES = {

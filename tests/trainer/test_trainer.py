@@ -52,7 +52,7 @@ from pipecomp.trainer.deepspeed_config import engine_config
 from pipecomp.trainer.evaluation import _joined, pack, unpack
 from pipecomp.trainer.losses import StepLoss, labels_in
 from pipecomp.trainer.meters import TrafficMeter
-from tests.dist.small import gpt2
+from tests.models import gpt2
 
 NO_WORKERS: dict[str, Any] = {"num_workers": 0}
 

@@ -25,7 +25,7 @@ from pipecomp.trainer.evaluation import BatchResult, Evaluation
 from pipecomp.trainer.losses import StepLoss
 from pipecomp.trainer.meters import LossMeter, TrainingRecorder
 from pipecomp.trainer.training import Training, TrainingLength, follows_metric, make_lr_scheduler, note_best
-from tests.dist.small import gpt2
+from tests.models import gpt2
 from tests.report.runs import AQSGD, counters, made_step
 
 

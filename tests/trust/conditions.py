@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from tests.stages.test_splitting import MODELS, PAD, VOCABULARY, attention_of, make_model
+from tests.models import MODELS, PAD, TOKENS, attention_of, make_model
 from tests.trust.covering import Assignment, pairwise
 
 STEPS, MICRO_BATCH, SAMPLES, LONGEST = 5, 2, 24, 9
@@ -128,7 +128,7 @@ def samples(row: Row) -> list[dict[str, Tensor]]:
     found = []
     for i in range(SAMPLES):
         length = LONGEST if row.padding == "none" else LONGEST - i % 5
-        ids = torch.randint(3, VOCABULARY, (length,), generator=draw)
+        ids = torch.randint(3, TOKENS, (length,), generator=draw)
         labels = ids
         if "masked" in row.model:
             labels = ids.masked_fill(torch.rand(length, generator=draw) < 0.5, -100)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from scripts import trust
-from tests.stages.test_splitting import MODELS
+from tests.models import MODELS
 from tests.trust.conditions import FACTORS, KNOWN, Row, all_rows, allowed
 from tests.trust.covering import pairs_of, pairwise
 from tests.trust.training import LIMIT, compare
