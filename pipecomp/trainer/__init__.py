@@ -1,4 +1,4 @@
-"""transformers.Trainer's way of training over a pipeline with compressed links: `PipelineTrainer`."""
+"""`PipelineTrainer`: the interface of transformers.Trainer over a pipeline with compressed links."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Refuses arguments, methods and attributes of transformers.Trainer that a pipeline cannot follow.
+"""Checks for arguments, methods and attributes of transformers.Trainer that a pipeline does not support.
 
-Whatever would have no effect is a ConfigError that names it. `PipelineTrainer` is not a Trainer: it has those of its
-methods and attributes that a pipeline can follow.
+A setting without effect raises a ConfigError that names it. `PipelineTrainer` does not inherit from Trainer; it
+implements the methods and attributes that a pipeline supports.
 """
 
 from __future__ import annotations
@@ -23,40 +23,41 @@ from pipecomp.errors import require
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 SAMPLING = ("random", "sequential", "group_by_length")
 
-# Refused if true, or not empty.
-_REFUSED = {
-    "auto_find_batch_size": "False: all stages would have to run out of memory together",
-    "batch_eval_metrics": "False: logits come to the first process once all batches are done",
-    "bf16_full_eval": "False: evaluation computes in the precision of training",
-    "ddp_broadcast_buffers": "not set: there is no DistributedDataParallel here",
-    "ddp_bucket_cap_mb": "not set: there is no DistributedDataParallel here",
-    "ddp_find_unused_parameters": "not set: there is no DistributedDataParallel here",
-    "ddp_static_graph": "not set: there is no DistributedDataParallel here",
+# Arguments that must be false or empty, and the allowed value with its reason.
+_UNSUPPORTED = {
+    "auto_find_batch_size": "False: one stage alone may run out of memory",
+    "batch_eval_metrics": "False: rank 0 receives logits after the last batch",
+    "bf16_full_eval": "False: evaluation uses the precision of training",
+    "ddp_broadcast_buffers": "not set: a pipeline does not use DistributedDataParallel",
+    "ddp_bucket_cap_mb": "not set: a pipeline does not use DistributedDataParallel",
+    "ddp_find_unused_parameters": "not set: a pipeline does not use DistributedDataParallel",
+    "ddp_static_graph": "not set: a pipeline does not use DistributedDataParallel",
     "debug": "''",
-    "enable_jit_checkpoint": "False: save_on_signal of PipelineTrainer does that on all ranks",
-    "eval_use_gather_object": "False: logits of any form are gathered already",
-    "fp16_full_eval": "False: evaluation computes in the precision of training",
+    "enable_jit_checkpoint": "False: PipelineTrainer's save_on_signal saves on all ranks",
+    "eval_use_gather_object": "False: logits of any structure are gathered",
+    "fp16_full_eval": "False: evaluation uses the precision of training",
     "fsdp": "not set: a pipeline's stages are not sharded; zero_optimization.stage 1 shards optimizer states",
     "liger_kernel_config": "not set",
     "neftune_noise_alpha": "not set",
-    "optim_args": "not set: the optimizers of optim take none",
-    "optim_target_modules": "not set: the optimizers of optim take none",
-    "parallelism_config": "not set: num_stages and the number of processes say how the work is spread",
+    "optim_args": "not set: the supported optimizers take none",
+    "optim_target_modules": "not set: the supported optimizers take none",
+    "parallelism_config": "not set: num_stages and the number of processes determine the layout",
     "push_to_hub": "False: push the folder that save_model writes",
-    "save_on_each_node": "False: the model is written by the first process, every rank writes its own state beside it",
+    "save_on_each_node": "False: rank 0 writes the model, every rank its own state",
     "torch_compile": "False: a stage is not compiled",
     "use_cache": "False: stages keep no cache",
     "use_liger_kernel": "False",
 }
-# What `accelerate launch` sets for Trainer, and instead of what.
-_LAUNCHED = {
+# Environment variables of `accelerate launch` that must be off, and the reason.
+_LAUNCHER_VARIABLES = {
     "ACCELERATE_DYNAMO_BACKEND": "not set: a stage is not compiled",
     "ACCELERATE_USE_FSDP": "not set: a pipeline's stages are not sharded",
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "not set: num_stages and the number of processes say how the work is spread",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "not set: num_stages and the number of processes determine the layout",
 }
-# Read once; Trainer reads most of them whenever it trains. When the trainer is made, and when its engine is made.
-AT_FIRST = ("bf16", "fp16", "max_grad_norm", "per_device_train_batch_size")
-BY_ENGINE = (
+# Note: arguments read once, by the trainer or by its engine. transformers.Trainer reads most of them at every train(),
+# so `check_unchanged` refuses a later change, which would have no effect.
+READ_BY_TRAINER = ("bf16", "fp16", "max_grad_norm", "per_device_train_batch_size")
+READ_BY_ENGINE = (
     "activation_checkpointing",
     "activation_checkpointing_kwargs",
     "adam_beta1",
@@ -71,15 +72,15 @@ BY_ENGINE = (
 
 
 def check(args: Any) -> None:
-    """Check arguments for what a pipeline cannot do.
+    """Check that a pipeline supports the arguments.
 
     Args:
         args: TrainingArguments.
 
     Raises:
-        ConfigError: Naming the argument.
+        ConfigError: If an argument is not supported; the error names it.
     """
-    for name, allowed in _REFUSED.items():
+    for name, allowed in _UNSUPPORTED.items():
         value = getattr(args, name, None)
         require(not value, name, value, allowed)
     require_choice("optim", str(getattr(args.optim, "value", args.optim)), OPTIMIZERS)
@@ -88,13 +89,13 @@ def check(args: Any) -> None:
         args.label_names in (None, ["labels"]),
         "label_names",
         args.label_names,
-        "['labels']: a stage's loss has one tensor of labels",
+        "['labels']: a stage's loss takes one tensor of labels",
     )
     require(
         args.skip_memory_metrics,
         "skip_memory_metrics",
         False,
-        "True: comm_stats() of trainer.engine has what a rank uses",
+        "True: trainer.engine.comm_stats() reports memory",
     )
     require(
         args.dataloader_in_order,
@@ -112,20 +113,20 @@ def check(args: Any) -> None:
         )
     for end in ("", "_kwargs"):
         old, wanted = getattr(args, f"gradient_checkpointing{end}", None), checkpointing(args, end)
-        allowed = f"{wanted!r}, as activation_checkpointing{end}, its new name: change that one, or both"
+        allowed = f"{wanted!r}, the value of activation_checkpointing{end}, which replaces it: set that one or both"
         require(not old or old == wanted, f"gradient_checkpointing{end}", old, allowed)
     accelerate = args.accelerator_config
     for field in dataclasses.fields(AcceleratorConfig):
-        value = getattr(accelerate, field.name, field.default)  # some are taken out once they were used
+        value = getattr(accelerate, field.name, field.default)  # accelerate removes some after use
         require(
-            value == field.default, f"accelerator_config.{field.name}", value, "not set: accelerate loads no data here"
+            value == field.default, f"accelerator_config.{field.name}", value, "not set: the trainer loads its own data"
         )
-    _check_launched(args)
+    _check_launcher_environment(args)
     require(
         not args.save_only_model or not args.load_best_model_at_end,
         "save_only_model",
         True,
-        "False with load_best_model_at_end, which reads complete checkpoints",
+        "False with load_best_model_at_end, which needs complete checkpoints",
     )
     wants_metric = args.load_best_model_at_end or str(getattr(args.save_strategy, "value", "")) == "best"
     require(
@@ -134,66 +135,66 @@ def check(args: Any) -> None:
         None,
         "a metric with save_strategy 'best'",
     )
-    require(not args.fp16 or torch.cuda.is_available(), "fp16", True, "False on a CPU; bf16 works there")
+    require(not args.fp16 or torch.cuda.is_available(), "fp16", True, "False on a CPU; use bf16 there")
 
 
-def _check_launched(args: Any) -> None:
-    """What a launcher's environment says, and the arguments do not: Trainer would follow it."""
-    for name, allowed in _LAUNCHED.items():
+def _check_launcher_environment(args: Any) -> None:
+    """Check the launcher's environment variables, which transformers.Trainer would follow."""
+    for name, allowed in _LAUNCHER_VARIABLES.items():
         value = os.environ.get(name, "")
         require(value.lower() in ("", "0", "f", "false", "n", "no", "off"), name, value, allowed)
     require(
         args.deepspeed is not None or getattr(args, "deepspeed_plugin", None) is None,
         "ACCELERATE_USE_DEEPSPEED",
         "true",
-        "not set: give DeepSpeed's configuration as pipecomp=",
+        "not set: pass DeepSpeed's configuration as pipecomp=",
     )
     precision = getattr(args, "mixed_precision", "no")
     require(
         precision == "no" or args.bf16 or args.fp16,
         "ACCELERATE_MIXED_PRECISION",
         precision,
-        "not set, or what TrainingArguments say, which have neither bf16 nor fp16",
+        "not set, or the precision of TrainingArguments, where bf16 and fp16 are off",
     )
 
 
 def checkpointing(args: Any, end: str = "") -> Any:
-    """Return `args.activation_checkpointing`, by the old name where it has that alone. end: "" or "_kwargs"."""
+    """Return `args.activation_checkpointing`, or `gradient_checkpointing` of older versions. end: "" or "_kwargs"."""
     return getattr(args, f"activation_checkpointing{end}", getattr(args, f"gradient_checkpointing{end}", None))
 
 
 def values(args: Any, names: Sequence[str]) -> dict[str, Any]:
-    """Return what `args` say of these arguments now."""
+    """Copy the current values of these arguments."""
     return {name: copy.deepcopy(getattr(args, name, None)) for name in names}
 
 
-def check_unchanged(args: Any, taken: Mapping[str, Any]) -> None:
-    """Raise ConfigError for an argument that is no longer what was `taken` of it."""
-    for name, value in taken.items():
+def check_unchanged(args: Any, used: Mapping[str, Any]) -> None:
+    """Raise ConfigError if an argument differs from its `used` value."""
+    for name, value in used.items():
         now = getattr(args, name, None)
-        require(now == value, name, now, f"{value!r}, with which this trainer was made: make a new one for another")
+        require(now == value, name, now, f"{value!r}, the value this trainer was made with: make a new trainer")
 
 
 # -- the optimizer
 
 
-def optimizer_maker(args: Any) -> Callable[[list], torch.optim.Optimizer]:
-    """Return what makes the optimizer of `args.optim` from parameter groups."""
+def optimizer_factory(args: Any) -> Callable[[list], torch.optim.Optimizer]:
+    """Return a function that makes the optimizer of `args.optim` from parameter groups."""
     kind, options = Trainer.get_optimizer_cls_and_kwargs(args)
     return lambda groups: kind(groups, **options)
 
 
 def parameter_groups(args: Any) -> Callable[[nn.Module], list[dict[str, Any]]]:
-    """Return what makes Trainer's parameter groups: weight decay for all but biases and norms."""
+    """Return a function that makes Trainer's parameter groups: weight decay for all but biases and norms."""
 
     def groups(stage: nn.Module) -> list[dict[str, Any]]:
         decaying = set(Trainer.get_decay_parameter_names(None, stage))  # type: ignore[arg-type]  # uses no self
         named = [(name, p) for name, p in stage.named_parameters() if p.requires_grad]
-        both = (
+        candidates = (
             {"params": [p for name, p in named if name in decaying], "weight_decay": args.weight_decay},
             {"params": [p for name, p in named if name not in decaying], "weight_decay": 0.0},
         )
-        return [group for group in both if group["params"]]
+        return [group for group in candidates if group["params"]]
 
     return groups
 
@@ -201,8 +202,8 @@ def parameter_groups(args: Any) -> Callable[[nn.Module], list[dict[str, Any]]]:
 # -- overridden methods and attributes
 
 
-# Methods of transformers.Trainer that are called here, which a subclass may override.
-_CALLED = {
+# Methods of transformers.Trainer that PipelineTrainer calls, so that a subclass may override them.
+_OVERRIDABLE = {
     "add_callback",
     "create_model_card",
     "end",
@@ -221,43 +222,39 @@ _CALLED = {
     "save_state",
     "train",
 }
-_ARGUMENT = "an argument of PipelineTrainer: set later it would change nothing"
-# Attributes that Trainer reads when it trains or evaluates, and what to do here.
+_ARGUMENT = "an argument of PipelineTrainer: setting the attribute has no effect"
+# Attributes that transformers.Trainer reads during training or evaluation, and the remedy.
 _ATTRIBUTES = {
     "compute_loss_func": _ARGUMENT,
-    "label_names": "nothing: a stage's loss has one tensor of labels",
+    "label_names": "nothing: a stage's loss takes one tensor of labels",
     "label_smoother": "label_smoothing_factor of TrainingArguments, or compute_loss_func of PipelineTrainer",
-    "loss_is_scaled_for_ga": "nothing: micro-batches are weighed by their labels",
-    "lr_scheduler": "optimizers=(None, a callable that makes it of the optimizer), an argument of PipelineTrainer",
+    "loss_is_scaled_for_ga": "nothing: micro-batches are weighted by their number of labels",
+    "lr_scheduler": "optimizers=(None, a function of the optimizer), an argument of PipelineTrainer",
     "model": "a new PipelineTrainer for another model",
-    "model_accepts_loss_kwargs": "nothing: micro-batches are weighed by their labels",
+    "model_accepts_loss_kwargs": "nothing: micro-batches are weighted by their number of labels",
     "model_init": _ARGUMENT,
     "model_wrapped": "a new PipelineTrainer for another model",
     "neftune_noise_alpha": "nothing: a pipeline adds no noise to embeddings",
-    "optimizer": "optimizers=(a callable that makes it of parameter groups, None), an argument of PipelineTrainer",
+    "optimizer": "optimizers=(a function of parameter groups, None), an argument of PipelineTrainer",
     "optimizer_cls_and_kwargs": _ARGUMENT,
 }
 
 
-def _is_followed(name: str) -> bool:
-    return name.startswith("__") or not hasattr(Trainer, name) or name in _CALLED
+def _is_supported(name: str) -> bool:
+    return name.startswith("__") or not hasattr(Trainer, name) or name in _OVERRIDABLE
 
 
 def check_subclass(subclass: type, base: type) -> None:
-    """Raise ConfigError for a method of Trainer, in `subclass` or a mixin of it, that `base` would never call."""
+    """Raise ConfigError if `subclass` or one of its mixins overrides a method of Trainer that `base` never calls."""
     for kind in [kind for kind in subclass.__mro__ if kind not in base.__mro__]:
-        for name, own in kind.__dict__.items():
-            given = callable(own) or isinstance(own, (staticmethod, classmethod))
-            require(
-                not given or _is_followed(name),
-                f"{kind.__name__}.{name}",
-                "a method",
-                "none: this trainer does not call it",
-            )
+        for name, member in kind.__dict__.items():
+            is_method = callable(member) or isinstance(member, (staticmethod, classmethod))
+            allowed = "none: this trainer does not call it"
+            require(not is_method or _is_supported(name), f"{kind.__name__}.{name}", "a method", allowed)
 
 
 def check_attribute(trainer: Any, name: str, value: Any) -> None:
-    """Raise ConfigError for an attribute that a script sets on a trainer, and that only Trainer would follow."""
+    """Raise ConfigError if a script sets an attribute that only transformers.Trainer reads."""
     kind = type(trainer).__name__
     require(name not in _ATTRIBUTES, f"{kind}.{name}", value, _ATTRIBUTES.get(name, ""))
-    require(_is_followed(name), f"{kind}.{name}", value, "nothing: this trainer does not call it")
+    require(_is_supported(name), f"{kind}.{name}", value, "nothing: this trainer does not call it")

@@ -1,14 +1,14 @@
-"""What a checkpoint of the trainer holds beside the model, and how training takes it up again.
+"""The trainer's checkpoints: their files, resuming, rotation and the copies of message stores.
 
-    checkpoint-N/   the model as a from_pretrained folder, tokenizer, training_args.bin, trainer_state.json,
-        pipeline.json            how the model was partitioned; with other stages or replicas it is resharded. Also what
-                                 was due after the step when training was asked to stop
+    checkpoint-N/   the model as a from_pretrained folder, tokenizer, training_args.bin, and
+        pipeline.json            cuts and replicas; a run with others reshards the checkpoint. Also the work that was
+                                 pending after the step when a signal stopped training
         deepspeed/               DeepSpeed's own checkpoint: optimizer states, float32 masters, error-feedback residuals
         rank_state_R.pth         random generators and schedule of rank R
         messages/rank-R/         AQ-SGD's cached activations of rank R, a copy of the store
-        trainer_state.json       is written last: a folder without it is not complete
+        trainer_state.json       written last: a folder without it is incomplete
 
-Ranks on machines without a common disk have their own files in a folder of the same name there.
+Without a shared disk, each machine keeps the files of its ranks in a folder of the same name.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ _KEY = "resume_from_checkpoint"
 _log = transformers_logging.get_logger(__name__)
 
 
-class Found(NamedTuple):
-    """A checkpoint to go on from.
+class ResumePoint(NamedTuple):
+    """The checkpoint that a training resumes from.
 
-    same: it is of a pipeline with the same cuts and replicas. due: what of `EVALUATION` and `EPOCH_END` was still to be
-    done after its step when training was asked to stop.
+    same: its pipeline has the same cuts and replicas. due: the work that was pending after its step when a signal
+    stopped training, `EVALUATION` or `EPOCH_END` or both.
     """
 
     folder: str
@@ -75,30 +75,30 @@ class Found(NamedTuple):
 
 
 def layout(plan: SplitPlan, replicas: int) -> dict[str, Any]:
-    """Describe what a checkpoint must share with a run whose activations and random generators go on as they were."""
+    """Describe the pipeline. Cached activations and random generators carry over only between equal layouts."""
     return {"cuts": list(plan.cuts), "replicas": replicas}
 
 
 def find(
     resume: str | os.PathLike | bool | None, output_dir: str, pipeline: dict[str, Any], group: Any
-) -> Found | None:
-    """Find the checkpoint that `train(resume_from_checkpoint=resume)` means, as rank 0 sees it.
+) -> ResumePoint | None:
+    """Find the checkpoint for `train(resume_from_checkpoint=resume)`. Rank 0 decides.
 
     Args:
-        resume: A folder, True for the last one that is whole, None or False to start anew.
-        output_dir: The trainer's.
-        pipeline: The `layout` of this run. One of another layout is warned of.
-        group: A gloo group of all ranks, each of which must call this.
+        resume: A folder; True for the last undamaged checkpoint; None or False for a new training.
+        output_dir: The trainer's output folder.
+        pipeline: The `layout` of this run. A checkpoint with another layout logs a warning.
+        group: A gloo group of all ranks. Every rank must call this.
 
     Returns:
-        The checkpoint, None to start anew.
+        The checkpoint, or None for a new training.
 
     Raises:
-        ConfigError: On every rank, if there is no checkpoint, or one of another kind.
+        ConfigError: On every rank, if there is no checkpoint or it is not one of this trainer.
     """
     if resume is None or resume is False:
         return None
-    place = _last_whole(output_dir, group) if resume is True else str(resume)
+    place = _last_undamaged(output_dir, group) if resume is True else str(resume)
     answer: Any = None
     if dist.get_rank() == 0:
         try:
@@ -108,126 +108,127 @@ def find(
             answer = folder.name, state, theirs == pipeline, due
             if theirs != pipeline:
                 _log.warning(
-                    f"{folder} is of {theirs}, this run of {pipeline}: weights, optimizer states and schedule go on, "
-                    "cached activations, error-feedback residuals and random generators do not"
+                    f"{folder} has the layout {theirs}, this run {pipeline}: weights, optimizer states and schedule "
+                    "are restored; cached activations, error-feedback residuals and random generators are not"
                 )
         except ConfigError as error:
             answer = {"key": error.key, "got": error.got, "allowed": error.allowed}
     answer = broadcast(answer, group=group)
     if isinstance(answer, dict):
         raise ConfigError(**answer)
-    # Each rank goes by the folder that it knows itself: rank 0 says no more than which checkpoint in there.
-    own = Path(output_dir) / _named(answer[0]) if resume is True else Path(str(resume))
-    found = Found(str(own), TrainerState(**answer[1]), answer[2], tuple(answer[3]))
-    best = Path(found.state.best_model_checkpoint or "").name
-    found.state.best_model_checkpoint = str(own.parent / best) if _is_name(best) else None
-    return found
+    # Note: each rank uses its own output_dir and takes only the checkpoint's name from rank 0, so that no path that
+    # arrives over the network is ever unpickled.
+    own = Path(output_dir) / _checked_name(answer[0]) if resume is True else Path(str(resume))
+    resume_point = ResumePoint(str(own), TrainerState(**answer[1]), answer[2], tuple(answer[3]))
+    best = Path(resume_point.state.best_model_checkpoint or "").name
+    resume_point.state.best_model_checkpoint = str(own.parent / best) if _is_checkpoint_name(best) else None
+    return resume_point
 
 
-def _last_whole(output_dir: str, group: Any) -> str | None:
-    """Name the last checkpoint that is whole on every machine, None if rank 0 has none that is complete.
+def _last_undamaged(output_dir: str, group: Any) -> str | None:
+    """Return the last checkpoint that no machine finds damaged; None if rank 0 has no complete one.
 
-    A machine that lost its power may lack what it had not yet put on its disk. ConfigError where none is whole.
+    After a power failure a machine may lack files that were not yet on disk. ConfigError if all are damaged.
     """
-    there = [path.name for path in _complete(output_dir)] if dist.get_rank() == 0 else None
+    names = [path.name for path in _complete_checkpoints(output_dir)] if dist.get_rank() == 0 else None
     damaged: list[str] = []
-    for name in reversed(broadcast(there, group=group)):
-        folder = Path(output_dir) / _named(name)
-        told = gathered(while_others_wait(partial(_look, folder / DEEPSPEED), group), group)
-        problems = [f"on rank {rank}'s machine {said}" for rank, (_, said) in enumerate(told) if said]
-        if not problems or not any(finished for finished, _ in told):  # older versions wrote no manifest
+    for name in reversed(broadcast(names, group=group)):
+        folder = Path(output_dir) / _checked_name(name)
+        by_rank = gathered(while_others_wait(partial(_inspect, folder / DEEPSPEED), group), group)
+        problems = [f"on rank {rank}'s machine {problem}" for rank, (_, problem) in enumerate(by_rank) if problem]
+        if not problems or not any(finished for finished, _ in by_rank):  # older versions wrote no manifest
             return str(folder)
         damaged.append(f"{name}: {problems[0]}")
         if dist.get_rank() == 0:
-            _log.warning(f"{folder} is passed over: {problems[0]}")
-    require(not damaged, _KEY, True, f"True only where a checkpoint is whole: {'; '.join(damaged)}")
+            _log.warning(f"skipping {folder}: {problems[0]}")
+    require(not damaged, _KEY, True, f"True only with an undamaged checkpoint: {'; '.join(damaged)}")
     return None
 
 
-def _look(folder: Path) -> tuple[bool, str | None]:
-    """Whether it is finished, and what is wrong with it, as the first rank of a machine sees it."""
+def _inspect(folder: Path) -> tuple[bool, str | None]:
+    """Return, on the first rank of a machine, whether the checkpoint is finished, and its problem."""
     first = os.environ["LOCAL_RANK"] == "0"
     return (manifest.finished(folder), manifest.problem(folder)) if first else (False, None)
 
 
 def _last(output_dir: str) -> Path:
-    complete = _complete(output_dir)
-    require(complete, _KEY, True, f"True only where {output_dir} has a complete checkpoint")
+    complete = _complete_checkpoints(output_dir)
+    require(complete, _KEY, True, f"True only if {output_dir} has a complete checkpoint")
     return complete[-1]
 
 
-def _complete(output_dir: str) -> list[Path]:
-    """List the complete checkpoints by their step."""
-    return [path for _, path in numbered(output_dir) if (path / STATE_FILE).is_file()]
+def _complete_checkpoints(output_dir: str) -> list[Path]:
+    """List the complete checkpoints in the order of their steps."""
+    return [path for _, path in list_checkpoints(output_dir) if (path / STATE_FILE).is_file()]
 
 
-def numbered(output_dir: str) -> list[tuple[int, Path]]:
-    """List all checkpoints' folders with their steps, by these; Trainer's own too."""
-    there = Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
-    return sorted((int(number), path) for path in there if (number := path.name.rpartition("-")[2]).isdecimal())
+def list_checkpoints(output_dir: str) -> list[tuple[int, Path]]:
+    """List (step, folder) of all checkpoints, transformers.Trainer's included, in the order of their steps."""
+    folders = Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+    return sorted((int(number), path) for path in folders if (number := path.name.rpartition("-")[2]).isdecimal())
 
 
 def _read(folder: Path, resume: object) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read what pipeline a checkpoint is of, and its state. ConfigError if it is not one to go on from."""
+    """Read a checkpoint's pipeline layout and trainer state. ConfigError if training cannot resume from it."""
     require((folder / STATE_FILE).is_file(), _KEY, str(resume), f"a checkpoint folder: {folder} has no {STATE_FILE}")
     require(
         (folder / DEEPSPEED).is_dir() and (folder / PIPELINE_FILE).is_file(),
         _KEY,
         str(resume),
-        "a checkpoint of this trainer that was not written with save_only_model",
+        "a checkpoint of PipelineTrainer, written without save_only_model",
     )
     return read_json_object(_KEY, folder / PIPELINE_FILE), read_json_object(_KEY, folder / STATE_FILE)
 
 
-# -- what is written
+# -- files
 
 
 def folder_of(output_dir: str, step: int) -> str:
-    """Name the folder of the checkpoint of a step."""
+    """Return the folder of a step's checkpoint."""
     return str(Path(output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}")
 
 
 def complete(folder: str, state: TrainerState, plan: SplitPlan, replicas: int, due: Sequence[str] = ()) -> None:
-    """Write what makes a checkpoint complete; rank 0 does, once all others have written their files.
+    """Write the files that complete a checkpoint. Rank 0 calls it after all ranks have written theirs.
 
-    due: see `Found`.
+    due: see `ResumePoint`.
     """
     pipeline = layout(plan, replicas) | ({_DUE: list(due)} if due else {})
     atomic_write_text(Path(folder) / PIPELINE_FILE, json.dumps(pipeline) + "\n")
-    with atomic_write(Path(folder) / STATE_FILE) as part:  # half of it would pass for a complete checkpoint
+    with atomic_write(Path(folder) / STATE_FILE) as part:  # its presence marks the checkpoint as complete
         state.save_to_json(str(part))
-    _make_youngest(Path(folder))
+    _set_latest_mtime(Path(folder))
 
 
-def _make_youngest(folder: Path) -> None:
-    """Let no other checkpoint have a later time, as where the clock was set back: `rotate` deletes by it."""
-    found = [folder, *folder.parent.glob(f"{PREFIX_CHECKPOINT_DIR}-*")]
-    latest = max(path.stat().st_mtime for path in found)
+def _set_latest_mtime(folder: Path) -> None:
+    """Give the folder the latest modification time, even after the clock was set back: `rotate` sorts by it."""
+    folders = [folder, *folder.parent.glob(f"{PREFIX_CHECKPOINT_DIR}-*")]
+    latest = max(path.stat().st_mtime for path in folders)
     if folder.stat().st_mtime < latest:
-        with contextlib.suppress(OSError):  # some disks let only their owner do that
+        with contextlib.suppress(OSError):  # some file systems allow this to the owner alone
             os.utime(folder, (latest + 1, latest + 1))
 
 
 def save_engine(engine: TrainingEngine, folder: str, scheduler: Any, attempts: CollectiveWrite) -> None:
-    """Write what training needs to go on, but for the cached activations; every rank must call this."""
+    """Write engine, random generators and schedule. Every rank must call this."""
     engine.save_checkpoint(folder, tag=DEEPSPEED)
     state = {"random": random_state(), "scheduler": scheduler.state_dict()}
-    attempts.attempt(lambda: _write_rank(state, _rank_file(folder, dist.get_rank())))
+
+    def write() -> None:
+        with atomic_write(_rank_file(folder, dist.get_rank())) as part:  # on disk before the checkpoint is complete
+            write_state(state, part)
+
+    attempts.attempt(write)
 
 
-def _write_rank(state: Any, file: Path) -> None:
-    with atomic_write(file) as part:  # on the disk before the checkpoint is complete
-        write_state(state, part)
-
-
-def load_engine(engine: TrainingEngine, found: Found, scheduler: Any) -> None:
-    """Load weights, optimizer, schedule and, for the same pipeline, random generators; every rank must call this."""
-    folder = found.folder
-    if found.same:
+def load_engine(engine: TrainingEngine, resume_point: ResumePoint, scheduler: Any) -> None:
+    """Load weights, optimizer, schedule and, with equal layouts, random generators. Every rank must call this."""
+    folder = resume_point.folder
+    if resume_point.same:
         with all_ranks().collective_errors():
             restore_store(engine, folder)
     path, _ = engine.load_checkpoint(folder, tag=DEEPSPEED)
-    file = _rank_file(folder, dist.get_rank() if found.same else 0)
+    file = _rank_file(folder, dist.get_rank() if resume_point.same else 0)
     require(
         path is not None and file.is_file(),
         _KEY,
@@ -236,9 +237,9 @@ def load_engine(engine: TrainingEngine, found: Found, scheduler: Any) -> None:
     )
     try:
         state = torch.load(file, weights_only=True)
-    except Exception as error:  # what torch and pickle raise of a file that was cut off names none
-        raise ConfigError(_KEY, str(file), f"a file that is whole ({describe_error(file, error)})") from error
-    if found.same:
+    except Exception as error:  # torch and pickle raise various errors for a truncated file, without its name
+        raise ConfigError(_KEY, str(file), f"an undamaged file ({describe_error(file, error)})") from error
+    if resume_point.same:
         scheduler.load_state_dict(state["scheduler"])
         set_random_state(state["random"])
     else:
@@ -246,136 +247,133 @@ def load_engine(engine: TrainingEngine, found: Found, scheduler: Any) -> None:
 
 
 def load_weights(engine: TrainingEngine, folder: str) -> None:
-    """Load the model of a checkpoint, without its optimizer; every rank must call this."""
+    """Load a checkpoint's model without its optimizer. Every rank must call this."""
     path, _ = engine.load_checkpoint(folder, tag=DEEPSPEED, load_module_only=True)
-    require(path is not None, "load_best_model_at_end", True, f"True where {folder} has {DEEPSPEED} on every machine")
+    require(path is not None, "load_best_model_at_end", True, f"True if {folder} has {DEEPSPEED} on every machine")
 
 
 def _rank_file(folder: str, rank: int) -> Path:
     return Path(folder) / f"rank_state_{rank}.pth"
 
 
-# -- old ones
+# -- rotation
 
 
 def rotate(output_dir: str, limit: int | None, best: str | None, group: Any) -> None:
-    """Delete the oldest checkpoints beyond `limit`, on every machine; every rank must call this."""
+    """Delete the oldest checkpoints beyond `limit` on every machine. Every rank must call this."""
     if limit is None:
         return
-    dist.barrier(group=group)  # nobody is writing any more
-    gone: list[str] = []
+    dist.barrier(group=group)  # all ranks have finished writing
+    deleted: list[str] = []
     if dist.get_rank() == 0:
-        before = _folders(output_dir)
+        before = _checkpoint_names(output_dir)
         rotate_checkpoints(output_dir, limit, best_model_checkpoint=best, use_mtime=True)
-        gone = sorted(before - _folders(output_dir))
-    _remove(output_dir, broadcast(gone, group=group))
+        deleted = sorted(before - _checkpoint_names(output_dir))
+    _remove(output_dir, broadcast(deleted, group=group))
 
 
 def remove(folder: str) -> None:
-    """Delete what there is of a checkpoint, on every machine; every rank must call this."""
+    """Delete a checkpoint, complete or not, on every machine. Every rank must call this."""
     _remove(str(Path(folder).parent), [Path(folder).name])
 
 
 def keep_only(output_dir: str, best: str, group: Any) -> None:
-    """Delete all checkpoints but this one, on every machine; every rank must call this."""
+    """Delete all checkpoints but this one on every machine. Every rank must call this."""
     dist.barrier(group=group)
-    there = broadcast(sorted(_folders(output_dir)), group=group)
-    _remove(output_dir, there, keep=Path(best).name)
+    _remove(output_dir, broadcast(sorted(_checkpoint_names(output_dir)), group=group), keep=Path(best).name)
 
 
-def _folders(output_dir: str) -> set[str]:
+def _checkpoint_names(output_dir: str) -> set[str]:
     return {path.name for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.is_dir()}
 
 
 def _remove(output_dir: str, names: Any, *, keep: str | None = None) -> None:
-    """One rank of each machine deletes there; on a common disk it does no harm that several do.
+    """Delete checkpoints on the first rank of each machine; on a shared disk several ranks may do so safely.
 
-    names: as rank 0 says them. Only checkpoints that this machine has in `output_dir` itself are deleted; WireError for
-    what cannot be one, such as a path that leads out of it.
+    names: received from rank 0. Only checkpoints directly in `output_dir` are deleted. WireError for any other name,
+    such as a path that leads elsewhere.
     """
-    if not isinstance(names, list) or not all(_is_name(name) for name in names):
-        allowed = f"allowed: names of {PREFIX_CHECKPOINT_DIR}-* there"
-        raise WireError(f"rank 0 wants {repr(names)[:200]} deleted in {output_dir}, {allowed}")
+    if not isinstance(names, list) or not all(_is_checkpoint_name(name) for name in names):
+        allowed = f"allowed: names of the form {PREFIX_CHECKPOINT_DIR}-*"
+        raise WireError(f"rank 0 asks to delete {repr(names)[:200]} in {output_dir}, {allowed}")
     if os.environ["LOCAL_RANK"] == "0":
-        for name in sorted(_folders(output_dir) & set(names) - {keep}):
+        for name in sorted(_checkpoint_names(output_dir) & set(names) - {keep}):
             shutil.rmtree(Path(output_dir) / name, ignore_errors=True)
 
 
-def _named(name: Any) -> str:
-    """A checkpoint's name that rank 0 has said: what is read there is unpickled. WireError for a path, or another."""
-    if not _is_name(name):
-        raise WireError(f"rank 0 names a checkpoint {repr(name)[:200]}, allowed: {PREFIX_CHECKPOINT_DIR}-*")
+def _checked_name(name: Any) -> str:
+    """Check a checkpoint's name received from rank 0, because its files are unpickled. WireError for any other name."""
+    if not _is_checkpoint_name(name):
+        raise WireError(f"rank 0 names the checkpoint {repr(name)[:200]}, allowed: {PREFIX_CHECKPOINT_DIR}-*")
     return str(name)
 
 
-def _is_name(name: Any) -> bool:
+def _is_checkpoint_name(name: Any) -> bool:
     return isinstance(name, str) and Path(name).name == name and name.startswith(f"{PREFIX_CHECKPOINT_DIR}-")
 
 
 # -- message stores
 
 
-MESSAGES = "messages"  # a checkpoint's folder for them
-
-_log = transformers_logging.get_logger(__name__)
+MESSAGES = "messages"  # folder of a checkpoint
 
 
 def prepare_store(settings: Config, engine: TrainingEngine | None, checkpoint: str | None) -> None:
-    """Let a training begin without cached activations; those of a checkpoint come by `restore`.
+    """Clear the cached activations before a training. `restore_store` then loads those of a checkpoint.
 
     Args:
         settings: The "pipecomp" section.
-        engine: None, or the one that is open, which must be closed if `needs_closed_engine` says so.
-        checkpoint: Whose they will be; None for none.
+        engine: The open engine or None. It must be closed where `needs_closed_engine` is true.
+        checkpoint: The checkpoint to restore activations from, or None.
     """
     if settings.activations.method != "aqsgd":
         return
     if engine is not None:
-        drop_cached(engine)
+        drop_cached_activations(engine)
     if settings.store.backend == "memory":
         if checkpoint is not None:
-            _log.warning("cached activations in memory are not saved: training goes on without them")
+            _log.warning("checkpoints do not save cached activations in memory: training continues without them")
     elif engine is None:
-        forget(settings.store.path, dist.get_rank())  # what is held is newer than a checkpoint, or of another run
+        forget(settings.store.path, dist.get_rank())  # its entries are newer than the checkpoint, or of another run
 
 
 def needs_closed_engine(settings: Config, checkpoint: str | None) -> bool:
-    """Say whether a training begins with another store than an engine would have open."""
+    """Return whether the engine must be closed because a checkpoint's store replaces its own."""
     return settings.activations.method == "aqsgd" and settings.store.backend != "memory" and checkpoint is not None
 
 
-def drop_cached(engine: TrainingEngine) -> None:
-    """Drop all cached activations that an engine holds."""
+def drop_cached_activations(engine: TrainingEngine) -> None:
+    """Drop all cached activations of an engine."""
     engine.links.forget()
     if engine.links.environment is not None:
         engine.links.environment.commit()
 
 
 def save_store(engine: TrainingEngine, folder: str, *, copied: bool) -> None:
-    """Copy this rank's message store into a checkpoint, if it is to be and there is one on disk.
+    """Copy this rank's message store into a checkpoint if `copied` and it is on disk.
 
-    Otherwise the checkpoint is left without: an earlier training's of the same step may have been in the folder.
+    Otherwise delete a copy in the folder: an earlier training may have left one for the same step.
     """
     environment = engine.links.environment
     if copied and isinstance(environment, LmdbEnvironment):
-        environment.flush()  # nothing is being written from here until the next step
-        copy_file(environment.path / DATA_FILE, _saved(folder))
+        environment.flush()  # no writes follow before the next step
+        copy_file(environment.path / DATA_FILE, _store_copy(folder))
     else:
-        _saved(folder).unlink(missing_ok=True)
+        _store_copy(folder).unlink(missing_ok=True)
 
 
 def restore_store(engine: TrainingEngine, folder: str) -> None:
-    """Let this rank's store, which is empty, hold what a checkpoint cached; then the engine loads the checkpoint.
+    """Load a checkpoint's cached activations into this rank's empty store, before the engine loads the checkpoint.
 
-    Where there is no copy, or one that is damaged or was made with other settings, it stays empty.
+    The store stays empty if the copy is missing, damaged, or made with other settings.
     """
     environment = engine.links.environment
-    if isinstance(environment, LmdbEnvironment) and not environment.restore(_saved(folder).parent):
+    if isinstance(environment, LmdbEnvironment) and not environment.restore(_store_copy(folder).parent):
         rank = dist.get_rank()
-        _log.warning(f"{folder} has no cached activations that rank {rank} can use: training goes on without them")
+        _log.warning(f"{folder} has no cached activations for rank {rank}: training continues without them")
 
 
-def _saved(folder: str) -> Path:
+def _store_copy(folder: str) -> Path:
     return Path(folder) / MESSAGES / f"rank-{dist.get_rank()}" / DATA_FILE
 
 
@@ -383,19 +381,19 @@ def _saved(folder: str) -> Path:
 
 
 def write_checkpoint(trainer: Any, *, messages: bool, count: Callable[[], Any], due: Sequence[str] = ()) -> bool:
-    """Write checkpoint-N of the step that was made last; every rank must call this.
+    """Write checkpoint-N of the last step. Every rank must call this.
 
-    Where the disk refuses it, nothing of it is left. It is tried once more if `save_total_limit` lets older ones go
-    before it, which the last good one and the best one do not.
+    A checkpoint that cannot be written is removed. A second attempt first deletes older checkpoints as far as
+    `save_total_limit` allows; it keeps the last good one and the best one.
 
     Args:
-        trainer: Whose.
+        trainer: The `PipelineTrainer`.
         messages: Whether to copy the message store.
-        count: Brings the state's number of tokens up to date, and what is recorded.
-        due: What is still to be done after that step, see `Found`.
+        count: Updates the state's number of tokens and the recorded counters.
+        due: The work that is pending after the step, see `ResumePoint`.
 
     Returns:
-        False if it could not be written, which is said on every rank.
+        False if it could not be written; every rank logs the reason.
     """
     args, state = trainer.args, trainer.state
     folder = folder_of(args.output_dir, state.global_step)
@@ -409,9 +407,9 @@ def write_checkpoint(trainer: Any, *, messages: bool, count: Callable[[], Any], 
             remove(folder)
             state.best_model_checkpoint = best
             if last:
-                say_here(f"{error}. There will be no {Path(folder).name}")
+                say_here(f"{error}. Training continues without {Path(folder).name}")
                 return False
-            say_here(f"{error}. It is tried again without the oldest ones, which save_total_limit lets go")
+            say_here(f"{error}. Trying again after deleting the oldest checkpoints, as save_total_limit allows")
             rotate(args.output_dir, limit - 1, best, trainer.group)
         else:
             rotate(args.output_dir, args.save_total_limit, state.best_model_checkpoint, trainer.group)
@@ -420,10 +418,10 @@ def write_checkpoint(trainer: Any, *, messages: bool, count: Callable[[], Any], 
 
 
 def _write_files(trainer: Any, folder: str, messages: bool, count: Callable[[], Any], due: Sequence[str]) -> None:
-    """Write all files, the state's last. OutputError on every rank if one cannot."""
+    """Write all files, the trainer's state last. OutputError on every rank if one cannot write."""
     args, state = trainer.args, trainer.state
     attempts = CollectiveWrite(folder)
-    if trainer.rank == 0:  # incomplete until everything is there
+    if trainer.rank == 0:  # incomplete until all files are written
         attempts.attempt(lambda: (Path(folder) / STATE_FILE).unlink(missing_ok=True))
     trainer.save_model(folder)
     if not args.save_only_model:

@@ -1,4 +1,4 @@
-"""`transformers.TrainingArguments` and the user's DeepSpeed configuration as the configuration of an engine."""
+"""The engine's configuration, from `transformers.TrainingArguments` and the user's DeepSpeed configuration."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ def engine_config(args: Any, pipecomp: str | os.PathLike | dict[str, Any] | None
 
     Args:
         args: TrainingArguments. `args.deepspeed` may be the DeepSpeed configuration.
-        pipecomp: The "pipecomp" section, or a DeepSpeed configuration (a dict with that key, or a JSON file), in which
-            "auto" and what is missing come from `args`.
+        pipecomp: The "pipecomp" section, or a DeepSpeed configuration (a dict with that key, or a JSON file). `args`
+            supplies values that are missing or "auto".
 
     Raises:
-        ConfigError: For a value that contradicts `args`, or that a pipeline cannot follow.
+        ConfigError: If a value contradicts `args`, or a pipeline does not support it.
     """
-    config = _given(args, pipecomp)
+    config = _read_config(args, pipecomp)
     own = {
         "train_micro_batch_size_per_gpu": ("per_device_train_batch_size", args.per_device_train_batch_size),
         "gradient_accumulation_steps": ("gradient_accumulation_steps", args.gradient_accumulation_steps),
         "gradient_clipping": ("max_grad_norm", float(args.max_grad_norm or 0)),
     }
     for key, (name, value) in own.items():
-        _agree(key, config.get(key, "auto"), value, name)
+        _require_equal(key, config.get(key, "auto"), value, name)
         config[key] = value
-    if config["gradient_clipping"] <= 0:  # no clipping; the norm is logged all the same
+    if config["gradient_clipping"] <= 0:  # no clipping, but the norm is still logged
         config["gradient_clipping"] = math.inf
     require(
         config.pop("train_batch_size", "auto") == "auto",
         "train_batch_size",
         "a number",
-        "'auto': it follows from the arguments and the processes",
+        "'auto': the arguments and the number of processes determine it",
     )
     for name in ("bf16", "fp16"):
         part = config.setdefault(name, {})
-        _agree(f"{name}.enabled", part.get("enabled", "auto"), bool(getattr(args, name)), name)
+        _require_equal(f"{name}.enabled", part.get("enabled", "auto"), bool(getattr(args, name)), name)
         part["enabled"] = bool(getattr(args, name))
         if not part["enabled"]:
             config.pop(name)
@@ -56,12 +56,12 @@ def engine_config(args: Any, pipecomp: str | os.PathLike | dict[str, Any] | None
         config.setdefault("zero_optimization", {}).setdefault("stage", stage)
     if args.bf16:
         if stage == 0 and str(getattr(args.save_strategy, "value", "")) != "no" and not args.save_only_model:
-            allowed = "1 with bf16, whose checkpoints DeepSpeed could not load; or save_strategy 'no'"
+            allowed = "1 with bf16, or save_strategy 'no': DeepSpeed cannot load bf16 checkpoints of stage 0"
             raise ConfigError("zero_optimization.stage", stage, allowed)
         config.setdefault("zero_optimization", {}).setdefault("stage", stage)
         if stage == 1:
             config.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
-    config.setdefault("steps_per_print", 10**9)  # the callbacks report
+    config.setdefault("steps_per_print", 10**9)  # the callbacks log progress
     section = config[SECTION]
     section.setdefault("seed", args.seed)
     settings = Config.from_dict(section)
@@ -69,31 +69,31 @@ def engine_config(args: Any, pipecomp: str | os.PathLike | dict[str, Any] | None
         section.setdefault("store", {}).setdefault("path", str(Path(args.output_dir) / "messages"))
     if settings.gradients.exchanges_in_optimizer:
         if args.weight_decay:
-            allowed = f"0 with gradients.method {settings.gradients.method!r}, which has one group of parameters"
+            allowed = f"0 with gradients.method {settings.gradients.method!r}, which has one parameter group"
             raise ConfigError("weight_decay", args.weight_decay, allowed)
         config["optimizer"] = {"type": "AdamW", "params": _adam_params(args)}
     return config
 
 
-def joining_config(args: Any, pipecomp: str | os.PathLike | dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the user's configuration as far as joining the other processes needs it: keys, and which transport.
+def rendezvous_config(args: Any, pipecomp: str | os.PathLike | dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return the user's configuration, for the keys and the transport that rendezvous needs.
 
-    None where it cannot be read: the others have to be told, which they are when all have joined.
+    None if it cannot be read: the error is raised after rendezvous, on all ranks.
     """
     try:
-        return _given(args, pipecomp)
+        return _read_config(args, pipecomp)
     except ConfigError:
         return None
 
 
-def _given(args: Any, pipecomp: str | os.PathLike | dict[str, Any] | None) -> dict[str, Any]:
-    """Read the user's DeepSpeed configuration, its "pipecomp" section in it."""
+def _read_config(args: Any, pipecomp: str | os.PathLike | dict[str, Any] | None) -> dict[str, Any]:
+    """Read the user's DeepSpeed configuration with its "pipecomp" section."""
     complete = isinstance(pipecomp, (str, os.PathLike)) or (isinstance(pipecomp, dict) and SECTION in pipecomp)
     require(
         not complete or args.deepspeed is None,
         "deepspeed",
         args.deepspeed,
-        "not set beside a DeepSpeed configuration as pipecomp=",
+        "not set if pipecomp= is a DeepSpeed configuration",
     )
     source = pipecomp if complete else args.deepspeed
     if source is None or isinstance(source, dict):
@@ -106,7 +106,7 @@ def _given(args: Any, pipecomp: str | os.PathLike | dict[str, Any] | None) -> di
             config.get(SECTION, pipecomp) == pipecomp,
             "pipecomp",
             pipecomp,
-            "the section that the deepspeed argument has, or only one of them",
+            "the same section as in the deepspeed argument, or only one of them",
         )
         config[SECTION] = copy.deepcopy(pipecomp)
     require(
@@ -116,8 +116,8 @@ def _given(args: Any, pipecomp: str | os.PathLike | dict[str, Any] | None) -> di
     return config
 
 
-def _agree(key: str, got: object, wanted: object, name: str) -> None:
-    require(got in ("auto", wanted), key, got, f"'auto' or {wanted!r}, which is what TrainingArguments.{name} says")
+def _require_equal(key: str, got: object, wanted: object, name: str) -> None:
+    require(got in ("auto", wanted), key, got, f"'auto' or {wanted!r}, the value of TrainingArguments.{name}")
 
 
 def _adam_params(args: Any) -> dict[str, Any]:
@@ -130,13 +130,13 @@ def _adam_params(args: Any) -> dict[str, Any]:
 
 
 def _check_optimizer(args: Any, config: dict[str, Any]) -> None:
-    """Let pass sections that say what the arguments say, or "auto": the trainer makes optimizer and schedule."""
+    """Check that the optimizer section equals the arguments or is "auto": the trainer makes optimizer and schedule."""
     optimizer = config.pop("optimizer", {})
     require(
         optimizer.get("type", "AdamW").lower() in ("adam", "adamw"),
         "optimizer.type",
         optimizer.get("type"),
-        "AdamW; TrainingArguments.optim says which",
+        "AdamW; TrainingArguments.optim selects the implementation",
     )
     known = _adam_params(args)
     names = {"lr": "learning_rate", "betas": "adam_beta1 and adam_beta2", "eps": "adam_epsilon"}
@@ -148,10 +148,10 @@ def _check_optimizer(args: Any, config: dict[str, Any]) -> None:
             f"{', '.join(known)} as in TrainingArguments",
         )
         if key in known:
-            _agree(f"optimizer.params.{key}", value, known[key], names.get(key, key))
+            _require_equal(f"optimizer.params.{key}", value, known[key], names.get(key, key))
     require(
         "scheduler" not in config,
         "scheduler",
         config.get("scheduler"),
-        "not set: TrainingArguments.lr_scheduler_type says which",
+        "not set: use TrainingArguments.lr_scheduler_type",
     )

@@ -1,7 +1,7 @@
-"""Evaluation and prediction over a pipeline: logits come to the first process, metrics go to all.
+"""Evaluation and prediction over a pipeline: rank 0 gathers logits and broadcasts metrics.
 
-The last stage of every replica has the logits and labels of its part of the dataset. It sends them to rank 0, which
-puts them in the dataset's order, padded with -100 as Trainer does, and calls `compute_metrics`. B micro-batch.
+The last stage of every replica computes the logits of its part of the dataset and sends them with the labels to rank 0,
+which sorts them by the dataset's order, pads with -100 as Trainer does, and calls `compute_metrics`. B micro-batch.
 """
 
 from __future__ import annotations
@@ -30,27 +30,28 @@ from pipecomp.trainer.losses import StepLoss
 from pipecomp.utils.serialization import decode_tree, encode_tree
 
 PADDING = -100
-_PIECE = 1 << 24  # bytes a send
+_PIECE = 1 << 24  # bytes of one message
 
 
-def check_ignored(name: str, keys: Any) -> None:
-    """Raise ConfigError for keys: Trainer leaves these of a model's outputs out; the last stage gives logits only."""
-    require(not keys, name, keys, "None: a pipeline's last stage gives logits and nothing else")
+def check_ignored_keys(name: str, keys: Any) -> None:
+    """Raise ConfigError if there are keys of model outputs to ignore: the last stage returns only logits."""
+    require(not keys, name, keys, "None: a pipeline's last stage returns only logits")
 
 
-def dataset_named(wanted: Any, given: Any) -> Any:
-    """`wanted`, the one of several given datasets that it names, or `given` if it is None. Raises ConfigError."""
+def select_dataset(wanted: Any, default: Any) -> Any:
+    """Return the dataset `wanted`, the one of that name in `default`, or `default` for None. Raises ConfigError."""
     if wanted is None:
-        return given
+        return default
     if not isinstance(wanted, str):
         return wanted
-    names = given if isinstance(given, dict) else {}
-    require(wanted in names, "eval_dataset", wanted, f"a dataset, or one of {', '.join(names) or 'no names'}")
+    names = default if isinstance(default, dict) else {}
+    allowed = f"a dataset, or one of the names {', '.join(names)}" if names else "a dataset"
+    require(wanted in names, "eval_dataset", wanted, allowed)
     return names[wanted]
 
 
-class BatchResult(NamedTuple):
-    """One micro-batch's: number in the dataset, B, mean loss (None without labels), arrays (None if not wanted)."""
+class EvaluatedBatch(NamedTuple):
+    """A micro-batch's number in the dataset, B, mean loss (None without labels), and arrays (None if not kept)."""
 
     number: int
     samples: int
@@ -61,16 +62,16 @@ class BatchResult(NamedTuple):
 
 
 class Evaluation:
-    """An evaluation of an engine; every rank must make and run it.
+    """An evaluation of an engine. Every rank must construct and run it.
 
     Args:
-        engine: What to evaluate.
+        engine: The engine to evaluate.
         group: A gloo group of all ranks.
         args: TrainingArguments.
-        loss: The trainer's.
+        loss: The trainer's loss.
         compute_metrics: Trainer's argument.
         preprocess: Trainer's `preprocess_logits_for_metrics`.
-        on_step: Called after each micro-batch, on every rank as often as on the one that has most.
+        on_step: Called after each micro-batch. All ranks call it equally often, `len(loader)` times.
     """
 
     def __init__(
@@ -92,13 +93,13 @@ class Evaluation:
         """Evaluate a dataset.
 
         Args:
-            loader: Of the dataset.
-            prefix: Of the metrics' names.
+            loader: The dataset's loader.
+            prefix: Prefix of the metrics' names.
             loss_only: Keep no logits.
             arrays: Return predictions and labels too.
 
         Returns:
-            Metrics, and the arrays if they are wanted, the same on every rank.
+            Metrics and, with `arrays`, predictions and labels; the same on every rank.
 
         Raises:
             PipecompError: On the other ranks, if compute_metrics raises an error on rank 0.
@@ -116,21 +117,21 @@ class Evaluation:
             except Exception as raised:
                 error, data = raised, pack(f"{type(raised).__name__}: {raised}")
         with self._engine.propagate_failure():
-            found = unpack(self._broadcast(data))
+            result = unpack(self._broadcast(data))
         if error is not None:
             raise error
-        if isinstance(found, str):
-            raise PipecompError(f"evaluation on rank 0: {found}")
-        logits, labels, metrics = found
+        if isinstance(result, str):
+            raise PipecompError(f"evaluation failed on rank 0: {result}")
+        logits, labels, metrics = result
         return EvalLoopOutput(predictions=logits, label_ids=labels, metrics=metrics, num_samples=loader.samples)
 
     # -- on every rank
 
-    def _evaluate(self, loader: EvalLoader, loss_only: bool) -> list[BatchResult]:
-        """Make this rank's results: those of its replica on the last stage, none elsewhere."""
+    def _evaluate(self, loader: EvalLoader, loss_only: bool) -> list[EvaluatedBatch]:
+        """Compute the results of this rank's replica on the last stage; other stages return none."""
         engine = self._engine
         pulled: deque[MicroBatch] = deque()
-        results: list[BatchResult] = []
+        results: list[EvaluatedBatch] = []
         keep_inputs = "inputs" in self._args.include_for_metrics and not loss_only
         numbers = iter(loader.own)
         stepped = 0
@@ -139,7 +140,7 @@ class Evaluation:
             nonlocal stepped
             for batch in loader:
                 if engine.is_last_stage():
-                    self._loss.labels_of(engine.stage, [batch])  # an error if some would be predicted from padding
+                    self._loss.masked_labels(engine.stage, [batch])  # raises if a label is predicted from padding
                     pulled.append(batch)
                 yield batch
                 stepped += 1
@@ -153,7 +154,7 @@ class Evaluation:
                 shown = logits if self._preprocess is None else self._preprocess(logits, labels)
                 inputs = batch.inputs["input_ids"] if keep_inputs else None
                 kept = [None if x is None else nested_numpify(x) for x in (shown, labels, inputs)]
-            results.append(BatchResult(number, len(batch.ids), loss, *kept))
+            results.append(EvaluatedBatch(number, len(batch.ids), loss, *kept))
             return logits.new_zeros(())
 
         count = len(loader.own)
@@ -163,8 +164,8 @@ class Evaluation:
             self._on_step()
         return results
 
-    def _gather(self, own: list[BatchResult]) -> list[BatchResult]:
-        """All replicas' results in the dataset's order, on rank 0; none elsewhere."""
+    def _gather(self, own: list[EvaluatedBatch]) -> list[EvaluatedBatch]:
+        """Gather all replicas' results on rank 0, in the dataset's order."""
         engine, rank = self._engine, dist.get_rank()
         rows = list(own) if rank == 0 else []
         for replica in range(engine.grid.data_parallel_size):
@@ -172,14 +173,14 @@ class Evaluation:
             if source != 0 and rank == source:
                 self._send(pack(own))
             elif source != 0 and rank == 0:
-                rows += [BatchResult(*row) for row in unpack(self._receive(source))]
+                rows += [EvaluatedBatch(*row) for row in unpack(self._receive(source))]
         return sorted(rows, key=lambda row: row.number)
 
     def _broadcast(self, data: bytes) -> bytes:
-        """Rank 0's bytes, on every rank."""
+        """Broadcast rank 0's bytes."""
         size, first = torch.tensor([len(data)]), dist.get_rank() == 0
         dist.broadcast(size, 0, group=self._group)
-        found = bytearray()  # memory is taken for what has come, not for what was announced
+        received = bytearray()  # grows with received data, so a wrong size does not allocate memory
         for start in range(0, int(size), _PIECE):
             if first:
                 piece = torch.frombuffer(bytearray(data[start : start + _PIECE]), dtype=torch.uint8)
@@ -187,8 +188,8 @@ class Evaluation:
             else:
                 piece = torch.empty(min(_PIECE, int(size) - start), dtype=torch.uint8)
                 dist.broadcast(piece, 0, group=self._group)
-                found += piece.numpy().data
-        return data if first else bytes(found)
+                received += piece.numpy().data
+        return data if first else bytes(received)
 
     def _send(self, data: bytes) -> None:
         dist.send(torch.tensor([len(data)]), 0, group=self._group)
@@ -199,21 +200,21 @@ class Evaluation:
     def _receive(self, source: int) -> bytes:
         size = torch.zeros(1, dtype=torch.int64)
         dist.recv(size, source, group=self._group)
-        found = bytearray()
+        received = bytearray()
         for start in range(0, int(size), _PIECE):
             piece = torch.empty(min(_PIECE, int(size) - start), dtype=torch.uint8)
             dist.recv(piece, source, group=self._group)
-            found += piece.numpy().data
-        return bytes(found)
+            received += piece.numpy().data
+        return bytes(received)
 
     # -- on rank 0
 
     def _combine(
-        self, rows: list[BatchResult], loader: EvalLoader, prefix: str, began: float
+        self, rows: list[EvaluatedBatch], loader: EvalLoader, prefix: str, began: float
     ) -> tuple[Any, Any, dict[str, float]]:
-        """Logits, labels and metrics of the dataset."""
+        """Return logits, labels and metrics of the dataset."""
         args = self._args
-        join: Callable[[list[Any]], Any] = _joined if args.eval_do_concat_batches else list
+        join: Callable[[list[Any]], Any] = _concatenate if args.eval_do_concat_batches else list
         logits, labels, inputs = (
             None if rows[0][place] is None else join([row[place] for row in rows]) for place in (3, 4, 5)
         )
@@ -233,18 +234,18 @@ class Evaluation:
             shown = losses[finite] if args.logging_nan_inf_filter and finite.any() else losses
             metrics[f"{prefix}_loss"] = float(shown.mean())
         for key in [key for key in metrics if not key.startswith(f"{prefix}_")]:
-            metrics[f"{prefix}_{key}"] = metrics.pop(key)  # a "loss" of compute_metrics takes the place of the mean
+            metrics[f"{prefix}_{key}"] = metrics.pop(key)  # a "loss" from compute_metrics replaces the mean loss
         metrics.update(speed_metrics(prefix, began, num_samples=loader.samples, num_steps=len(loader)))
         return logits, labels, metrics
 
 
-def _joined(parts: list[Any]) -> Any:
-    """Arrays of all micro-batches one after the other; those of several dimensions padded in the second."""
+def _concatenate(parts: list[Any]) -> Any:
+    """Concatenate the arrays of all micro-batches, padded in the second dimension to the longest."""
     first = parts[0]
     if isinstance(first, (list, tuple)):
-        return type(first)(_joined(list(column)) for column in zip(*parts, strict=True))
+        return type(first)(_concatenate(list(column)) for column in zip(*parts, strict=True))
     if isinstance(first, Mapping):
-        return type(first)({key: _joined([part[key] for part in parts]) for key in first})  # type: ignore[call-arg]
+        return type(first)({key: _concatenate([part[key] for part in parts]) for key in first})  # type: ignore[call-arg]
     arrays = [np.atleast_1d(part) for part in parts]
     if arrays[0].ndim == 1 or len({array.shape[1] for array in arrays}) == 1:
         return np.concatenate(arrays)
@@ -266,13 +267,13 @@ _KINDS = "biufc"  # of numpy dtypes: numbers only
 
 
 def pack(value: Any) -> bytes:
-    """Pack nested values.
+    """Serialize nested values.
 
     Args:
-        value: Arrays of numbers, None, numbers, strings, and lists, tuples and mappings of them, which arrive as dicts.
+        value: Numeric arrays, None, numbers, strings, and lists, tuples and mappings of them. Mappings become dicts.
 
     Raises:
-        DataError: For anything else.
+        DataError: If the value contains another type.
     """
     arrays: list[np.ndarray] = []
 
@@ -284,21 +285,20 @@ def pack(value: Any) -> bytes:
             arrays.append(leaf.astype(leaf.dtype.newbyteorder("<"), copy=False))
             return {"array": [arrays[-1].dtype.str, list(leaf.shape)]}
         shown = f"array of {leaf.dtype}" if isinstance(leaf, np.ndarray) else type(leaf).__name__
-        allowed = "only arrays of numbers, numbers, texts, and lists of them"
-        raise DataError(f"cannot send {shown} to another rank: {allowed}")
+        raise DataError(f"cannot send {shown} to another rank, allowed: numeric arrays, numbers, texts, lists of them")
 
     header = json.dumps(encode_tree(value, put_aside)).encode()
     return b"".join([_LENGTH.pack(len(header)), header, *(array.tobytes() for array in arrays)])
 
 
 def unpack(data: bytes) -> Any:
-    """Return what `pack` was given. Lengths are checked before anything is allocated.
+    """Deserialize the bytes of `pack`. Lengths are checked before memory is allocated.
 
     Args:
-        data: What `pack` returned.
+        data: From `pack`.
 
     Raises:
-        WireError: For other bytes.
+        WireError: If the bytes are malformed.
     """
     end = _LENGTH.size
 
@@ -306,7 +306,7 @@ def unpack(data: bytes) -> Any:
         nonlocal end
         dtype, shape = np.dtype(content[0]), tuple(content[1])
         if kind != "array" or dtype.kind not in _KINDS or any(not isinstance(n, int) or n < 0 for n in shape):
-            raise ValueError(f"no array of numbers: {kind} {content}")
+            raise ValueError(f"not a numeric array: {kind} {content}")
         begin, count = end, math.prod(shape)
         end += count * dtype.itemsize
         return np.frombuffer(data, dtype, count, begin).reshape(shape).copy()
@@ -316,7 +316,7 @@ def unpack(data: bytes) -> Any:
         end += length
         value = decode_tree(json.loads(data[_LENGTH.size : end]), fetch)
     except (struct.error, ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
-        raise WireError(f"{len(data)} bytes are no packed arrays: {error}") from error
+        raise WireError(f"{len(data)} bytes of malformed packed arrays: {error}") from error
     if end != len(data):
-        raise WireError(f"packed arrays have {len(data)} bytes where their header says {end}")
+        raise WireError(f"packed arrays have {len(data)} bytes, their header requires {end}")
     return value

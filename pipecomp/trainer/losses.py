@@ -1,8 +1,8 @@
-"""The loss of an optimizer step: every label counts alike, in whichever micro-batch or replica it is.
+"""The loss of an optimizer step, with equal weight for every label of all micro-batches and replicas.
 
-The engine takes the mean over micro-batches, each of which has a mean over its labels. Where micro-batches hold
-different numbers of labels (padding, a short last one) that is not the mean over the step's labels, which Trainer
-computes; so each micro-batch is weighed by its share. S tokens, V vocabulary, C classes.
+The engine averages the mean losses of micro-batches. If these have different numbers of labels (padding, an incomplete
+last one), that differs from the mean over the step's labels, which Trainer computes. So each micro-batch is weighted by
+its share of the labels. S tokens, V vocabulary, C classes.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from pipecomp.stages.partition.losses import LossFn, causal_lm, classification, 
 
 
 @dataclass
-class Output(ModelOutput):
-    """What the last stage gives of a model's output."""
+class LogitsOutput(ModelOutput):
+    """The part of a model's output that the last stage computes."""
 
     logits: Tensor | None = None
 
 
-def labels_in(labels: Tensor, *, causal: bool, own: bool = False) -> int:
-    """How many labels the loss has terms for: those that are not ignored, without the first token of a causal model.
+def count_labels(labels: Tensor, *, causal: bool, own: bool = False) -> int:
+    """Count the labels that contribute to the loss, without the first token of a causal model.
 
-    own: For a loss of the user's own, count as Trainer does: only -100 is no label.
+    own: The loss is the user's. Then only -100 is ignored, as Trainer counts.
     """
     counted = labels[..., 1:] if causal else labels
     if own:
@@ -45,7 +45,7 @@ def labels_in(labels: Tensor, *, causal: bool, own: bool = False) -> int:
 
 
 def _check_loss(name: str, model_class: Any, model: Any) -> None:
-    """Check that a model's loss is that of its head, which is computed here: its own forward gives only the logits."""
+    """Check that a model uses the loss of its head, which the pipeline computes from the last stage's logits."""
     (head,) = [kind for kind in model_class.__mro__ if kind.__name__ == name][:1]
     table = getattr(without_peft(model), "__dict__", {})
     for own, what in (
@@ -56,39 +56,38 @@ def _check_loss(name: str, model_class: Any, model: Any) -> None:
             not own,
             "model",
             f"{model_class.__name__} with its own {what}",
-            f"{name}'s, or compute_loss_func beside it: a pipeline computes the loss from the last stage's logits",
+            f"{name}'s, or also compute_loss_func: a pipeline computes the loss from the last stage's logits",
         )
 
 
 class StepLoss:
-    """The loss function of a training engine: the model's own mean, weighed by `share`.
+    """The loss function of a training engine: the model's mean loss, weighted by the micro-batch's number of labels.
 
     Args:
-        config: The model's; its `architectures` name the class.
+        config: The model's configuration; its `architectures` name the class.
         label_smoothing: `TrainingArguments.label_smoothing_factor`.
-        own: Trainer's compute_loss_func, which is given an output that has logits only, and the number of labels, of
-            the step in training and of the micro-batch in evaluation, by which it divides a sum.
+        own: Trainer's compute_loss_func. Its output argument has only logits; its num_items_in_batch is the number of
+            labels of the step in training, and of the micro-batch in evaluation.
 
     Attributes:
-        share: Micro-batches of the step, of all replicas together, for each of its labels: a fraction, set before
-            every step.
+        share: (micro-batches, labels) of the step, over all replicas; set before every step.
 
     Raises:
-        ConfigError: For smoothing that the model's loss does not have.
+        ConfigError: If the model's loss does not support label smoothing.
     """
 
     def __init__(self, config: Any, label_smoothing: float = 0.0, own: Callable[..., Tensor] | None = None) -> None:
         kind = architecture_of(config).heads[config.architectures[0]].loss
         self.causal = kind is causal_lm
-        self.share: tuple[int, int] = (1, 1)  # a fraction: equal micro-batches then weigh exactly 1
-        self._counts: deque[int] = deque()  # labels of the step's micro-batches to come
+        self.share: tuple[int, int] = (1, 1)  # a fraction, so that equal micro-batches weigh exactly 1
+        self._counts: deque[int] = deque()  # labels of the step's remaining micro-batches
         self._loss: LossFn = default_loss(config)
         self._smoother = LabelSmoother(epsilon=label_smoothing) if label_smoothing else None
         require(
             self._smoother is None or getattr(config, "problem_type", None) != "multi_label_classification",
             "label_smoothing_factor",
             label_smoothing,
-            "0 for a multi-label classification",
+            "0 for multi-label classification",
         )
         self._own = own
         self._notes = kind is classification and own is None and not label_smoothing
@@ -97,9 +96,9 @@ class StepLoss:
     def of(
         cls, config: Any, model_class: Any, model: Any, smoothing: float, own: Callable[..., Tensor] | None
     ) -> StepLoss:
-        """Make the loss of a model of this class, whatever class its configuration names.
+        """Make the loss of a model class, independent of the class that its configuration names.
 
-        model: In memory, or anything else. Raises ConfigError for a model that computes another loss than its head's.
+        model: A model in memory or a source of one. Raises ConfigError if the model overrides its head's loss.
         """
         name = head_name(architecture_of(config), model_class)
         if own is None and not smoothing:
@@ -109,51 +108,51 @@ class StepLoss:
         return cls(config, smoothing, own)
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Compute what the engine back-propagates. logits: [B, S, V] or [B, C]; labels as the model takes them."""
-        # Counted before they went to the GPU, which the number would have to be waited for.
-        count = self._counts.popleft() if self._counts else self._count(labels)
+        """Compute the loss for back-propagation. logits: [B, S, V] or [B, C]. labels: as for the model."""
+        # Counted on the CPU before the step: counting on the GPU would wait for it.
+        count = self._counts.popleft() if self._counts else self._count_labels(labels)
         micro_batches, total = self.share
         if count == 0:
-            return logits.float().sum() * 0.0  # its mean would be NaN; this is zero and still reaches the other stages
+            return logits.float().sum() * 0.0  # the mean would be NaN; zero still gives the other stages a gradient
         if self._own is not None:
             return self._own_loss(logits, labels, total) * micro_batches
         return self.plain(logits, labels) * (count * micro_batches / total)
 
     def plain(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the mean over a micro-batch's labels, as for evaluation."""
+        """Return the unweighted mean over a micro-batch's labels, for evaluation."""
         if self._own is not None:
-            return self._own_loss(logits, labels, self._count(labels))
+            return self._own_loss(logits, labels, self._count_labels(labels))
         if self._smoother is None:
             return self._loss(logits, labels)
-        allowed = "0 with floating-point labels, which are values or several classes of a sample"
+        allowed = "0 with floating-point labels, for regression or multi-label classification"
         require(not labels.is_floating_point(), "label_smoothing_factor", self._smoother.epsilon, allowed)
         smoothed: Tensor = self._smoother({"logits": logits}, labels.to(logits.device), shift_labels=self.causal)
         return smoothed
 
-    def note_problem(self, config: Any, labels: Tensor | None) -> None:
-        """Let a classifier's configuration name its problem as the model's own loss does: who loads it goes by that.
+    def set_problem_type(self, config: Any, labels: Tensor | None) -> None:
+        """Set `problem_type` of a classifier's configuration, as the model's own loss does; the saved model needs it.
 
         Args:
-            config: Of the model that is saved; one that names its problem keeps it.
-            labels: Of a micro-batch.
+            config: Configuration of the model to save; modified unless it has a `problem_type`.
+            labels: Labels of a micro-batch.
         """
         if self._notes and config.problem_type is None and labels is not None:
             config.problem_type = infer_problem(config.num_labels, labels)
 
-    def labels_of(self, stage: Any, batches: Iterable[MicroBatch]) -> list[Tensor]:
-        """List the labels of micro-batches as the engine gives them to the loss.
+    def masked_labels(self, stage: Any, batches: Iterable[MicroBatch]) -> list[Tensor]:
+        """Return the labels of micro-batches as the loss receives them.
 
-        What a causal model would have to predict from padding is left out, and nothing else may be predicted from it,
-        except by a loss of the user's own: what that ignores is not known here.
+        The first token after left padding is ignored, because a causal model would predict it from padding. No other
+        label may be predicted from padding; the user's own loss is not checked, because its ignored labels are unknown.
 
         Args:
-            stage: The last one, which leaves out the first token of a sample that is padded left.
-            batches: Complete ones, with the inputs of the first stage; without labels they are passed over.
+            stage: The last stage.
+            batches: Complete micro-batches, with the inputs of the first stage. Those without labels are skipped.
 
         Raises:
-            DataError: Naming the sample and the place.
+            DataError: If a label is predicted from padding; the error names the sample and the position.
         """
-        found = []
+        out = []
         for batch in batches:
             if batch.labels is None:
                 continue
@@ -161,28 +160,30 @@ class StepLoss:
             labels = stage.mask_labels(layout, batch.labels)
             if self._own is None:
                 stage.check_labels(layout, labels)
-            found.append(labels)
-        return found
+            out.append(labels)
+        return out
 
-    def _count(self, labels: Tensor) -> int:
-        return labels_in(labels, causal=self.causal, own=self._own is not None)
+    def _count_labels(self, labels: Tensor) -> int:
+        return count_labels(labels, causal=self.causal, own=self._own is not None)
 
     def _own_loss(self, logits: Tensor, labels: Tensor, count: int) -> Tensor:
-        """The user's loss, told that it is one of `count` labels: a tensor, as Trainer gives it."""
+        """Call the user's loss with num_items_in_batch as a tensor, as Trainer does."""
         assert self._own is not None
-        # Made on the device: a copy to a GPU would wait for what it computes.
-        return self._own(Output(logits=logits), labels, num_items_in_batch=torch.full((), count, device=logits.device))
+        # Made on the device, because a copy to a GPU would wait for it.
+        return self._own(
+            LogitsOutput(logits=logits), labels, num_items_in_batch=torch.full((), count, device=logits.device)
+        )
 
-    def weigh(self, labels: list[Tensor], replicas: int, group: Any, device: torch.device) -> None:
-        """Set `share` for a step, whose micro-batches the loss is given next.
+    def set_share(self, labels: list[Tensor], replicas: int, group: Any, device: torch.device) -> None:
+        """Set `share` for the next step.
 
         Args:
-            labels: Of each micro-batch in their order, as the loss is given them: see `labels_of`.
-            replicas: Of the pipeline.
+            labels: Labels of each micro-batch in order, from `masked_labels`.
+            replicas: Number of pipeline replicas.
             group: The last stages of all replicas, each of which must call this; None to count this replica alone.
             device: For the reduction.
         """
-        self._counts = deque(self._count(x) for x in labels)
+        self._counts = deque(self._count_labels(x) for x in labels)
         total = torch.tensor([sum(self._counts)], device=device)
         micro_batches = len(labels)
         if group is not None:

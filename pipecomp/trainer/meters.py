@@ -1,4 +1,4 @@
-"""Meters and records of a training: mean loss, traffic since the last log, and the folder for `pipecomp report`."""
+"""A training's mean loss, traffic since the last log, and metrics file for `pipecomp report`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _TRAINING = ("forward", "backward")
 
 
 class LossMeter:
-    """Losses of optimizer steps, from step number `step` on.
+    """The mean loss of optimizer steps between logs.
 
     Attributes:
-        sum: Of the losses since the last log.
+        sum: Sum of the losses since the last log.
         last_logged: The step of that log.
     """
 
@@ -29,37 +29,37 @@ class LossMeter:
         self.sum, self.last_logged, self._logged = 0.0, step, 0.0
 
     def log(self, step: int) -> float:
-        """Give the mean since the last log; this one is at `step`."""
+        """Return the mean loss since the last log and start a new interval at `step`."""
         mean = self.sum / (step - self.last_logged)
         self._logged += self.sum
         self.sum, self.last_logged = 0.0, step
         return mean
 
     def total(self) -> float:
-        """Sum all losses."""
+        """Return the sum of all losses."""
         return self._logged + self.sum
 
 
 class TrafficMeter:
-    """Differences between what the engine's counters say from one log to the next."""
+    """Differences of the engine's counters between logs."""
 
     def __init__(self) -> None:
         self._before: dict[str, float] = {}
         self._bits = BitsMeter()
 
     def since_last(self, ranks: list[dict[str, Any]]) -> dict[str, float]:
-        """Return log values of what happened since the last call.
+        """Return log values for the interval since the last call.
 
         Args:
             ranks: `engine.comm_stats()` of all ranks.
 
         Returns:
-            Values by name; one that has nothing to tell is left out.
-            link_compression: bytes of activations and their gradients in the training dtype, by the bytes sent.
-            link_wait_seconds: how long a rank waited for packets, the mean over ranks.
-            forward_bits, backward_bits: bits of a quantized value, on average, each way.
-            store_hit_rate: the share of samples that crossed a link as a change of a cached activation.
-            grad_compression: the same as link_compression, for gradients between replicas and of tied weights.
+            Values by name, without those that do not apply.
+            link_compression: bytes of activations and their gradients in the training dtype, divided by bytes sent.
+            link_wait_seconds: seconds that a rank waited for packets, mean over ranks.
+            forward_bits, backward_bits: mean bits of a quantized value in each direction.
+            store_hit_rate: fraction of samples sent as the change of a cached activation.
+            grad_compression: like link_compression, for gradients between replicas and of tied weights.
         """
         now = _totals(ranks)
         change = {key: value - self._before.get(key, 0.0) for key, value in now.items()}
@@ -95,11 +95,11 @@ _log = logging.getLogger(__name__)
 
 
 class TrainingRecorder:
-    """Write what happens in a training.
+    """Record a training for `pipecomp report`.
 
     Args:
-        trainer: The `PipelineTrainer`, in the state in which training begins.
-        steps: At which step training ends.
+        trainer: The `PipelineTrainer` in its state before the first step.
+        steps: The last step of the training.
         before: All ranks' `comm_stats` so far.
     """
 
@@ -108,52 +108,50 @@ class TrainingRecorder:
         self._recorder = Recorder(args.output_dir if trainer.rank == 0 else None, after=state.global_step)
         facts = {**trainer.engine.describe(), "micro_batches": args.gradient_accumulation_steps}
         self._recorder.start(steps, kind="trainer", unit="samples", **facts)
-        self._step: dict[str, Any] | None = None  # not written yet: a log may add the ranks' counters
+        self._step: dict[str, Any] | None = None  # written later, because a log may add the ranks' counters
         self._began = 0.0
         self._meter, self._group = LinkMeter(), trainer.group
         self._meter.since_last(before)
         self._before, self._first_step = {rank["rank"]: rank for rank in before}, state.global_step
 
     def begin_step(self) -> None:
-        """An optimizer step begins."""
+        """Start the clock of an optimizer step."""
         self._began = time.perf_counter()
 
     def end_step(self, step: int, *, loss: float, lr: float, samples: int) -> None:
-        """Tell of a step that has ended. step: from 1."""
+        """Record a completed step. step: from 1."""
         self._flush()
         spent = time.perf_counter() - self._began
         self._meter.spent += spent
-        told = {"loss": loss, "lr": lr, "step_s": spent, "per_s": samples / spent}
-        self._step = {"step": step, "seconds": self._recorder.seconds(), **told}  # it may be written after the next one
+        values = {"loss": loss, "lr": lr, "step_s": spent, "per_s": samples / spent}
+        self._step = {"step": step, "seconds": self._recorder.seconds(), **values}
 
     def counters(self, stats: Sequence[Mapping[str, Any]]) -> None:
-        """Add all ranks' `comm_stats` to the step that has just ended."""
+        """Add all ranks' `comm_stats` to the last step."""
         self._flush(stats)
 
     def rates(self, stats: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-        """Return what a log says of the links since the last one: MB a second each way, and the longest wait's share.
+        """Return the links' rates since the last log: MB per second each way, and the longest wait's share of time.
 
-        They are rank 0's, whose clock they are by, on every rank.
+        Every rank returns rank 0's values, which depend on its clock.
         """
-        found = self._meter.since_last(stats)
+        measured = self._meter.since_last(stats)
         names = ("forward_mb_per_s", "backward_mb_per_s", "slowest_wait")
-        told: dict[str, float] = broadcast(
-            {f"link_{name}": found[name] for name in names if name in found}, group=self._group
-        )
-        return told
+        values: dict[str, float] = {f"link_{name}": measured[name] for name in names if name in measured}
+        return broadcast(values, group=self._group)
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Tell what `evaluate` returned after this step, whose counters are there already."""
+        """Record the loss from `evaluate` after this step. Call `counters` first."""
         if "eval_loss" in metrics:
             self._recorder.evaluated(step, {"loss": metrics["eval_loss"]})
 
     def interrupted(self) -> None:
-        """Write that the training was asked to stop, and may go on."""
+        """Record that a signal stopped the training."""
         self._flush()
         self._recorder.interrupted()
 
     def end(self, engine: TrainingEngine, stats: Sequence[Mapping[str, Any]], *, page: bool) -> None:
-        """Write the end of the training, and its page; every rank must call this."""
+        """Record the end of the training and write its page. Every rank must call this."""
         last_step = engine.gather_last_step()
         self._flush(stats)
         self._recorder.end(self._counted(stats), last_step)
@@ -166,6 +164,6 @@ class TrainingRecorder:
             self._step = None
 
     def _counted(self, stats: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """What ranks have counted in this training: the engine may have trained before."""
+        """Return the ranks' counters of this training alone: the engine may have trained before."""
         counted = [counted_since(self._before[rank["rank"]], rank) for rank in stats]
         return [{**rank, "steps": self._first_step + rank["steps"]} for rank in counted]

@@ -1,4 +1,4 @@
-"""A trainer's engine, made at first use and closed; the folder that a trained model is saved in, and its model card."""
+"""The trainer's engine and its lifetime; saving the model; the model card."""
 
 from __future__ import annotations
 
@@ -23,72 +23,72 @@ from pipecomp.interfaces import TrainingEngine
 from pipecomp.plan.auto_bits import needs_measuring
 from pipecomp.trainer import arguments, checkpoints
 from pipecomp.trainer.losses import StepLoss
-from pipecomp.trainer.setup import Optimizers, Pipeline, hide_model, parameter_dtypes, show_model
+from pipecomp.trainer.setup import OptimizerFactories, PipelineSetup, disable_model, enable_model, parameter_dtypes
 
 TRAINING_ARGS_FILE = "training_args.bin"  # Trainer's name
 
 
 class EngineHolder:
-    """The engine of a trainer, one at a time, and the model that it is made of.
+    """The model of a trainer and the engine that is made from it.
 
     Attributes:
-        engine: None while none is open.
+        engine: The open engine, or None.
     """
 
     def __init__(
         self,
-        pipeline: Pipeline,
-        optimizers: Optimizers,
+        pipeline: PipelineSetup,
+        optimizers: OptimizerFactories,
         loss: StepLoss,
         model: Any,
         model_init: Callable[..., Any] | None,
-        taken: dict[str, Any],
+        used: dict[str, Any],
     ) -> None:
-        """taken: values of arguments that were used already."""
+        """used: values of arguments that the trainer has read."""
         self._pipeline, self._optimizers, self._loss = pipeline, optimizers, loss
-        self._given, self._model_init = model, model_init
-        self._taken = taken
+        self._original, self._model_init = model, model_init
+        self._used = used
         self._precision: dict[str, torch.dtype] = {}
-        self._trained = self._lost = False  # lost: what was trained of a folder's model, when its engine was closed
+        self._trained = self._lost = False  # lost: the engine with the trained weights of a folder's model is closed
         self.engine: TrainingEngine | None = None
 
     @property
     def model(self) -> Any:
-        """This rank's stage, or the given model while no engine is open."""
-        return self._given if self.engine is None else self.engine.stage
+        """This rank's stage, or the original model while no engine is open."""
+        return self._original if self.engine is None else self.engine.stage
 
     def open(
         self, args: Any, processing_class: Any, fire: Callable[[str], None], tokens: Callable[[], int | None]
     ) -> TrainingEngine:
-        """Make the engine; every rank must call this.
+        """Make the engine. Every rank must call this.
 
         Args:
             args: TrainingArguments.
-            processing_class: Trainer's.
-            fire: Called with an event's name, tells the callbacks.
-            tokens: Counts those of a sample, asked where bits are measured; None where that is not known.
+            processing_class: Trainer's argument.
+            fire: Calls the callbacks of an event, given its name.
+            tokens: Returns the tokens of a sample, or None if unknown. Called only if bits are measured.
 
         Raises:
-            PipecompError: Where the folder's weights would pass for those that were trained.
+            PipecompError: After `end()` on a trained model, because the folder has untrained weights.
         """
         from pipecomp.initialization import initialize
 
         if self._lost:
-            raise PipecompError("end() has closed the trained model: evaluate, predict and save_model come before it")
+            raise PipecompError("end() has closed the trained model: call evaluate, predict and save_model before it")
         own = not self._pipeline.settings.gradients.exchanges_in_optimizer
-        show_model(self._given)
-        self._precision = parameter_dtypes(self._given)
+        enable_model(self._original)
+        self._precision = parameter_dtypes(self._original)
         engine = initialize(
-            self._given,
+            self._original,
             config=self._pipeline.engine_config,
             cuts=self._pipeline.plan.cuts,
             loss_fn=self._loss,
-            optimizer=(self._optimizers.optimizer or arguments.optimizer_maker(args)) if own else None,
+            optimizer=(self._optimizers.optimizer or arguments.optimizer_factory(args)) if own else None,
             parameter_groups=arguments.parameter_groups(args) if own else None,
             tokens=tokens() if needs_measuring(self._pipeline.settings) else None,
         )
         try:
-            _check_made(engine, args)
+            _check_engine(engine, args)
         except ConfigError:
             engine.close()
             raise
@@ -96,45 +96,49 @@ class EngineHolder:
             engine.stage.gradient_checkpointing_enable(arguments.checkpointing(args, "_kwargs"))
         if isinstance(processing_class, (PreTrainedTokenizerBase, ProcessorMixin)):
             align_special_tokens(engine.stage, processing_class)
-        # With one seed for all ranks, blocks of different stages would draw the same dropout masks.
+        # Note: the seed differs by rank, because with equal seeds all stages would draw the same dropout masks.
         torch.manual_seed(args.seed * 65536 + dist.get_rank())
         _watch_optimizer(engine, fire)
-        self.engine, self._taken = engine, self._taken | arguments.values(args, arguments.BY_ENGINE)
+        self.engine, self._used = engine, self._used | arguments.values(args, arguments.READ_BY_ENGINE)
         return engine
 
-    def hide_given(self) -> None:
-        """Let the given model no longer pass for the whole one; called when training begins."""
+    def hide_original(self) -> None:
+        """Disable the original model, which is incomplete once training begins."""
         self._trained = True
         if self._pipeline.plan.num_stages > 1:
-            hide_model(self._given, self._pipeline.plan.cuts, self._precision)
+            disable_model(self._original, self._pipeline.plan.cuts, self._precision)
 
     def close(self) -> None:
         """Close the engine, if one is open."""
         if self.engine is not None:
             self.engine.close()
             self.engine = None
-            self._lost = self._trained and not isinstance(self._given, nn.Module)
+            self._lost = self._trained and not isinstance(self._original, nn.Module)
 
-    def begin_training(self, args: Any, checkpoint: str | None) -> None:
-        """Make a new model where there is a `model_init`, as Trainer does, and put the message stores in order.
+    def prepare_training(self, args: Any, checkpoint: str | None) -> None:
+        """Call `model_init`, if there is one, for a new model as Trainer does, and clear the message stores.
 
-        checkpoint: whose cached activations the next engine gets, None to begin with none. Raises ConfigError for an
-        argument that was changed and is not read any more.
+        checkpoint: the checkpoint to restore cached activations from, or None. Raises ConfigError if an argument
+        changed after its last use.
         """
         if self._model_init is not None and self.engine is not None:
             self.close()
             set_seed(args.seed)
-            self._given = make_model(self._model_init)
-        named = arguments.AT_FIRST if self.engine is None else (*arguments.AT_FIRST, *arguments.BY_ENGINE)
-        arguments.check_unchanged(args, {name: self._taken[name] for name in named})
+            self._original = make_model(self._model_init)
+        names = (
+            arguments.READ_BY_TRAINER
+            if self.engine is None
+            else (*arguments.READ_BY_TRAINER, *arguments.READ_BY_ENGINE)
+        )
+        arguments.check_unchanged(args, {name: self._used[name] for name in names})
         if checkpoints.needs_closed_engine(self._pipeline.settings, checkpoint):
             self.close()
         checkpoints.prepare_store(self._pipeline.settings, self.engine, checkpoint)
-        self._lost = False  # a training may begin with the folder's weights, or with a checkpoint's
+        self._lost = False  # a new training starts from the folder's weights or a checkpoint's
 
 
 def make_model(model_init: Callable[..., Any]) -> Any:
-    """Call Trainer's `model_init`, which may take a trial of a search: there is none. ConfigError if it makes none."""
+    """Call Trainer's `model_init`, with None for a trial. ConfigError if it returns no model."""
     parameters = number_of_arguments(model_init)
     require(parameters < 2, "model_init", model_init, "a function of no argument, or of a trial")
     model = model_init(*[None] * parameters)
@@ -142,16 +146,15 @@ def make_model(model_init: Callable[..., Any]) -> Any:
     return model
 
 
-def _check_made(engine: TrainingEngine, args: Any) -> None:
-    """Refuse another device than the one that was asked for, and an optimizer with modes.
-
-    Trainer switches modes for evaluation; here weights are also copied, averaged and saved between steps.
-    """
+def _check_engine(engine: TrainingEngine, args: Any) -> None:
+    """Check the engine's device, and that its optimizer has no modes for training and evaluation."""
+    # Note: Trainer switches an optimizer's mode for evaluation. The engine also copies, averages and saves weights
+    # between steps, so an optimizer whose weights depend on the mode does not work.
     require(
         not args.use_cpu or engine.device.type == "cpu",
         "use_cpu",
         True,
-        "False, or DS_ACCELERATOR=cpu in the environment: DeepSpeed was loaded",
+        "False, or set DS_ACCELERATOR=cpu in the environment: DeepSpeed is already loaded",
     )
     optimizer = engine.basic_optimizer
     modes = [f"{name}()" for name in ("train", "eval") if callable(getattr(optimizer, name, None))]
@@ -159,30 +162,30 @@ def _check_made(engine: TrainingEngine, args: Any) -> None:
         not modes,
         "optimizers[0]",
         type(optimizer).__name__,
-        f"one without {' and '.join(modes)}: weights are the same in training and evaluation",
+        f"an optimizer without {' and '.join(modes)}: weights must be equal in training and evaluation",
     )
 
 
 def _watch_optimizer(engine: TrainingEngine, fire: Callable[[str], None]) -> None:
-    """Let callbacks see gradients before the update, clipped, and after it."""
+    """Wrap the optimizer's step to fire Trainer's events. Gradients are clipped when on_pre_optimizer_step fires."""
     step = engine.optimizer.step
 
     def watched(_: Any, *args: Any, **kwargs: Any) -> Any:
-        for _ in range(engine.micro_batches - 1):  # micro-batches overlap: none ends before the next begins
+        for _ in range(engine.micro_batches - 1):  # fired together, because micro-batches overlap in time
             fire("on_substep_end")
         fire("on_pre_optimizer_step")
         result = step(*args, **kwargs)
         fire("on_optimizer_step")
         return result
 
-    # A method: schedulers unwrap it.
+    # A bound method, because schedulers unwrap it.
     engine.optimizer.step = types.MethodType(watched, engine.optimizer)  # type: ignore[method-assign]
 
 
 def save_model(engine: TrainingEngine, folder: str, args: Any, processing: Any) -> None:
-    """Write model, tokenizer and arguments for from_pretrained; every rank must call this. processing: or None.
+    """Write model, tokenizer and arguments as a from_pretrained folder. Every rank must call this.
 
-    Raises OutputError on every rank if one of them cannot write.
+    processing: tokenizer or processor, or None. Raises OutputError on every rank if one cannot write.
     """
     engine.save_pretrained(folder)
     attempts = CollectiveModelWrite(folder)
@@ -197,7 +200,7 @@ def save_model(engine: TrainingEngine, folder: str, args: Any, processing: Any) 
 
 
 class _Arguments:
-    """TrainingArguments as a card asks for them: as many devices as there are replicas, which share the batch."""
+    """TrainingArguments with the number of replicas as world size, which gives the card the total batch size."""
 
     def __init__(self, args: Any, replicas: int) -> None:
         self._args, self.world_size = args, replicas
@@ -221,15 +224,15 @@ def write_card(
 
     Args:
         args: TrainingArguments.
-        config: The model's.
-        state: The trainer's.
-        data: For training and for evaluation.
-        model_class: Its name.
-        stages: Of the pipeline.
-        replicas: Of the pipeline.
-        fields: Those of Trainer.create_model_card.
+        config: The model's configuration.
+        state: The trainer's state.
+        data: The datasets for training and evaluation.
+        model_class: The name of the model's class.
+        stages: Number of pipeline stages.
+        replicas: Number of pipeline replicas.
+        fields: As for Trainer.create_model_card.
     """
-    model = type(model_class, (), {"config": config})()  # its class tells the task
+    model = type(model_class, (), {"config": config})()  # the class name determines the card's task
     trainer = SimpleNamespace(
         args=_Arguments(args, replicas), model=model, state=state, train_dataset=data[0], eval_dataset=data[1]
     )

@@ -1,4 +1,4 @@
-"""Sets a trainer up: joins the ranks, compares their arguments, partitions the model and chooses the optimizer."""
+"""The trainer's setup: rendezvous, comparison of arguments, partitioning of the model, choice of the optimizer."""
 
 from __future__ import annotations
 
@@ -35,53 +35,50 @@ def join(
     model_init: Callable[..., Any] | None,
     pipecomp: str | os.PathLike | dict[str, Any] | None = None,
 ) -> Any:
-    """Join the other processes, compare what all must have in common, and seed; returns a group of all ranks, for
-    tensors in memory. pipecomp: as for `PipelineTrainer`; its "transport" says where keys are.
+    """Join the other processes, compare their arguments, and seed. Returns a group of all ranks for CPU tensors.
 
-    Raises ConfigError for arguments that a pipeline cannot follow, LinkError where the ranks differ.
+    pipecomp: as for `PipelineTrainer`; its "transport" section has the keys. Raises ConfigError if a pipeline does not
+    support the arguments, LinkError if ranks differ.
     """
     if args.use_cpu:
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported, which is next
-    config = deepspeed_config.joining_config(args, pipecomp)
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before the first import of deepspeed, which reads it
+    config = deepspeed_config.rendezvous_config(args, pipecomp)
     if dist.is_initialized() and dist.get_backend() != BACKEND and dist.get_world_size() > 1 and wanted_keys(config):
-        dist.destroy_process_group()  # TrainingArguments let accelerate join over gloo; nothing was sent over it yet
+        dist.destroy_process_group()  # TrainingArguments made accelerate join over gloo; the group is still unused
     start_processes(args.seed, config)
     ranks = all_ranks()
     with ranks.collective_errors():
         arguments.check(args)
         require(
-            (model is None) != (model_init is None), "model", model, "a model, or a model_init that makes one; not both"
+            (model is None) != (model_init is None), "model", model, "either a model or a model_init that makes one"
         )
-    check_equal_arguments(ranks, args, **versions())  # accelerate may have joined the processes, unchecked
+    check_equal_arguments(ranks, args, **versions())  # accelerate joins processes without comparing versions
     gpu = own_gpu(int(os.environ["LOCAL_RANK"])) if dist.get_backend() == "nccl" else None
-    _check_shared(ranks.all_gather_object(None if gpu is None else gpu.whole), args)
+    _check_shared_gpus(ranks.all_gather_object(None if gpu is None else gpu.whole), args)
     group = dist.new_group(backend=host_backend(), timeout=timedelta(seconds=args.ddp_timeout))
     (enable_full_determinism if args.full_determinism else set_seed)(args.seed)
     transformers_logging.set_verbosity(args.get_process_log_level())
     return group
 
 
-def _check_shared(gpus: Sequence[str | None], args: Any) -> None:
-    """Refuse NCCL, which accelerate takes wherever there is a GPU, where processes share one. gpus: by rank, for NCCL.
-
-    Raises ConfigError on every rank.
-    """
-    allowed = "'gloo' where processes share a GPU, which NCCL gives to one of them"
+def _check_shared_gpus(gpus: Sequence[str | None], args: Any) -> None:
+    """Raise ConfigError on every rank if processes share a GPU over NCCL, accelerate's default. gpus: by rank."""
+    allowed = "'gloo' if processes share a GPU: NCCL needs one GPU per process"
     require(not some_share(gpus), "ddp_backend", args.ddp_backend, allowed)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pipeline:
-    """How this run's model is spread over its processes.
+class PipelineSetup:
+    """The partition of a run's model over its processes.
 
     Attributes:
-        model_class: Of the unsplit model.
+        model_class: Class of the unsplit model.
         model_config: Its Hugging Face configuration.
         engine_config: DeepSpeed's configuration.
-        settings: The "pipecomp" section of it.
-        plan: Which blocks are in which stage.
-        replicas: Of the pipeline, all processes divided by the stages.
-        flos_per_token: Floating-point operations that a step takes for a token, as Trainer estimates them.
+        settings: Its "pipecomp" section.
+        plan: The blocks of each stage.
+        replicas: Number of pipeline replicas: processes divided by stages.
+        flos_per_token: Trainer's estimate of a step's floating-point operations per token.
     """
 
     model_class: Any
@@ -100,8 +97,8 @@ class Pipeline:
         pipecomp: str | os.PathLike | dict[str, Any] | None,
         num_stages: int | None,
         cuts: Sequence[int] | None,
-    ) -> Pipeline:
-        """Plan it. Parameters as for `PipelineTrainer`. Raises ConfigError, and SplitError for the model."""
+    ) -> PipelineSetup:
+        """Plan the partition. Parameters as for `PipelineTrainer`. Raises ConfigError and SplitError."""
         world = dist.get_world_size()
         source = resolve(model)
         config = deepspeed_config.engine_config(args, pipecomp)
@@ -116,11 +113,11 @@ class Pipeline:
                 not getattr(source.config, name, False),
                 f"config.{name}",
                 True,
-                "False: a pipeline's last stage gives logits and nothing else",
+                "False: a pipeline's last stage returns only logits",
             )
         check_processes("num_stages", split_plan.num_stages)
         zero = config.get("zero_optimization", {})
-        if zero.get("stage") == 1:  # by default a buffer of 5e8 values, whatever the model
+        if zero.get("stage") == 1:  # DeepSpeed's default is a buffer of 5e8 values for any model
             zero.setdefault("reduce_bucket_size", min(500_000_000, max(split_plan.parameters)))
         return cls(
             model_class=source.model_class,
@@ -134,38 +131,38 @@ class Pipeline:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Optimizers:
-    """What the user gave to make them: of parameter groups, and of that optimizer. None: as `args` say."""
+class OptimizerFactories:
+    """The user's factories: an optimizer from parameter groups, a schedule from that optimizer. None: as in `args`."""
 
     optimizer: Callable[[list], Any] | None
     scheduler: Callable[[Any], Any] | None
 
     @classmethod
     def of(
-        cls, given: tuple[Any, Any], class_and_options: tuple[type, dict[str, Any]] | None, settings: Config
-    ) -> Optimizers:
+        cls, factories: tuple[Any, Any], class_and_options: tuple[type, dict[str, Any]] | None, settings: Config
+    ) -> OptimizerFactories:
         """Check `optimizers` and `optimizer_cls_and_kwargs` of `PipelineTrainer`. Raises ConfigError."""
-        make, make_scheduler = given
+        make, make_scheduler = factories
         if class_and_options is not None:
-            require(make is None, "optimizer_cls_and_kwargs", class_and_options, "None beside optimizers[0]")
+            require(make is None, "optimizer_cls_and_kwargs", class_and_options, "None together with optimizers[0]")
             kind, options = class_and_options
             make = partial(kind, **options)
-        for place, made in enumerate(given):
-            if made is not None and not callable(made):
-                allowed = "None, or a callable that takes " + ("parameter groups", "the optimizer")[place]
-                raise ConfigError(f"optimizers[{place}]", type(made).__name__, allowed)
+        for index, factory in enumerate(factories):
+            if factory is not None and not callable(factory):
+                allowed = "None, or a callable that takes " + ("parameter groups", "the optimizer")[index]
+                raise ConfigError(f"optimizers[{index}]", type(factory).__name__, allowed)
         if make is not None and settings.gradients.exchanges_in_optimizer:
             name = "optimizers[0]" if class_and_options is None else "optimizer_cls_and_kwargs"
             allowed = f"None: {settings.gradients.method!r} is the optimizer"
-            raise ConfigError(name, class_and_options or given[0], allowed)
+            raise ConfigError(name, class_and_options or factories[0], allowed)
         return cls(optimizer=make, scheduler=make_scheduler)
 
 
 # -- arguments that all ranks must share
 
 
-# Arguments of a process, of its machine, of its reports, or compared elsewhere (deepspeed, with all of its content).
-_OWN = (
+# Arguments that may differ: those of a process, its machine or its reports, and deepspeed, compared in the engine.
+_PER_RANK = (
     "local_rank",
     "output_dir",
     "logging_dir",
@@ -190,103 +187,105 @@ _OWN = (
     "resume_from_checkpoint",
     "torch_empty_cache_steps",
 )
-_OWN_BEGINNINGS = ("hub_", "push_to_hub", "trackio_")
+_PER_RANK_PREFIXES = ("hub_", "push_to_hub", "trackio_")
 
 
 def check_equal_arguments(ranks: AllRanks, args: Any, **more: Any) -> None:
-    """Compare TrainingArguments of all ranks; every rank must call this.
+    """Compare TrainingArguments of all ranks. Every rank must call this.
 
     Args:
-        ranks: The round that this belongs to.
-        args: This rank's.
-        more: What else must be equal, JSON values by name.
+        ranks: Compares values over all ranks.
+        args: This rank's arguments.
+        more: Further JSON values by name that must be equal.
 
     Raises:
-        LinkError: On every rank, naming argument, ranks and values, where they differ.
+        LinkError: On every rank if arguments differ; the error names argument, ranks and values.
     """
-    given = json.loads(args.to_json_string())
-    facts = {name: v for name, v in given.items() if name not in _OWN and not name.startswith(_OWN_BEGINNINGS)}
-    ranks.assert_same_on_all_ranks({**facts, **more})
+    values = json.loads(args.to_json_string())
+    shared = {
+        name: v for name, v in values.items() if name not in _PER_RANK and not name.startswith(_PER_RANK_PREFIXES)
+    }
+    ranks.assert_same_on_all_ranks({**shared, **more})
 
 
 # -- the script's model
 
 
-_WHOLE = ("generate", "merge_and_unload", "merge_adapter", "push_to_hub", "save_pretrained", "state_dict")
-_HIDDEN = "_pipecomp_hidden"  # what `hide_model` put on a model: its stages' cuts, a hook, its precision before
+_WHOLE_MODEL_METHODS = ("generate", "merge_and_unload", "merge_adapter", "push_to_hub", "save_pretrained", "state_dict")
+_DISABLED = "_pipecomp_hidden"  # attribute set by `disable_model`: the stages' cuts, a hook, the original dtypes
 
 
 def parameter_dtypes(model: Any) -> dict[str, torch.dtype]:
-    """Each parameter's dtype; empty for a folder's name."""
+    """Return each parameter's dtype; empty for the name of a folder."""
     return {name: p.dtype for name, p in model.named_parameters()} if isinstance(model, nn.Module) else {}
 
 
-def hide_model(model: Any, cuts: Sequence[int], before: dict[str, torch.dtype]) -> None:
-    """Let a model in memory raise an error when it is called or saved.
+def disable_model(model: Any, cuts: Sequence[int], before: dict[str, torch.dtype]) -> None:
+    """Make a model in memory raise an error when it is called or saved.
 
     Args:
-        model: What the script gave; of a folder's name there is nothing to hide.
-        cuts: Of the stages that were made of it.
-        before: Its `parameter_dtypes` before they were.
+        model: The script's model; the name of a folder is ignored.
+        cuts: Cuts of the stages made from it.
+        before: Its `parameter_dtypes` before that.
     """
     if not isinstance(model, nn.Module):
         return
-    show_model(model)
+    enable_model(model)
     kind = type(model).__name__
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise PipecompError(
-            f"{kind}: each process has trained a stage of this model, so here it is not the trained one: "
-            "trainer.save_model(folder) writes it, and from_pretrained reads it from there; trainer.predict uses it"
+            f"{kind}: this object is not the trained model, because each process has trained only its stage. "
+            "Use trainer.predict, or write the model with trainer.save_model(folder) and load it with from_pretrained"
         )
 
     hook = model.register_forward_pre_hook(refuse)
-    for name in _WHOLE:
+    for name in _WHOLE_MODEL_METHODS:
         if hasattr(model, name):
             model.__dict__[name] = refuse
-    model.__dict__[_HIDDEN] = (tuple(cuts), hook, before)
+    model.__dict__[_DISABLED] = (tuple(cuts), hook, before)
 
 
-def show_model(model: Any) -> None:
-    """Undo `hide_model`, so that stages can be made of the model: it is of the class that it was."""
-    found = getattr(model, "__dict__", {}).pop(_HIDDEN, None)
-    if found is not None:
-        found[1].remove()
-        for name in _WHOLE:
+def enable_model(model: Any) -> None:
+    """Undo `disable_model`, so that stages can be made from the model."""
+    hidden = getattr(model, "__dict__", {}).pop(_DISABLED, None)
+    if hidden is not None:
+        hidden[1].remove()
+        for name in _WHOLE_MODEL_METHODS:
             model.__dict__.pop(name, None)
 
 
 def check_gradient_hooks(model: Any, plan: SplitPlan) -> None:
-    """Raise SplitError for a hook on the gradient of a weight that stages share: the others' copies of it have none."""
+    """Raise SplitError if a weight tied across stages has a gradient hook: its copies in other stages have none."""
     if not isinstance(model, nn.Module):
         return
-    held = dict(without_peft(model).named_parameters(remove_duplicate=False))
+    parameters = dict(without_peft(model).named_parameters(remove_duplicate=False))
     for name in [name for group in plan.tied for name in group.parameters]:
-        if held[name]._backward_hooks:
+        if parameters[name]._backward_hooks:
             raise SplitError(
-                f"{name}: a hook on its gradient would change the first stage's part of it alone, since "
-                f"{plan.model_class} ties it across stages: untie it, or change gradients in on_pre_optimizer_step"
+                f"{name}: a gradient hook would change only the first stage's part of the gradient, because "
+                f"{plan.model_class} ties this weight across stages. Untie it, or change gradients in "
+                "on_pre_optimizer_step"
             )
 
 
 def check_not_trained(model: Any, cuts: Sequence[int]) -> None:
-    """Raise SplitError for a model whose stages were trained and cannot be trained once more.
-
-    Each process has trained other blocks of it, with BF16 or FP16 in that precision: other stages would mix trained
-    blocks with others, and the processes would not agree on the model's precision.
-    """
-    found = getattr(model, "__dict__", {}).get(_HIDDEN)
-    if found is None:
+    """Raise SplitError if stages of the model were trained and it cannot be trained again."""
+    # Note: each process has trained only its own blocks, with bf16 or fp16 in that precision. Other cuts would mix
+    # trained with untrained blocks, and processes would disagree on the model's precision.
+    hidden = getattr(model, "__dict__", {}).get(_DISABLED)
+    if hidden is None:
         return
-    instead = "give the folder that the first trainer's save_model has written"
-    if found[0] != tuple(cuts):
+    trained_cuts, _, dtypes = hidden
+    remedy = "Pass the folder written by the first trainer's save_model"
+    if trained_cuts != tuple(cuts):
         raise SplitError(
-            f"model: stages with the cuts {list(found[0])} were made of it and trained, so it cannot be cut at "
-            f"{list(cuts)}: {instead}"
+            f"model: its stages were trained with the cuts {list(trained_cuts)}, so it cannot be cut at {list(cuts)}. "
+            f"{remedy}"
         )
-    changed = [(name, dtype) for name, dtype in parameter_dtypes(model).items() if found[2].get(name, dtype) != dtype]
-    for name, dtype in changed[:1]:
-        raise SplitError(
-            f"model: each process has trained a stage of it, this one in {dtype} ({name} was {found[2][name]}), and "
-            f"has the other stages' blocks as they were: {instead}"
-        )
+    for name, dtype in parameter_dtypes(model).items():
+        if dtypes.get(name, dtype) != dtype:
+            raise SplitError(
+                f"model: this process has trained a stage of it in {dtype} ({name} was {dtypes[name]}), while the "
+                f"other stages' blocks are unchanged. {remedy}"
+            )

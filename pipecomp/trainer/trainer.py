@@ -1,4 +1,4 @@
-"""`PipelineTrainer`: transformers.Trainer's way of training, over a pipeline of stages."""
+"""`PipelineTrainer`: the interface of transformers.Trainer over a pipeline of stages."""
 
 from __future__ import annotations
 
@@ -26,67 +26,75 @@ from pipecomp.errors import require, writable
 from pipecomp.interfaces import TrainingEngine
 from pipecomp.trainer import arguments, callbacks, checkpoints, model_io, setup
 from pipecomp.trainer.callbacks import fire
-from pipecomp.trainer.data_loading import EvalLoaders, Samples, check_draws, data_seed, longest_sample, set_epoch
-from pipecomp.trainer.evaluation import Evaluation, check_ignored, dataset_named
+from pipecomp.trainer.data_loading import (
+    EvalLoaders,
+    SampleSource,
+    check_seeded_collator,
+    data_seed,
+    longest_sample,
+    set_epoch,
+)
+from pipecomp.trainer.evaluation import Evaluation, check_ignored_keys, select_dataset
 from pipecomp.trainer.losses import StepLoss
 from pipecomp.trainer.training import Training
 
 
 class PipelineTrainer:
-    """Train as transformers.Trainer does, with its arguments, callbacks, logs and checkpoints, over a pipeline.
+    """Train over a pipeline with the arguments, callbacks, logs and checkpoints of transformers.Trainer.
 
-    Every process makes a trainer with the same arguments and data and calls the same methods; what differs is a
-    LinkError that names it. Callbacks run on every process and see its stage as `model`; what they decide must be the
-    same everywhere, as it is when it comes from metrics, logs and state. Training logs also have link_compression,
-    link_wait_seconds, store_hit_rate and grad_compression, see `meters.TrafficMeter`. A training that is resumed from
-    a checkpoint goes on with the same losses; cached activations in memory (store.backend "memory") are not saved, and
-    those samples are sent as first visits again.
+    Every process makes a trainer with the same arguments and data and calls the same methods; a difference raises a
+    LinkError that names it. Callbacks run on every process and see its stage as `model`. Their decisions must be equal
+    on all processes, as they are if based on metrics, logs and state. Training logs also have link_compression,
+    link_wait_seconds, store_hit_rate and grad_compression, see `meters.TrafficMeter`. A resumed training has the same
+    losses as an uninterrupted one, unless the store's backend is "memory": checkpoints do not save it, and samples are
+    sent as first visits again.
 
-    A step's loss is the mean over its labels. Trainer's is that of most models; of those that do not go by
-    num_items_in_batch, as BERT's, it is the sum of the means of micro-batches. With bf16 or fp16 the model is saved in
-    16 bits, as DeepSpeed holds it; Trainer saves float32.
+    A step's loss is the mean over its labels, as in Trainer for most models. For models that ignore
+    num_items_in_batch, such as BERT, Trainer's is the sum of the micro-batches' means. With bf16 or fp16 the model is
+    saved in 16 bits, as DeepSpeed holds it; Trainer saves float32.
 
     Args:
-        model: A folder or hub name, of which each process reads only its stage, or a Hugging Face model, which stays
-            complete in every process's memory as long as the script holds it. A process trains its stage of it: with
-            several stages the script's model is whole nowhere afterwards, and it is an error to call it or to save it.
-        args: Trainer's. per_device_train_batch_size is the size of a micro-batch, gradient_accumulation_steps their
-            number in an optimizer step of each replica. What a pipeline cannot do is a ConfigError that names it.
-            `args.deepspeed` may be a DeepSpeed configuration with a "pipecomp" section.
-        data_collator: Trainer's.
-        train_dataset: Trainer's.
-        eval_dataset: Trainer's.
-        processing_class: Trainer's.
-        model_init: Trainer's; in place of `model`.
-        compute_loss_func: Trainer's, called with (outputs, labels, num_items_in_batch), where `outputs` has logits
-            only.
-        compute_metrics: Trainer's; called on rank 0.
-        callbacks: Trainer's.
-        optimizers: Callables, or None, that make an optimizer of the parameter groups of a stage, and a schedule of
-            that optimizer.
-        optimizer_cls_and_kwargs: Trainer's.
-        preprocess_logits_for_metrics: Trainer's.
+        model: A folder or hub name, from which each process reads only its stage; or a Hugging Face model, which stays
+            complete in every process's memory as long as the script refers to it. Each process trains its own stage of
+            it, so with several stages the script's model is incomplete afterwards, and calling or saving it raises an
+            error.
+        args: As for Trainer. per_device_train_batch_size is the size of a micro-batch, gradient_accumulation_steps the
+            number of micro-batches in an optimizer step of each replica. An argument that a pipeline does not support
+            raises a ConfigError. `args.deepspeed` may be a DeepSpeed configuration with a "pipecomp" section.
+        data_collator: As for Trainer.
+        train_dataset: As for Trainer.
+        eval_dataset: As for Trainer.
+        processing_class: As for Trainer.
+        model_init: As for Trainer; instead of `model`.
+        compute_loss_func: As for Trainer, called with (outputs, labels, num_items_in_batch), where `outputs` has only
+            logits.
+        compute_metrics: As for Trainer; called on rank 0.
+        callbacks: As for Trainer.
+        optimizers: A callable that makes an optimizer from the parameter groups of a stage, and one that makes a
+            schedule from that optimizer; None for the defaults.
+        optimizer_cls_and_kwargs: As for Trainer.
+        preprocess_logits_for_metrics: As for Trainer.
         pipecomp: The "pipecomp" section as a dict, or a DeepSpeed configuration with it, a dict or a JSON file.
-        num_stages: One per process by default.
+        num_stages: Number of stages; by default one per process.
         cuts: As for `pipecomp.initialize`.
-        save_messages: Whether a checkpoint copies the message store, as large as it is.
-        report: Whether `train` ends with report.html in `args.output_dir`, see docs/report.md; the files that it shows
-            are written in any case.
-        save_on_signal: Whether SIGTERM and Ctrl-C end `train` after the current step on all ranks, with a checkpoint
-            in `args.output_dir` that resume_from_checkpoint=True goes on from, and the program with status 75.
+        save_messages: Copy the message store into every checkpoint.
+        report: Write report.html into `args.output_dir` after training, see docs/report.md. Its data files are always
+            written.
+        save_on_signal: After SIGTERM or Ctrl-C end `train` on all ranks after the current step, write a checkpoint to
+            `args.output_dir` for resume_from_checkpoint=True, and exit with status 75.
 
     Attributes:
         engine: The `pipecomp.PipelineEngine`.
-        model: This rank's stage once the engine is made, before that the model as it was given.
-        state, control, callback_handler, optimizer, lr_scheduler: Trainer's.
+        model: This rank's stage once the engine is made; before that the original model.
+        state, control, callback_handler, optimizer, lr_scheduler: As in Trainer.
 
     Raises:
-        ConfigError: For arguments; a subclass that overrides a method of Trainer that is not called here is one too.
-        SplitError: For the model.
-        LinkError: Where ranks differ, or cannot reach each other.
+        ConfigError: If an argument is wrong, or a subclass overrides a method of Trainer that is never called.
+        SplitError: If the model cannot be partitioned.
+        LinkError: If ranks differ, or cannot reach each other.
 
     Example:
-        A script that deepspeed or torchrun starts, one process for each stage::
+        A script started by deepspeed or torchrun with one process per stage::
 
             trainer = PipelineTrainer(model="gpt2", args=args, train_dataset=..., pipecomp={"activations": {...}})
             trainer.train()
@@ -125,7 +133,7 @@ class PipelineTrainer:
         self.group = setup.join(self.args, model, model_init, pipecomp)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         model = model if model_init is None else model_io.make_model(model_init)
-        self._pipeline = setup.Pipeline.of(self.args, model, pipecomp, num_stages, cuts)
+        self._pipeline = setup.PipelineSetup.of(self.args, model, pipecomp, num_stages, cuts)
         self.settings, self.plan, self.replicas = self._pipeline.settings, self._pipeline.plan, self._pipeline.replicas
         self.flos_per_token = self._pipeline.flos_per_token
         self._loss = StepLoss.of(
@@ -135,7 +143,7 @@ class PipelineTrainer:
             self.args.label_smoothing_factor,
             compute_loss_func,
         )
-        self._optimizers = setup.Optimizers.of(optimizers, optimizer_cls_and_kwargs, self.settings)
+        self._optimizers = setup.OptimizerFactories.of(optimizers, optimizer_cls_and_kwargs, self.settings)
         self._save_messages, self._report, self._save_on_signal = save_messages, report, save_on_signal
 
         self.processing_class = processing_class
@@ -152,15 +160,15 @@ class PipelineTrainer:
             f"a dataset with eval_strategy {self.args.eval_strategy.value!r}",
         )
 
-        taken = arguments.values(self.args, arguments.AT_FIRST)
-        self._holder = model_io.EngineHolder(self._pipeline, self._optimizers, self._loss, model, model_init, taken)
+        used = arguments.values(self.args, arguments.READ_BY_TRAINER)
+        self._holder = model_io.EngineHolder(self._pipeline, self._optimizers, self._loss, model, model_init, used)
         self._eval_loaders = EvalLoaders()
         self._training: Training | None = None
         self._start_callbacks(model, callbacks or [])
 
-    def _start_callbacks(self, model: Any, given: list[Any]) -> None:
+    def _start_callbacks(self, model: Any, user_callbacks: list[Any]) -> None:
         self.callback_handler = callbacks.default_handler(self.args, model, self.processing_class)
-        for callback in [*given, callbacks.progress_callback(self.args)]:
+        for callback in [*user_callbacks, callbacks.progress_callback(self.args)]:
             self.add_callback(callback)
         with all_ranks().collective_errors(), writable("output_dir", self.args.output_dir):
             if self.rank == 0:
@@ -181,7 +189,7 @@ class PipelineTrainer:
 
     @property
     def engine(self) -> TrainingEngine:
-        """The engine, made at first use: all ranks must come here together the first time."""
+        """The engine, made at first use. All ranks must make the first access together."""
         if self._holder.engine is None:
             engine = self._holder.open(self.args, self.processing_class, partial(fire, self), self._sample_tokens)
             self.callback_handler.model, self.callback_handler.optimizer = engine.stage, engine.optimizer
@@ -190,23 +198,23 @@ class PipelineTrainer:
 
     @property
     def model(self) -> Any:
-        """This rank's stage once the engine is made; before that the model as it was given."""
+        """This rank's stage once the engine is made; before that the original model."""
         return self._holder.model
 
     @property
     def optimizer(self) -> Any:
-        """The engine's, None before it is made."""
+        """The engine's optimizer; None before the engine is made."""
         return None if self._holder.engine is None else self._holder.engine.optimizer
 
     @property
     def lr_scheduler(self) -> Any:
-        """That of the last training, None before."""
+        """The schedule of the last training; None before the first."""
         return self.callback_handler.lr_scheduler
 
     def end(self) -> None:
-        """Finish the stores and end the connections in order; without it that is done when the program ends.
+        """Flush the stores and close the connections; otherwise this happens when the program ends.
 
-        What was trained of a folder's model is gone then: save it before.
+        The trained weights of a folder's model are lost, so save it before.
         """
         self._holder.close()
 
@@ -218,76 +226,78 @@ class PipelineTrainer:
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
-        """Train as `args` says; every rank must call this.
+        """Train. Every rank must call this.
 
-        It starts with empty message stores, or with those of a checkpoint of the same pipeline.
+        Message stores start empty, or with those of a checkpoint of the same pipeline.
 
         Args:
-            resume_from_checkpoint: A folder, or True for the last one in `args.output_dir` that is whole. It may be of
-                other stages or replicas, see `PipelineEngine.load_checkpoint`.
-            trial: None; it is Trainer's.
-            ignore_keys_for_eval: None; they are Trainer's.
+            resume_from_checkpoint: A folder, or True for the last undamaged checkpoint in `args.output_dir`. Its
+                numbers of stages and replicas may differ, see `PipelineEngine.load_checkpoint`.
+            trial: Trainer's argument; must be None.
+            ignore_keys_for_eval: Trainer's argument; must be None.
 
         Returns:
             Steps, mean loss and metrics, as Trainer does.
 
         Raises:
-            ConfigError: For arguments, or a checkpoint that is not there.
-            DataError: For the dataset.
-            LinkError: On every rank, where ranks have different arguments or data.
+            ConfigError: If an argument is wrong, or there is no checkpoint.
+            DataError: If the dataset is wrong.
+            LinkError: On every rank, if ranks have different arguments or data.
             Interrupted: SystemExit, on every rank, after SIGTERM or Ctrl-C; see `save_on_signal`.
         """
         ranks = all_ranks()
         with ranks.collective_errors():
-            arguments.check(self.args)  # they may have been changed
-            require(trial is None, "trial", trial, "None: hyperparameters are not searched here")
-            check_ignored("ignore_keys_for_eval", ignore_keys_for_eval)
+            arguments.check(self.args)  # the script may have changed them
+            require(trial is None, "trial", trial, "None: the trainer does not search hyperparameters")
+            check_ignored_keys("ignore_keys_for_eval", ignore_keys_for_eval)
             samples = self._samples(self.train_dataset, "train_dataset")
-            set_epoch(samples.data, 0)  # an earlier training may have left it at another, and facts are compared
+            set_epoch(samples.data, 0)  # an earlier training may have set another one, and facts are compared
             facts = self._facts(samples, self.args.per_device_train_batch_size, "train_dataset")
         resumes = bool(resume_from_checkpoint) if resume_from_checkpoint in (None, True, False) else "from a folder"
         setup.check_equal_arguments(ranks, self.args, **facts, resumes=resumes, save_on_signal=self._save_on_signal)
         layout = checkpoints.layout(self.plan, self.replicas)
-        found = checkpoints.find(resume_from_checkpoint, self.args.output_dir, layout, self.group)
-        self._holder.begin_training(self.args, found.folder if found is not None and found.same else None)
+        resume_point = checkpoints.find(resume_from_checkpoint, self.args.output_dir, layout, self.group)
+        self._holder.prepare_training(
+            self.args, resume_point.folder if resume_point is not None and resume_point.same else None
+        )
         self.engine.data_facts = facts if samples.sample_id is int else {}
         self._training = Training(
             self,
             samples,
-            found,
+            resume_point,
             loss=self._loss,
             make_scheduler=self._optimizers.scheduler,
             save_messages=self._save_messages,
             report=self._report,
             save_on_signal=self._save_on_signal,
         )
-        self._holder.hide_given()
+        self._holder.hide_original()
         return self._training.run()
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Evaluate a dataset, or several one by one; every rank must call this.
+        """Evaluate one or several datasets. Every rank must call this.
 
         Args:
-            eval_dataset: A dataset, a dict of them, or the name of one of several that the trainer was given. None
-                for what it was given.
-            ignore_keys: None or empty, as there are only logits.
-            metric_key_prefix: Of the metrics' names.
+            eval_dataset: A dataset, a dict of datasets, or a name in the trainer's dict of datasets. None for the
+                trainer's own.
+            ignore_keys: None or empty: the only output is logits.
+            metric_key_prefix: Prefix of the metrics' names.
 
         Returns:
             The metrics, the same on every rank. `compute_metrics` is called on rank 0.
 
         Raises:
-            ConfigError: For a name that is not known, or keys to ignore.
-            DataError: For a dataset.
-            LinkError: On every rank, where ranks have different arguments or data.
+            ConfigError: If a name is unknown, or there are keys to ignore.
+            DataError: If a dataset is wrong.
+            LinkError: On every rank, if ranks have different arguments or data.
         """
-        check_ignored("ignore_keys", ignore_keys)
-        chosen = dataset_named(eval_dataset, self.eval_dataset)
-        if isinstance(chosen, dict) and "input_ids" not in chosen:  # with that it is one dataset, by columns
+        check_ignored_keys("ignore_keys", ignore_keys)
+        chosen = select_dataset(eval_dataset, self.eval_dataset)
+        if isinstance(chosen, dict) and "input_ids" not in chosen:  # a dict with input_ids is one dataset by columns
             out: dict[str, float] = {}
-            without = [name for name, data in chosen.items() if data is None]  # that would mean all of them once more
+            without = [name for name, data in chosen.items() if data is None]  # None would evaluate all of them again
             require(not without, "eval_dataset", f"None for {without}", "a dataset for each name")
             for name, data in chosen.items():
                 out |= self.evaluate(data, metric_key_prefix=f"{metric_key_prefix}_{name}")
@@ -301,22 +311,22 @@ class PipelineTrainer:
     def predict(
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
-        """Predict a dataset, with or without labels; every rank must call this.
+        """Predict a dataset with or without labels. Every rank must call this.
 
         Args:
-            test_dataset: What to predict.
-            ignore_keys: None or empty, as there are only logits.
-            metric_key_prefix: Of the metrics' names.
+            test_dataset: The dataset.
+            ignore_keys: None or empty: the only output is logits.
+            metric_key_prefix: Prefix of the metrics' names.
 
         Returns:
             Logits, labels and metrics of all samples, in the dataset's order, on every rank.
 
         Raises:
-            ConfigError: For keys to ignore.
-            DataError: For the dataset.
-            LinkError: On every rank, where ranks have different arguments or data.
+            ConfigError: If there are keys to ignore.
+            DataError: If the dataset is wrong.
+            LinkError: On every rank, if ranks have different arguments or data.
         """
-        check_ignored("ignore_keys", ignore_keys)
+        check_ignored_keys("ignore_keys", ignore_keys)
         output = self._run_evaluation(
             test_dataset, "test_dataset", metric_key_prefix, self.args.prediction_loss_only, arrays=True
         )
@@ -346,63 +356,63 @@ class PipelineTrainer:
         )
         return evaluation.run(loader, prefix, loss_only=loss_only, arrays=arrays)
 
-    def _facts(self, samples: Samples, micro_batch: int, name: str) -> dict[str, Any]:
-        """Return what ranks compare of a dataset. DataError where stages would not make the same of it."""
+    def _facts(self, samples: SampleSource, micro_batch: int, name: str) -> dict[str, Any]:
+        """Return the facts of a dataset that ranks compare. DataError if stages would make different batches of it."""
         if self.plan.num_stages > 1:
-            check_draws(samples, micro_batch, data_seed(self.args), name)
+            check_seeded_collator(samples, micro_batch, data_seed(self.args), name)
         return dataset_facts(samples.data, name)
 
     def _sample_tokens(self) -> int | None:
-        """Count a training sample's tokens, None without data."""
+        """Return the tokens of a training sample; None without training data."""
         if self.train_dataset is None:
             return None
         return longest_sample(self._samples(self.train_dataset, "train_dataset"), data_seed(self.args))
 
-    def _samples(self, data: Any, name: str) -> Samples:
-        """Make a dataset with the columns that the model takes. name: for errors."""
+    def _samples(self, data: Any, name: str) -> SampleSource:
+        """Return a dataset with the columns that the model takes. name: for errors."""
         columns = None
         if self.args.remove_unused_columns:
             taken = inspect.signature(self._pipeline.model_class.forward).parameters
             columns = [*list(taken)[1:], "label", "label_ids", "labels"]
-        return Samples.of(data, self.data_collator, columns, name)
+        return SampleSource.of(data, self.data_collator, columns, name)
 
     def num_examples(self, dataloader: Any) -> int:
-        """Return how many samples the dataset has that a loader of this trainer reads, as callbacks get them."""
+        """Return the number of samples in the dataset of one of this trainer's loaders."""
         return len(dataloader.dataset)
 
     # -- callbacks and logs
 
     def add_callback(self, callback: Any) -> None:
-        """Add a TrainerCallback, an instance or a class. Every rank calls it, with what all ranks know.
+        """Add a TrainerCallback, an instance or a class, on every rank.
 
         Raises:
-            ConfigError: For a `CompressionCallback`: this trainer compresses gradients as its configuration says.
+            ConfigError: If it is a `CompressionCallback`; the "gradients" section configures compression instead.
         """
         callbacks.check(callback)
         self.callback_handler.add_callback(callback)
 
     def pop_callback(self, callback: Any) -> Any:
-        """Remove a callback, an instance or a class, and return it, None if there is none."""
+        """Remove a callback, given as instance or class, and return it; None if there is none."""
         return self.callback_handler.pop_callback(callback)
 
     def remove_callback(self, callback: Any) -> None:
-        """Remove a callback, an instance or a class."""
+        """Remove a callback, given as instance or class."""
         self.callback_handler.remove_callback(callback)
 
     def is_world_process_zero(self) -> bool:
-        """Return whether this is the first process of all."""
+        """Return whether this is rank 0."""
         return self.rank == 0
 
     def is_local_process_zero(self) -> bool:
         """Return whether this is the first process of its machine."""
-        return os.environ["LOCAL_RANK"] == "0"  # TrainingArguments knows it only with a GPU or use_cpu
+        return os.environ["LOCAL_RANK"] == "0"  # TrainingArguments has it only with a GPU or use_cpu
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add values to `state.log_history` and hand them to the callbacks, as Trainer does; on every rank.
+        """Add values to `state.log_history` and pass them to the callbacks, as Trainer does, on every rank.
 
         Args:
             logs: Values by name; modified.
-            start_time: When training began, in seconds since the epoch, for tokens per second.
+            start_time: Start of training in seconds since the Unix epoch, for tokens per second.
         """
         if self.state.epoch is not None:
             logs["epoch"] = self.state.epoch
@@ -418,20 +428,20 @@ class PipelineTrainer:
     # -- saving
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model, and the tokenizer, as a folder that from_pretrained reads; every rank must call this.
+        """Write model and tokenizer as a from_pretrained folder. Every rank must call this.
 
         Args:
             output_dir: `args.output_dir` by default. The folder is complete on the machine of rank 0.
-            _internal_call: Trainer's, which changes nothing here.
+            _internal_call: Trainer's argument; ignored.
         """
         processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         model_io.save_model(self.engine, output_dir or self.args.output_dir, self.args, processing)
 
     def create_model_card(self, **fields: Any) -> None:
-        """Write a model card, README.md in `args.output_dir`; rank 0 does.
+        """Write a model card, README.md in `args.output_dir`, on rank 0.
 
         Args:
-            fields: Those of Trainer.create_model_card.
+            fields: As for Trainer.create_model_card.
         """
         if self.rank == 0:
             model_io.write_card(

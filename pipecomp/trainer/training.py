@@ -1,4 +1,4 @@
-"""One training of a `PipelineTrainer`, from its first step to its last: its length, steps, schedule and events."""
+"""The training loop of `PipelineTrainer`: length, schedule, steps and events."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pipecomp.interfaces import TrainingEngine
 from pipecomp.kernels import ops
 from pipecomp.trainer import callbacks, checkpoints
 from pipecomp.trainer.callbacks import fire
-from pipecomp.trainer.data_loading import Samples, StepLoader, data_seed, loader_options, make_sampler
+from pipecomp.trainer.data_loading import SampleSource, StepLoader, data_seed, loader_options, make_sampler
 from pipecomp.trainer.losses import StepLoss
 from pipecomp.trainer.meters import LossMeter, TrafficMeter, TrainingRecorder
 
@@ -31,7 +31,7 @@ from pipecomp.trainer.meters import LossMeter, TrafficMeter, TrainingRecorder
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingLength:
-    """How long a training is. per_epoch: micro-batches of one replica. updates: optimizer steps in an epoch."""
+    """The length of a training. per_epoch: micro-batches of one replica. updates: optimizer steps per epoch."""
 
     per_epoch: int
     accumulation: int
@@ -41,7 +41,7 @@ class TrainingLength:
 
     @classmethod
     def of(cls, args: Any, per_epoch: int) -> TrainingLength:
-        """Count it as Trainer does."""
+        """Compute it as Trainer does."""
         accumulation, max_steps = args.gradient_accumulation_steps, args.max_steps
         updates = -(-per_epoch // accumulation)
         if max_steps > 0:
@@ -52,16 +52,16 @@ class TrainingLength:
         return cls(per_epoch=per_epoch, accumulation=accumulation, updates=updates, epochs=epochs, max_steps=max_steps)
 
     def micro_batches(self, update: int) -> int:
-        """Count the micro-batches of optimizer step `update` of an epoch: the last one takes what is left."""
+        """Return the micro-batches of optimizer step `update` of an epoch; the last step takes the remainder."""
         return min(self.accumulation, self.per_epoch - update * self.accumulation)
 
-    def differs(self, step: int, epoch: float) -> bool:
-        """Say whether a training in which `step` ended at `epoch` had more or fewer steps in an epoch."""
+    def has_other_length(self, step: int, epoch: float) -> bool:
+        """Return whether a training in which `step` ended at `epoch` has another number of steps per epoch."""
         return abs(epoch - step / self.updates) > 1 / self.updates
 
 
 def make_lr_scheduler(args: Any, optimizer: Any, make: Callable[[Any], Any] | None, max_steps: int) -> Any:
-    """Make the schedule of an optimizer: the user's, or the one that `args` names. make: of the optimizer."""
+    """Make the user's schedule with `make`, or the one that `args` names."""
     if make is not None:
         return make(optimizer)
     return get_scheduler(
@@ -73,28 +73,28 @@ def make_lr_scheduler(args: Any, optimizer: Any, make: Callable[[Any], Any] | No
     )
 
 
-def follows_metric(scheduler: Any) -> bool:
-    """Whether the schedule steps after evaluations, by a metric."""
+def uses_metric(scheduler: Any) -> bool:
+    """Return whether the schedule steps after evaluations, by a metric."""
     return isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) or type(scheduler).__name__ == "GreedyLR"
 
 
 def learning_rate(scheduler: Any, optimizer: Any) -> float:
-    """Tell the rate of the step that was just made; ask before the schedule steps."""
-    if follows_metric(scheduler):
+    """Return the learning rate of the last step. Call it before the schedule steps."""
+    if uses_metric(scheduler):
         return float(optimizer.param_groups[0]["lr"])
     return float(scheduler.get_last_lr()[0])
 
 
 def best_model_metric(args: Any, metrics: dict[str, float]) -> float:
-    """Look up the value of `args.metric_for_best_model`. Raises ConfigError if an evaluation does not have it."""
+    """Return the value of `args.metric_for_best_model`. Raises ConfigError if the metrics do not have it."""
     name = str(args.metric_for_best_model)
     key = name if name.startswith("eval_") else f"eval_{name}"
     require(key in metrics, "metric_for_best_model", name, f"one of {', '.join(sorted(metrics))}")
     return metrics[key]
 
 
-def note_best(args: Any, state: Any, metrics: dict[str, float]) -> bool:
-    """Whether this is the best evaluation so far, which `state` then says."""
+def update_best(args: Any, state: Any, metrics: dict[str, float]) -> bool:
+    """Return whether this is the best evaluation so far, and if so record it in `state`."""
     if args.metric_for_best_model is None:
         return False
     value = best_model_metric(args, metrics)
@@ -114,27 +114,27 @@ _log = transformers_logging.get_logger(__name__)
 
 
 class Training:
-    """One training: it owns the loader and what is counted, and uses of the trainer what is public.
+    """One training, with its loader and counters. It uses only public attributes of the trainer.
 
     Args:
-        trainer: The `PipelineTrainer`, whose arguments, state, callbacks and engine it works with.
-        samples: What to train on.
-        found: The checkpoint to go on from, None to start anew.
-        loss: The engine's.
-        make_scheduler: The user's, of the optimizer; None for the one that the arguments name.
-        save_messages: Whether a checkpoint copies the message store.
-        report: Whether to write the page of `pipecomp report` at the end.
-        save_on_signal: Whether SIGTERM and SIGINT end it after a step, with a checkpoint.
+        trainer: The `PipelineTrainer` with arguments, state, callbacks and engine.
+        samples: The training data.
+        resume_point: The checkpoint to resume from, or None.
+        loss: The engine's loss.
+        make_scheduler: Makes the user's schedule from an optimizer; None for the schedule of the arguments.
+        save_messages: Copy the message store into checkpoints.
+        report: Write the page of `pipecomp report` at the end.
+        save_on_signal: Stop after the current step with a checkpoint on SIGTERM and SIGINT.
 
     Attributes:
-        tokens_before: `state.num_input_tokens_seen` when it began.
+        tokens_before: `state.num_input_tokens_seen` at the start.
     """
 
     def __init__(
         self,
         trainer: Any,
-        samples: Samples,
-        found: checkpoints.Found | None,
+        samples: SampleSource,
+        resume_point: checkpoints.ResumePoint | None,
         *,
         loss: StepLoss,
         make_scheduler: Callable[[Any], Any] | None,
@@ -146,7 +146,7 @@ class Training:
         engine: TrainingEngine = trainer.engine
         self._trainer, self._engine, self._loss, self._save_messages = trainer, engine, loss, save_messages
         self._report, self._interruption = report, Interruption(active=save_on_signal)
-        # The last stages of all replicas, which average their counts of labels.
+        # The group of the last stages of all replicas, which sum their numbers of labels.
         average = args.average_tokens_across_devices and trainer.replicas > 1
         self._loss_group = engine.grid.get_data_parallel_group() if average else None
         self._sampler = sampler = make_sampler(
@@ -163,39 +163,37 @@ class Training:
         self._loader = StepLoader(samples, sampler, seed, loader_options(args), pad)
         handler = trainer.callback_handler
         handler.lr_scheduler = make_lr_scheduler(args, engine.basic_optimizer, make_scheduler, length.max_steps)
-        self._start_state(found)
-        self._found = found
-        if found is not None:
-            checkpoints.load_engine(engine, found, trainer.lr_scheduler)
+        self._start_state(resume_point)
+        self._resume_point = resume_point
+        if resume_point is not None:
+            checkpoints.load_engine(engine, resume_point, trainer.lr_scheduler)
         engine.set_loader(self._loader)
         handler.train_dataloader = self._loader
         self._began, self._first_step = time.time(), trainer.state.global_step
         self.tokens_before, self._flos_before = trainer.state.num_input_tokens_seen, trainer.state.total_flos
         self._losses, self._traffic = LossMeter(trainer.state.global_step), TrafficMeter()
-        before = self._gather_reports()  # of another training with this engine
+        before = self._gather_stats()  # counters of earlier trainings with this engine
         self._traffic.since_last(before)
         self._recording = TrainingRecorder(trainer, length.max_steps, before)
 
-    def _start_state(self, found: checkpoints.Found | None) -> None:
-        """Give the trainer the state of the checkpoint, or a new one."""
+    def _start_state(self, resume_point: checkpoints.ResumePoint | None) -> None:
+        """Set the trainer's state to the checkpoint's, or to a new one."""
         trainer, args = self._trainer, self._trainer.args
-        if found is None:
+        if resume_point is None:
             state = trainer.state = callbacks.new_state(trainer)
             state.train_batch_size = args.per_device_train_batch_size
             state.compute_steps(args, self._length.max_steps)
         else:
-            state = trainer.state = found.state
-            if self._length.differs(state.global_step, state.epoch or 0.0):
+            state = trainer.state = resume_point.state
+            if self._length.has_other_length(state.global_step, state.epoch or 0.0):
                 _log.warning(
-                    f"step {state.global_step} ended at epoch {state.epoch or 0:.2f} of the training that saved it, "
-                    f"and would here at {state.global_step / self._length.updates:.2f}, as where a step had other "
-                    f"samples: it goes on by steps, as with Trainer, to step {self._length.max_steps}"
+                    f"step {state.global_step} ended at epoch {state.epoch or 0:.2f} in the training that saved it, "
+                    f"but ends at {state.global_step / self._length.updates:.2f} here: the number of samples per step "
+                    f"differs. Training continues by steps, as with Trainer, to step {self._length.max_steps}"
                 )
             best = state.best_model_checkpoint
             if not broadcast(best is None or Path(best).is_dir(), group=trainer.group):
-                _log.warning(
-                    f"{best}, the best checkpoint so far, is not beside the one to go on from: it counts no more"
-                )
+                _log.warning(f"{best}, the best checkpoint so far, is missing: it is no longer considered")
                 state.best_model_checkpoint = None
             compare_trainer_and_checkpoint_args(args, state)
             if args.restore_callback_states_from_checkpoint:
@@ -207,7 +205,7 @@ class Training:
     # -- from the first step to the last
 
     def run(self) -> TrainOutput:
-        """Train; every rank must call this. Interrupted, a SystemExit, on every rank that was asked to stop."""
+        """Train. Every rank must call this. Raises Interrupted, a SystemExit, on every rank after a signal."""
         with self._interruption:
             return self._run()
 
@@ -217,8 +215,8 @@ class Training:
         if trainer.args.eval_on_start:
             trainer.evaluate()
         over = trainer.state.global_step >= length.max_steps
-        if self._found is not None and self._found.due:
-            self._make_up(self._found)
+        if self._resume_point is not None and self._resume_point.due:
+            self._do_pending_work(self._resume_point)
             over = over or trainer.control.should_training_stop
         done, skip = divmod(trainer.state.global_step, length.updates)
         for epoch in () if over else range(done, length.epochs):
@@ -228,7 +226,7 @@ class Training:
         return self._finish()
 
     def _run_epoch(self, epoch: int, first: int) -> None:
-        """Make the optimizer steps of an epoch from number `first` on."""
+        """Take the optimizer steps of an epoch, starting with number `first`."""
         trainer, length = self._trainer, self._length
         fire(trainer, "on_epoch_begin")
         self._loader.begin_epoch(epoch, epoch * length.per_epoch + first * length.accumulation)
@@ -237,10 +235,10 @@ class Training:
             fire(trainer, "on_step_begin")
             micro_batches = length.micro_batches(update)
             if micro_batches > 1 and (trainer.control.should_epoch_stop or trainer.control.should_training_stop):
-                break  # Trainer looks after the first micro-batch, and takes the step if that is all of it
+                break  # Trainer checks after the first micro-batch, and takes the step if it is the only one
             logs = self._step(micro_batches, epoch * length.per_epoch + update * length.accumulation)
             if trainer.args.include_num_input_tokens_seen != "no":
-                self._gather_reports()  # callbacks may go by their number in any step, as with Trainer
+                self._gather_stats()  # callbacks may use the number of tokens in any step, as with Trainer
             trainer.state.global_step += 1
             trainer.state.epoch = epoch + min(1.0, (update + 1) * length.accumulation / length.per_epoch)
             fire(trainer, "on_step_end")
@@ -252,9 +250,9 @@ class Training:
         self._log_evaluate_save(logs)
 
     def _stop_if_asked(self, logs: dict[str, float], *, ends_epoch: bool) -> None:
-        """After a step: if any rank was asked to stop, save, close and leave on all of them, unless training ends here.
+        """Save, close and exit on all ranks if any received a signal, unless this is the last step.
 
-        There may be no time for an evaluation: the checkpoint says that it is due, and that the epoch has ended.
+        There may be no time for an evaluation, so the checkpoint records it, and the end of an epoch, as pending.
         """
         trainer, state, control = self._trainer, self._trainer.state, self._trainer.control
         with self._engine.propagate_failure():
@@ -266,30 +264,32 @@ class Training:
         due = [checkpoints.EVALUATION] if trainer.control.should_evaluate else []
         saved = self._save([*due, checkpoints.EPOCH_END] if ends_epoch else due)
         self._recording.interrupted()
-        way = "resume_from_checkpoint=True goes on" + ("" if saved else " from an earlier one, if any")
-        _log.warning("stopped after step %d: %s; %s", state.global_step, reason, way)
+        remedy = "resume_from_checkpoint=True continues" + ("" if saved else " from an earlier checkpoint, if any")
+        _log.warning("stopped after step %d: %s; %s", state.global_step, reason, remedy)
         trainer.end()
         raise self._interruption.leave(reason)
 
-    def _make_up(self, found: checkpoints.Found) -> None:
-        """Do what was due when the run that wrote the checkpoint was asked to stop.
+    def _do_pending_work(self, resume_point: checkpoints.ResumePoint) -> None:
+        """Do the pending work of a checkpoint that was written after a signal.
 
-        It is not saved once more: a kill meanwhile would leave it incomplete, and until the next one what is due is
-        done again.
+        The checkpoint is not rewritten, because a kill meanwhile would leave it incomplete. A run that resumes from it
+        again repeats the work.
         """
         trainer, state = self._trainer, self._trainer.state
         best = state.best_global_step
-        trainer.control.should_evaluate = checkpoints.EVALUATION in found.due and trainer.eval_dataset is not None
+        trainer.control.should_evaluate = (
+            checkpoints.EVALUATION in resume_point.due and trainer.eval_dataset is not None
+        )
         self._evaluate()
-        if checkpoints.EPOCH_END in found.due or trainer.control.should_training_stop:
+        if checkpoints.EPOCH_END in resume_point.due or trainer.control.should_training_stop:
             fire(trainer, "on_epoch_end")
             self._evaluate()
         trainer.control.should_save = False
         if state.best_global_step != best:
-            state.best_model_checkpoint = found.folder
+            state.best_model_checkpoint = resume_point.folder
 
     def _step(self, micro_batches: int, first: int) -> dict[str, float]:
-        """An optimizer step, from micro-batch number `first`; its gradient's norm and learning rate, for the log."""
+        """Take an optimizer step, starting with micro-batch number `first`. Returns gradient norm and learning rate."""
         engine, args, state, scheduler = (
             self._engine,
             self._trainer.args,
@@ -301,20 +301,20 @@ class Training:
         self._recording.begin_step()
         self._load(micro_batches)
         own = sum(map(self._sampler.size, range(first, first + micro_batches)))
-        engine.step_samples = own  # `StepLoss` gives labels of all micro-batches the same weight
+        engine.step_samples = own  # `StepLoss` weights labels of all micro-batches equally
         loss = float(engine.train_batch())
         if state.global_step + 1 >= self._length.max_steps:
             engine.average_replicas()
         logs = {"learning_rate": learning_rate(scheduler, engine.basic_optimizer)}
         samples = own * self._trainer.replicas
         self._recording.end_step(state.global_step + 1, loss=loss, lr=logs["learning_rate"], samples=samples)
-        if args.logging_nan_inf_filter and not math.isfinite(loss):  # as Trainer: the mean since the last log
+        if args.logging_nan_inf_filter and not math.isfinite(loss):  # use the mean since the last log, as Trainer does
             loss = self._losses.sum / (1 + state.global_step - self._losses.last_logged)
         self._losses.sum += loss
         norm = engine.get_global_grad_norm()
         if norm is not None:
             logs["grad_norm"] = float(norm)
-        if engine.was_step_applied() and not follows_metric(scheduler):
+        if engine.was_step_applied() and not uses_metric(scheduler):
             scheduler.step()
         every = args.torch_empty_cache_steps
         if every is not None and state.global_step % every == 0 and torch.cuda.is_available():
@@ -322,21 +322,21 @@ class Training:
         return logs
 
     def _load(self, micro_batches: int) -> None:
-        """Make a step's micro-batches where they are used, and weigh their losses by their labels."""
+        """Load a step's micro-batches on the first and last stage, and set the weights of their losses."""
         engine = self._engine
         if not (engine.is_first_stage() or engine.is_last_stage()):
             return
         with engine.propagate_failure():
             batches = self._loader.begin_step(micro_batches)
-            self._loss.note_problem(engine.stage.config, batches[0].labels)
+            self._loss.set_problem_type(engine.stage.config, batches[0].labels)
             if engine.is_last_stage():
-                labels = self._loss.labels_of(engine.stage, batches)
-                # Replicas that step alone do not wait: each of their steps is the mean over its own labels.
+                labels = self._loss.masked_labels(engine.stage, batches)
+                # In local steps replicas do not wait for each other: each averages over its own labels.
                 group = None if engine.begins_local_step() else self._loss_group
-                self._loss.weigh(labels, self._trainer.replicas, group, engine.device)
+                self._loss.set_share(labels, self._trainer.replicas, group, engine.device)
 
     def _log(self, logs: dict[str, float]) -> None:
-        """Log if the callbacks have asked for it."""
+        """Log if the callbacks request it."""
         trainer, state = self._trainer, self._trainer.state
         if trainer.control.should_log and state.global_step > self._losses.last_logged:
             own = {"loss": self._losses.log(state.global_step)}
@@ -344,35 +344,35 @@ class Training:
                 own["grad_norm"] = logs["grad_norm"]
             stats, common = self._gather(own)
             self._recording.counters(stats)
-            told = {**self._traffic.since_last(stats), **self._recording.rates(stats)}
-            trainer.log({"loss": common["loss"], **logs, **common, **told}, self._began)
+            traffic = {**self._traffic.since_last(stats), **self._recording.rates(stats)}
+            trainer.log({"loss": common["loss"], **logs, **common, **traffic}, self._began)
 
     def _log_evaluate_save(self, logs: dict[str, float]) -> None:
-        """Do what the callbacks have asked for."""
+        """Log, evaluate and save as the callbacks request."""
         self._log(logs)
         self._evaluate()
         if self._trainer.control.should_save:
             self._save()
 
     def _evaluate(self) -> None:
-        """Evaluate if the callbacks have asked for it, and let what goes by the metrics know them."""
+        """Evaluate if the callbacks request it, and update everything that depends on metrics."""
         trainer, state = self._trainer, self._trainer.state
         if trainer.control.should_evaluate:
-            self._count()  # before the evaluation's line, if it was not logged
+            self._update_counters()  # writes the step's line before the evaluation's
             metrics = trainer.evaluate()
             self._recording.evaluated(state.global_step, metrics)
-            if follows_metric(trainer.lr_scheduler):
+            if uses_metric(trainer.lr_scheduler):
                 trainer.lr_scheduler.step(best_model_metric(trainer.args, metrics))
-            new_best = note_best(trainer.args, state, metrics)
+            new_best = update_best(trainer.args, state, metrics)
             if trainer.args.save_strategy == "best":
                 trainer.control.should_save = new_best
 
     def _finish(self) -> TrainOutput:
-        """Finish: the training's metrics, the best model if it is asked for, and the last events."""
+        """Log the training's metrics, load the best model if requested, and fire the last events."""
         trainer, args, state, length = self._trainer, self._trainer.args, self._trainer.state, self._length
         steps = state.global_step - self._first_step
         loss = self._losses.total() / max(steps, 0.001)
-        if steps:  # also where a callback has ended the training early
+        if steps:  # also if a callback ended the training early
             self._engine.average_replicas()
         stats, common = self._gather({"loss": loss})
         loss = common["loss"]
@@ -395,16 +395,16 @@ class Training:
         fire(trainer, "on_train_end")
         return TrainOutput(state.global_step, loss, metrics)
 
-    # -- what all ranks do together
+    # -- collectives
 
-    def _gather_reports(self) -> list[dict[str, Any]]:
-        """`comm_stats` of all ranks; updates the tokens seen and what they cost. Every rank must call this."""
+    def _gather_stats(self) -> list[dict[str, Any]]:
+        """Gather `comm_stats` of all ranks, and update the state's tokens and FLOPs. Every rank must call this."""
         return self._gather({})[0]
 
     def _gather(self, values: Mapping[str, float]) -> tuple[list[dict[str, Any]], dict[str, float]]:
-        """The same, and values that callbacks on all ranks see alike: their means where those of replicas differ.
+        """Gather `comm_stats` as `_gather_stats` does, and make values equal on all ranks: the mean if they differ.
 
-        They do where replicas step alone, and the norm of gradients that only the optimizer's momentum is exchanged of.
+        Replicas differ in local steps, and in gradient norms if the optimizer exchanges only momentum.
         """
         engine, trainer, loader = self._engine, self._trainer, self._loader
         tokens = (loader.tokens, loader.real_tokens) if engine.is_first_stage() else (0, 0)
@@ -414,29 +414,29 @@ class Training:
         trainer.state.total_flos = self._flos_before + seen * trainer.flos_per_token
         counted = trainer.args.include_num_input_tokens_seen
         if counted != "no":
-            place = 1 if counted == "non_padding" else 0
-            trainer.state.num_input_tokens_seen = self.tokens_before + sum(tokens[place] for _, tokens, _ in rows)
-        told = [of_rank for *_, of_rank in rows]
+            column = 1 if counted == "non_padding" else 0
+            trainer.state.num_input_tokens_seen = self.tokens_before + sum(tokens[column] for _, tokens, _ in rows)
+        by_rank = [own for *_, own in rows]
         common = dict(values)
-        if any(of_rank != told[0] for of_rank in told):
-            common = {name: sum(of_rank[name] for of_rank in told) / len(told) for name in values}
+        if any(own != by_rank[0] for own in by_rank):
+            common = {name: sum(own[name] for own in by_rank) / len(by_rank) for name in values}
         return [stats for stats, *_ in rows], common
 
-    def _count(self) -> None:
-        """Bring the state's tokens and the recorded counters up to date: what is resumed goes on from them."""
-        self._recording.counters(self._gather_reports())
+    def _update_counters(self) -> None:
+        """Update the state's number of tokens and the recorded counters, which checkpoints save."""
+        self._recording.counters(self._gather_stats())
 
     def _save(self, due: Sequence[str] = ()) -> bool:
-        """Write a checkpoint, and tell the callbacks; False if it could not be written, and training goes on.
+        """Write a checkpoint and fire on_save. Returns False if it could not be written; training then continues.
 
-        due: what is still to be done after this step, see `checkpoints.Found`.
+        due: the work that is pending after this step, see `checkpoints.ResumePoint`.
         """
         with self._engine.propagate_failure():
             saved = checkpoints.write_checkpoint(
-                self._trainer, messages=self._save_messages, count=self._count, due=due
+                self._trainer, messages=self._save_messages, count=self._update_counters, due=due
             )
         if saved:
             fire(self._trainer, "on_save")
         else:
-            self._trainer.control.should_save = False  # until the next one is due, as after one that was written
+            self._trainer.control.should_save = False  # the next attempt is at the next save, as after a success
         return saved

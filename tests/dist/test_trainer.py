@@ -556,7 +556,7 @@ def test_checkpoint_is_a_model_folder(ran: Any) -> None:
 def test_errors_of_one_rank_end_all(ran: Any) -> None:
     _, ranks = ran
     assert ranks[0]["stopped"]["broken"] == "KeyError: 'no such thing'"
-    assert ranks[1]["stopped"]["broken"] == "PipecompError: evaluation on rank 0: KeyError: 'no such thing'"
+    assert ranks[1]["stopped"]["broken"] == "PipecompError: evaluation failed on rank 0: KeyError: 'no such thing'"
     assert ranks[0]["stopped"]["works"] == ranks[1]["stopped"]["works"]
 
 

@@ -274,11 +274,11 @@ def test_a_callback_that_stops_training_before_a_step_stops_it_where_trainer_doe
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        ("clipping", "ConfigError: max_grad_norm: got 0.1, allowed: 1.0, with which this trainer was made"),
+        ("clipping", "ConfigError: max_grad_norm: got 0.1, allowed: 1.0, the value this trainer was made with"),
         ("batch", "ConfigError: per_device_train_batch_size: got 1, allowed: "),
-        ("rate", "ConfigError: learning_rate: got 0.1, allowed: 0.002, with which this trainer was made"),
+        ("rate", "ConfigError: learning_rate: got 0.1, allowed: 0.002, the value this trainer was made with"),
         ("hidden states", "ConfigError: config.output_hidden_states: got True"),
-        ("modes", "ConfigError: optimizers[0]: got 'Modes', allowed: one without train() and eval()"),
+        ("modes", "ConfigError: optimizers[0]: got 'Modes', allowed: an optimizer without train() and eval()"),
         ("no dataset", "eval_dataset: got \"None for ['second']\", allowed: a dataset for each name"),
         ("ended", "end() has closed the trained model"),
         ("labels", "labels: sample 0 has 0 at place 6, to be predicted from padding"),

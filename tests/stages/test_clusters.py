@@ -621,14 +621,14 @@ def test_the_gradient_packet_makes_neither_end_forget_centers() -> None:
 @on_host
 def test_a_training_that_begins_anew_drops_all_centers() -> None:
     """A `PipelineTrainer` whose engine stays open; both of its ranks do so."""
-    from pipecomp.trainer.checkpoints import drop_cached
+    from pipecomp.trainer.checkpoints import drop_cached_activations
 
     up, down = link()
     batches = texts(4)
     for number in range(3):
         step(up, down, batches[number], layout(), number)
     environment: Any = SimpleNamespace(commit=lambda: None)
-    drop_cached(SimpleNamespace(links=Links(to_next=up, to_previous=down, environment=environment)))
+    drop_cached_activations(SimpleNamespace(links=Links(to_next=up, to_previous=down, environment=environment)))
     assert held(up) == held(down) == {}
     x_BSH = batches[3]
     fresh, its_peer = link()

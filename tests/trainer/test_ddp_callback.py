@@ -20,7 +20,7 @@ from pipecomp.allreduce import State, allreduce_mean
 from pipecomp.allreduce.loopback import LoopbackGroup, run_threads
 from pipecomp.config.gradients import LocalSteps
 from pipecomp.errors import ConfigError
-from pipecomp.trainer.ddp_callback import LocalStepsOfTrainer
+from pipecomp.trainer.ddp_callback import LocalStepsCallback
 
 CompressionCallback = pipecomp.CompressionCallback
 
@@ -69,7 +69,7 @@ def test_one_process_is_refused(tmp_path: Path) -> None:
 
 
 def trainer_like(**differences: Any) -> Any:
-    """What `ddp_of` looks at, of a Trainer on two processes without DDP."""
+    """What `find_ddp` looks at, of a Trainer on two processes without DDP."""
     values = {"n_gpu": 1, "world_size": 2, "deepspeed": False, "fsdp": False, "model": torch.nn.Linear(1, 1)}
     values |= differences
     return types.SimpleNamespace(
@@ -92,19 +92,19 @@ def trainer_like(**differences: Any) -> Any:
     ],
 )
 def test_other_ways_to_train_are_refused(differences: dict[str, Any], says: str) -> None:
-    from pipecomp.trainer.ddp_callback import ddp_of
+    from pipecomp.trainer.ddp_callback import find_ddp
 
     with pytest.raises(ConfigError) as caught:
-        ddp_of(trainer_like(**differences))
+        find_ddp(trainer_like(**differences))
     assert says in str(caught.value.got)
 
 
 def test_processes_that_train_alone_are_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pipecomp.trainer.ddp_callback import ddp_of
+    from pipecomp.trainer.ddp_callback import find_ddp
 
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(ConfigError, match=r"4 processes.*use_cpu=True"):
-        ddp_of(trainer_like(world_size=1))
+        find_ddp(trainer_like(world_size=1))
 
 
 def test_events_from_elsewhere_are_refused() -> None:
@@ -231,7 +231,7 @@ def test_an_evaluation_between_outer_steps_is_of_the_common_weights() -> None:
     )
     state = State("none", group=LoopbackGroup(0, 1, {}))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    callback: Any = LocalStepsOfTrainer(LocalSteps(local_steps=4), ddp, state, optimizer, args)  # type: ignore[arg-type]
+    callback: Any = LocalStepsCallback(LocalSteps(local_steps=4), ddp, state, optimizer, args)  # type: ignore[arg-type]
     assert not ddp.broadcast_buffers
     assert not args.average_tokens_across_devices
     common, own = model.weight.detach().clone(), torch.ones(2, 2)

@@ -42,15 +42,15 @@ from pipecomp.trainer import PipelineTrainer, arguments, callbacks, checkpoints,
 from pipecomp.trainer.data_loading import (
     EvalLoader,
     LengthSampler,
-    Samples,
+    SampleSource,
     StepLoader,
-    check_draws,
-    lengths_of,
+    check_seeded_collator,
     loader_options,
+    sample_lengths,
 )
 from pipecomp.trainer.deepspeed_config import engine_config
-from pipecomp.trainer.evaluation import _joined, pack, unpack
-from pipecomp.trainer.losses import StepLoss, labels_in
+from pipecomp.trainer.evaluation import _concatenate, pack, unpack
+from pipecomp.trainer.losses import StepLoss, count_labels
 from pipecomp.trainer.meters import TrafficMeter
 from tests.models import gpt2
 
@@ -118,7 +118,7 @@ def test_the_old_name_of_activation_checkpointing_does_not_part_from_the_new_one
     usual: TrainingArguments, end: str, value: Any
 ) -> None:
     old, new = f"gradient_checkpointing{end}", f"activation_checkpointing{end}"
-    with pytest.raises(ConfigError, match=f"^{old}: .* as {new}"):
+    with pytest.raises(ConfigError, match=f"^{old}: .*{new}"):
         arguments.check(changed(usual, **{old: value}))
     arguments.check(changed(usual, **{old: value, new: value}))
     arguments.check(changed(usual, **{new: value}))
@@ -303,7 +303,7 @@ def test_methods_of_trainer_that_are_not_called() -> None:
         ("compute_loss_func", "an argument of PipelineTrainer"),
         ("label_smoother", "label_smoothing_factor"),
         ("lr_scheduler", r"optimizers=\(None"),
-        ("optimizer", r"optimizers=\(a callable"),
+        ("optimizer", r"optimizers=\(a function"),
     ],
 )
 def test_what_only_trainer_would_follow_cannot_be_set(name: str, words: str) -> None:
@@ -370,7 +370,7 @@ def test_lengths_are_grouped_and_no_sample_is_lost() -> None:
 
 def test_lengths_from_a_column_or_counted() -> None:
     rows = [{"input_ids": [1] * n} for n in (2, 5)]
-    assert lengths_of(rows, "length", "input_ids") == [2, 5]
+    assert sample_lengths(rows, "length", "input_ids") == [2, 5]
 
     class Again:  # a dataset that begins anew where others raise IndexError
         def __len__(self) -> int:
@@ -380,19 +380,19 @@ def test_lengths_from_a_column_or_counted() -> None:
             assert i < 100, "it is read without end"
             return rows[i % 2]
 
-    assert lengths_of(Again(), "length", "input_ids") == [2, 5, 2]
+    assert sample_lengths(Again(), "length", "input_ids") == [2, 5, 2]
     table = SimpleNamespace(column_names=["length"])
     with pytest.raises(DataError, match="group_by_length"):
-        lengths_of([{"words": 3}], "length", "input_ids")
+        sample_lengths([{"words": 3}], "length", "input_ids")
     with pytest.raises(TypeError):
-        lengths_of(table, "length", "input_ids")  # a column is read from the table itself
+        sample_lengths(table, "length", "input_ids")  # a column is read from the table itself
     datasets = pytest.importorskip("datasets")
     made = datasets.Dataset.from_dict({"input_ids": [[1], [1, 2]], "length": [7, 8]})
-    assert lengths_of(made, "length", "input_ids") == [7, 8]
-    kept = Samples.of(made, list, ["input_ids", "labels"], "train_dataset")
+    assert sample_lengths(made, "length", "input_ids") == [7, 8]
+    kept = SampleSource.of(made, list, ["input_ids", "labels"], "train_dataset")
     assert kept.data.column_names == ["input_ids"]
     with pytest.raises(DataError, match="has the columns"):
-        Samples.of(made, list, ["pixels"], "train_dataset")
+        SampleSource.of(made, list, ["pixels"], "train_dataset")
 
 
 class Counted(IterableDataset):
@@ -408,7 +408,7 @@ class Counted(IterableDataset):
 @pytest.mark.parametrize("data", [None, [], (x for x in "ab"), Counted()])
 def test_what_is_not_a_dataset(data: Any) -> None:
     with pytest.raises(DataError, match="train_dataset"):
-        Samples.of(data, list, None, "train_dataset")
+        SampleSource.of(data, list, None, "train_dataset")
 
 
 class Noise:
@@ -422,7 +422,7 @@ class Noise:
 
 def noisy(start: int = 0, *, seed: int = 4, options: dict[str, Any] = NO_WORKERS) -> StepLoader:
     loader = StepLoader(
-        Samples(list(range(7)), Noise()), ShardedSampler(7, 2, seed=seed, drop_last=False), seed, options
+        SampleSource(list(range(7)), Noise()), ShardedSampler(7, 2, seed=seed, drop_last=False), seed, options
     )
     loader.begin_epoch(0, start)
     return loader
@@ -470,7 +470,7 @@ class ByEpoch:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_dataset_is_told_the_epoch_also_in_worker_processes(workers: int) -> None:
     options = {"num_workers": workers, "multiprocessing_context": "fork" if workers else None}
-    samples = Samples.of(
+    samples = SampleSource.of(
         ByEpoch(), lambda chosen: {"input_ids": torch.stack([s["input_ids"] for s in chosen])}, None, ""
     )
     loader = StepLoader(samples, ShardedSampler(4, 2), 0, options)
@@ -494,9 +494,9 @@ class OwnMasks:
 
 
 def test_labels_that_follow_from_draws_of_an_own_generator_are_refused() -> None:
-    check_draws(Samples(list(range(7)), Noise()), 2, 0, "train_dataset")
+    check_seeded_collator(SampleSource(list(range(7)), Noise()), 2, 0, "train_dataset")
     with pytest.raises(DataError, match="train_dataset: the same samples get other labels"):
-        check_draws(Samples(list(range(7)), OwnMasks()), 2, 0, "train_dataset")
+        check_seeded_collator(SampleSource(list(range(7)), OwnMasks()), 2, 0, "train_dataset")
 
 
 def test_micro_batches_are_pinned_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -534,7 +534,7 @@ def test_tokens_without_a_mask_are_known_by_the_id_of_padding(pad: int | None, r
         return {"input_ids": torch.tensor([[5, 6, 1]] * len(chosen))}
 
     sampler = ShardedSampler(7, 2, drop_last=False)
-    loader = StepLoader(Samples(list(range(7)), collate), sampler, 0, NO_WORKERS, pad)
+    loader = StepLoader(SampleSource(list(range(7)), collate), sampler, 0, NO_WORKERS, pad)
     list(islice(loader, 4))
     assert (loader.tokens, loader.real_tokens) == (21, real)
 
@@ -543,7 +543,7 @@ def test_tokens_without_a_mask_are_known_by_the_id_of_padding(pad: int | None, r
 @settings(deadline=None, max_examples=20)
 def test_replicas_share_out_an_evaluation(samples: int, size: int, replicas: int, drop: bool) -> None:
     def loader(replica: int) -> EvalLoader:
-        made = Samples(list(range(samples)), Noise())
+        made = SampleSource(list(range(samples)), Noise())
         return EvalLoader(made, size, 0, NO_WORKERS, drop_last=drop, replicas=replicas, replica=replica)
 
     if drop and samples < size:
@@ -572,7 +572,7 @@ def test_workers_of_an_evaluation_stay_if_they_shall(usual: TrainingArguments, s
     args = changed(
         usual, dataloader_persistent_workers=stay, dataloader_num_workers=1, dataloader_multiprocessing_context="fork"
     )
-    loader = EvalLoader(Samples(list(range(5)), Pids()), 2, 0, loader_options(args))
+    loader = EvalLoader(SampleSource(list(range(5)), Pids()), 2, 0, loader_options(args))
     workers = [{int(x) for batch in loader for x in batch.labels.flatten()} for _ in range(2)]
     assert (workers[0] == workers[1]) is stay
     assert os.getpid() not in workers[0]
@@ -604,8 +604,8 @@ def test_every_label_of_a_step_counts_alike(counts: list[int], causal: bool) -> 
         if causal:
             row[0] = 5  # nothing predicts a first token
         labels.append(row.view(2, 6))
-        assert labels_in(labels[-1], causal=causal) == count
-    loss.weigh(labels, 1, None, torch.device("cpu"))
+        assert count_labels(labels[-1], causal=causal) == count
+    loss.set_share(labels, 1, None, torch.device("cpu"))
     mean = torch.stack([loss(x, y) for x, y in zip(logits, labels, strict=True)]).mean()
     everything, wanted = torch.cat(logits), torch.cat(labels)
     if sum(counts) == 0:
@@ -622,7 +622,7 @@ def test_equal_micro_batches_are_not_touched() -> None:
     config.architectures = ["GPT2LMHeadModel"]
     loss, logits, labels = StepLoss(config), torch.randn(2, 24, 97), torch.randint(0, 97, (2, 24))
     for micro_batches in range(1, 8):
-        loss.weigh([labels] * micro_batches, 1, None, torch.device("cpu"))
+        loss.set_share([labels] * micro_batches, 1, None, torch.device("cpu"))
         assert torch.equal(loss(logits, labels), loss.plain(logits, labels))
 
 
@@ -636,7 +636,7 @@ def test_a_loss_of_the_users_own_may_have_labels_below_0() -> None:
 
     loss = StepLoss(BertConfig(num_labels=1, architectures=["BertForSequenceClassification"]), own=hinge)
     logits, labels = torch.tensor([[0.5], [0.2]]), [torch.tensor([-1, -1]), torch.tensor([1, -1])]
-    loss.weigh(labels, 1, None, torch.device("cpu"))
+    loss.set_share(labels, 1, None, torch.device("cpu"))
     found = [loss(logits, given) for given in labels]
     assert torch.stack(found).mean() == pytest.approx((1.5 + 1.2 + 0.5 + 1.2) / 4)
 
@@ -680,14 +680,14 @@ def test_a_classifiers_problem_is_named_as_the_model_names_it(classes: int, labe
     model = BertForSequenceClassification(copy.deepcopy(config))
     model(torch.ones(2, 3, dtype=torch.int64), labels=labels)
     for loss in (StepLoss(config, 0.1), StepLoss(config, own=lambda *_, **__: labels.sum())):
-        loss.note_problem(config, labels)
+        loss.set_problem_type(config, labels)
         assert config.problem_type is None, "the model does not see the labels"
     plan: Any = SimpleNamespace(architecture="bert", blocks=1)
     before = model_digest(plan, config)
-    StepLoss(config).note_problem(config, labels)
+    StepLoss(config).set_problem_type(config, labels)
     assert model_digest(plan, config) == before, "its messages stay its own"
     assert config.problem_type == model.config.problem_type == problem
-    StepLoss(config).note_problem(config, None)
+    StepLoss(config).set_problem_type(config, None)
     assert config.problem_type == problem
 
 
@@ -729,9 +729,9 @@ def test_joined_as_trainer_joins(widths: tuple[int, ...], dims: int) -> None:
     expected = parts[0]
     for part in parts[1:]:
         expected = nested_concat(expected, part, padding_index=-100)
-    assert np.array_equal(_joined([part.numpy() for part in parts]), expected.numpy())
+    assert np.array_equal(_concatenate([part.numpy() for part in parts]), expected.numpy())
     pairs = [(part.numpy(), {"a": part.numpy()}) for part in parts]
-    both = _joined(pairs)
+    both = _concatenate(pairs)
     assert isinstance(both, tuple)
     assert np.array_equal(both[1]["a"], nested_numpify(expected))
 
@@ -908,7 +908,7 @@ def test_rank_0_names_no_folder_beside_the_checkpoints(
     monkeypatch.setattr(checkpoints.dist, "barrier", lambda group: None)
     monkeypatch.setattr(checkpoints.dist, "get_rank", lambda: 1)
     monkeypatch.setattr(checkpoints, "broadcast", lambda value, group: said)
-    with pytest.raises(WireError, match=r"rank 0 wants .* deleted in .*, allowed: names of checkpoint-\* there"):
+    with pytest.raises(WireError, match=r"rank 0 asks to delete .*checkpoint-\*"):
         checkpoints.rotate(str(output), 1, None, None)
     with pytest.raises(WireError):
         checkpoints.keep_only(str(output), "checkpoint-2", None)
@@ -927,7 +927,7 @@ def test_rank_0_names_no_checkpoint_elsewhere(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(checkpoints.dist, "get_rank", lambda: 1)
     for said in ([[name]], [[], (name, {}, True, ())]):
         monkeypatch.setattr(checkpoints, "broadcast", saying(said))
-        with pytest.raises(WireError, match=r"rank 0 names a checkpoint .*, allowed: checkpoint-\*"):
+        with pytest.raises(WireError, match=r"rank 0 names the checkpoint .*, allowed: checkpoint-\*"):
             checkpoints.find(True, str(tmp_path), {}, None)
 
 
@@ -972,7 +972,7 @@ def test_a_checkpoint_that_is_passed_over_is_not_trained_from(tmp_path: Path, mo
     monkeypatch.setattr(checkpoints, "while_others_wait", lambda act, group: act())
     monkeypatch.setattr(checkpoints, "gathered", lambda own, group: [own])
     (whole(tmp_path, 700) / checkpoints.DEEPSPEED / "weights.pt").write_text("weighty")
-    told = "True only where a checkpoint is whole: checkpoint-700: on rank 0's machine weights.pt was changed"
+    told = "True only with an undamaged checkpoint: checkpoint-700: on rank 0's machine weights.pt was changed"
     with pytest.raises(ConfigError, match=told):
         checkpoints.find(True, str(tmp_path), {"cuts": [0, 1, 2], "replicas": 1}, None)
 

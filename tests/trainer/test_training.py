@@ -20,11 +20,11 @@ from pipecomp.errors import ConfigError, DataError
 from pipecomp.report.reader import read_runs
 from pipecomp.stages import split
 from pipecomp.trainer import checkpoints, setup
-from pipecomp.trainer.data_loading import EvalLoader, LengthSampler, Samples, StepLoader, data_seed, make_sampler
-from pipecomp.trainer.evaluation import BatchResult, Evaluation
+from pipecomp.trainer.data_loading import EvalLoader, LengthSampler, SampleSource, StepLoader, data_seed, make_sampler
+from pipecomp.trainer.evaluation import EvaluatedBatch, Evaluation
 from pipecomp.trainer.losses import StepLoss
 from pipecomp.trainer.meters import LossMeter, TrainingRecorder
-from pipecomp.trainer.training import Training, TrainingLength, follows_metric, make_lr_scheduler, note_best
+from pipecomp.trainer.training import Training, TrainingLength, make_lr_scheduler, update_best, uses_metric
 from tests.models import gpt2
 from tests.report.runs import AQSGD, counters, made_step
 
@@ -146,16 +146,18 @@ def test_a_label_that_only_padding_predicts_is_an_error(made: Any, wrong: tuple[
     if causal:
         fine[0, 4] = 7
     batch = MicroBatch((4, 2, 9), {"input_ids": ids, "attention_mask": PADDED}, fine)
-    (kept,) = loss.labels_of(stage, [batch])
+    (kept,) = loss.masked_labels(stage, [batch])
     assert kept[2].tolist() == ([-100, -100, -100, 7, 7, 7] if causal else [-100, -100, 7, 7, 7, 7])
     labels = fine.clone()
     labels[wrong] = 3
     other = MicroBatch(batch.ids, batch.inputs, labels)
     with pytest.raises(DataError, match=f"labels: sample {batch.ids[wrong[0]]} has 3 at place {place}"):
-        loss.labels_of(stage, [other])
-    assert torch.equal(loss.labels_of(alone, [other])[0], labels), "one stage has what the unsplit model has"
+        loss.masked_labels(stage, [other])
+    assert torch.equal(loss.masked_labels(alone, [other])[0], labels), "one stage has what the unsplit model has"
     own = StepLoss(whole.config, own=work.summed)
-    assert torch.equal(own.labels_of(stage, [other])[0][wrong], torch.tensor(3)), "a loss of one's own may ignore them"
+    assert torch.equal(own.masked_labels(stage, [other])[0][wrong], torch.tensor(3)), (
+        "a loss of one's own may ignore them"
+    )
 
 
 @pytest.mark.parametrize("own", [None, work.summed], ids=["model's", "user's"])
@@ -166,7 +168,7 @@ def test_a_steps_labels_are_not_counted_on_the_gpu(own: Any) -> None:
     labels = [torch.tensor([[5, 3, -100, 2]]), torch.full((1, 4), -100)]
     loss = StepLoss(config, own=own)
     for _ in range(2):
-        loss.weigh(labels, 1, None, torch.device("cpu"))
+        loss.set_share(labels, 1, None, torch.device("cpu"))
         assert all(loss(torch.zeros(1, 4, 97, device="meta"), each.to("meta")).is_meta for each in labels)
 
 
@@ -187,10 +189,10 @@ def test_a_loss_of_the_users_own_is_told_an_evaluations_labels_as_trainer_tells_
 def test_nccl_is_refused_where_processes_share_a_gpu() -> None:
     """accelerate takes it wherever there is a GPU, and it would end in the first collective."""
     args = SimpleNamespace(ddp_backend=None)
-    setup._check_shared(["first", "second"], args)
-    setup._check_shared([None, None], args)  # over gloo
-    with pytest.raises(ConfigError, match=r"^ddp_backend: got None, allowed: 'gloo' where processes share a GPU"):
-        setup._check_shared(["first", "first"], args)
+    setup._check_shared_gpus(["first", "second"], args)
+    setup._check_shared_gpus([None, None], args)  # over gloo
+    with pytest.raises(ConfigError, match=r"^ddp_backend: got None, allowed: 'gloo' if processes share a GPU"):
+        setup._check_shared_gpus(["first", "first"], args)
 
 
 class Views:
@@ -223,7 +225,7 @@ def collated(chosen: list[dict[str, int]]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("data", [Views(), Columns()])
 @pytest.mark.parametrize("workers", [{"num_workers": 0}, {"num_workers": 1, "multiprocessing_context": "fork"}])
 def test_a_datasets_own_ids_are_the_samples_ids(data: Views, columns: list[str] | None, workers: dict) -> None:
-    samples = Samples.of(data, collated, columns, "train_dataset")
+    samples = SampleSource.of(data, collated, columns, "train_dataset")
     loader = StepLoader(samples, ShardedSampler(len(data), 3, drop_last=False), 0, workers)
     batches = loader.begin_step(3)
     ids = [[data.sample_id(int(index)) for index in batch.inputs["input_ids"].flatten()] for batch in batches]
@@ -265,7 +267,7 @@ def test_a_schedule_goes_on_where_a_stage_has_another_number_of_groups(
         rates = []
         for _ in range(count):
             engine.basic_optimizer.step()
-            scheduler.step(*([3.0] if follows_metric(scheduler) else []))
+            scheduler.step(*([3.0] if uses_metric(scheduler) else []))
             rates.append([group["lr"] for group in engine.basic_optimizer.param_groups])
         return rates
 
@@ -273,7 +275,7 @@ def test_a_schedule_goes_on_where_a_stage_has_another_number_of_groups(
     steps(engine, scheduler, 13)
     checkpoints.save_engine(engine, str(tmp_path), scheduler, CollectiveWrite(tmp_path))
     other, again = made(after)
-    checkpoints.load_engine(other, checkpoints.Found(str(tmp_path), TrainerState(), same=False), again)
+    checkpoints.load_engine(other, checkpoints.ResumePoint(str(tmp_path), TrainerState(), same=False), again)
     assert again.get_last_lr() == scheduler.get_last_lr()[:1] * after
     expected = [rates[:1] * after for rates in steps(engine, scheduler, 11)]
     assert steps(other, again, 11) == expected
@@ -287,7 +289,7 @@ def test_the_order_is_the_one_that_the_arguments_name(tmp_path: Path, kind: str,
         per_device_train_batch_size=2, gradient_accumulation_steps=3, use_cpu=True, report_to="none",
     )  # fmt: skip
     data = [{"input_ids": [0] * (i * 7 % 23)} for i in range(41)]
-    samples = Samples.of(data, list, None, "train_dataset")
+    samples = SampleSource.of(data, list, None, "train_dataset")
     made = make_sampler(samples, args, data, None, replicas=2, replica=1)
     options: dict[str, Any] = {"replicas": 2, "replica": 1, "seed": 0, "drop_last": drop_last}
     if kind == "group_by_length":
@@ -314,9 +316,9 @@ def test_how_long_a_training_is(epochs: float, max_steps: int, expected: tuple[i
 def test_a_checkpoint_with_other_steps_in_an_epoch_is_noticed() -> None:
     length = TrainingLength(per_epoch=10, accumulation=4, updates=3, epochs=3, max_steps=9)
     ends = [epoch + min(1.0, (update + 1) * 4 / 10) for epoch in range(3) for update in range(3)]
-    assert not any(length.differs(step, ends[step - 1]) for step in range(1, 10))
-    assert length.differs(3, 0.5), "from half as many replicas"
-    assert length.differs(3, 2.0)
+    assert not any(length.has_other_length(step, ends[step - 1]) for step in range(1, 10))
+    assert length.has_other_length(3, 0.5), "from half as many replicas"
+    assert length.has_other_length(3, 2.0)
 
 
 def test_a_schedule_has_what_the_arguments_say_of_it(tmp_path: Path) -> None:
@@ -347,11 +349,11 @@ def test_the_best_evaluation(greater: bool) -> None:
     best = []
     for step, value in enumerate(values, 1):
         state.global_step = step
-        best.append(note_best(args, state, {"eval_loss": -value, "eval_f1": value}))
+        best.append(update_best(args, state, {"eval_loss": -value, "eval_f1": value}))
     assert best == [True, True, False, False]
     assert (state.best_metric, state.best_global_step) == (values[1], 2)
     with pytest.raises(ConfigError, match="metric_for_best_model: got 'f1', allowed: one of eval_loss"):
-        note_best(args, state, {"eval_loss": 1.0})
+        update_best(args, state, {"eval_loss": 1.0})
 
 
 def test_a_loss_of_compute_metrics_takes_the_place_of_the_mean() -> None:
@@ -361,8 +363,8 @@ def test_a_loss_of_compute_metrics_takes_the_place_of_the_mean() -> None:
         engine, None, args, loss=None, compute_metrics=lambda found: {"loss": 7.0, "eval_f1": 0.5}, preprocess=None,
         on_step=lambda: None,
     )  # fmt: skip
-    rows = [BatchResult(0, 2, 1.0, np.zeros((2, 2)), np.zeros(2), None)]
-    samples = Samples.of([{"labels": 0}] * 2, list, None, "eval_dataset")
+    rows = [EvaluatedBatch(0, 2, 1.0, np.zeros((2, 2)), np.zeros(2), None)]
+    samples = SampleSource.of([{"labels": 0}] * 2, list, None, "eval_dataset")
     metrics = evaluation._combine(rows, EvalLoader(samples, 2, 0, {"num_workers": 0}), "eval", 0.0)[2]
     assert (metrics["eval_loss"], metrics["eval_f1"]) == (7.0, 0.5)
 
@@ -380,10 +382,10 @@ def test_an_evaluation_counts_every_sample_alike(concat: bool, filtered: bool) -
     )  # fmt: skip
     sizes, losses = (3, 3, 1), (1.0, float("inf"), 5.0)
     rows = [
-        BatchResult(number, size, loss, np.full((size, 2), number), np.full(size, number), None)
+        EvaluatedBatch(number, size, loss, np.full((size, 2), number), np.full(size, number), None)
         for number, (size, loss) in enumerate(zip(sizes, losses, strict=True))
     ]
-    samples = Samples.of([{"labels": 0}] * 7, list, None, "eval_dataset")
+    samples = SampleSource.of([{"labels": 0}] * 7, list, None, "eval_dataset")
     metrics = evaluation._combine(rows, EvalLoader(samples, 3, 0, {"num_workers": 0}), "eval", 0.0)[2]
     assert metrics["eval_loss"] == (2.0 if filtered else float("inf"))
     (found,) = told
