@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from pipecomp.buffers.base import GRADIENT
 from pipecomp.buffers.lmdb_file import FORMAT_KEY, RUN_KEY, ValueFile, link_key, page_problems
-from pipecomp.buffers.lmdb_folder import DAMAGED_FILE, DATA_FILE, LOCK_FILE, RankFolder, store_errors
+from pipecomp.buffers.lmdb_folder import DAMAGED_FILE, DATA_FILE, LOCK_FILE, UNSYNCED_FILE, RankFolder, store_errors
 from pipecomp.buffers.store import sample_hash
 from pipecomp.buffers.value import read_header, stored_size
 from pipecomp.errors import ConfigError, StoreError
@@ -194,12 +194,13 @@ def prune(
     report = PruneReport()
     with ExitStack() as opened:
         folders = [folder for _, folder in rank_folders(path)]
+        locks = {}
         for folder in folders:  # all of them, before any is changed
-            opened.enter_context(RankFolder(folder))
+            locks[folder] = opened.enter_context(RankFolder(folder))
             report.bytes_before += (folder / DATA_FILE).stat().st_size
         if everything:
             for folder in folders:
-                _remove(folder, DATA_FILE, LOCK_FILE, DAMAGED_FILE)
+                _remove(folder, DATA_FILE, LOCK_FILE, DAMAGED_FILE, UNSYNCED_FILE)
             return report
         remedy = "`pipecomp store prune --everything` removes it; a run sets it aside and begins a new one"
         files = {f: opened.enter_context(closing(_open_sound(f, remedy))) for f in folders}
@@ -208,6 +209,7 @@ def prune(
             raise StoreError(f"{path}: no store of {link}; there are: {', '.join(names)}")
         for folder, file in files.items():
             _compact(folder, file, report, link, select)
+            locks[folder].mark_synced()  # all that is left was verified
             report.bytes_after += (folder / DATA_FILE).stat().st_size
     return report
 

@@ -16,8 +16,9 @@ Note: [No fsync per step]
 
 Note: [Damage]
     LMDB trusts its file: a damaged page can crash the process, and so does a mapped page behind the end of a truncated
-    file. `page_problems` therefore walks the pages without LMDB (`lmdb.verify`) before the file is opened. Metadata and
-    values have a CRC-32 each.
+    file. `has_all_pages` therefore compares its length with its headers before the file is opened, and `page_problems`
+    walks the pages without LMDB (`lmdb.verify`) where `lmdb_folder` asks for a full check. Metadata and values have a
+    CRC-32 each.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ _CRC = b"crc:"  # prefix of the key of a metadata record's CRC-32
 _LOCK_BYTES = 8192  # size of LMDB's lock file: 126 readers
 _RUNS = (16, 4, 1)
 _PAGE_HEADER = 16
+_FILE_HEADER = struct.Struct("=II16xI92xQQ")  # after a page header: magic, version, page size, last page, transaction
+_MAGIC = 0xBEEFC0DE
 _RECORD_OVERHEAD = 8 + 10 + 2  # a record's header, its usual key, its entry in the page's index
 _FIRST = struct.Struct(">QHQ")
 _NEXT = struct.Struct(">QH")
@@ -134,6 +137,22 @@ def piece_sizes(size: int, page: int) -> tuple[int, ...]:
 def link_key(name: str) -> bytes:
     """Return the metadata key of a link's settings."""
     return b"link:" + name.encode()
+
+
+def has_all_pages(file: Path) -> bool:
+    """Return whether both headers of an LMDB file are plausible and it is as long as the newer one requires."""
+    with store_errors(file.parent, "read the message store"), file.open("rb") as data:
+        size = file.stat().st_size
+        headers = []
+        for _ in range(2):
+            header = data.read(_PAGE_HEADER + _FILE_HEADER.size)[_PAGE_HEADER:]
+            if len(header) < _FILE_HEADER.size:
+                return False
+            headers.append(_FILE_HEADER.unpack(header))
+            data.seek(headers[0][2])  # the second page has the other header
+    magic, _, page_size, *_ = headers[0]
+    last_page = max(headers, key=lambda header: header[-1])[3]
+    return magic == _MAGIC and headers[0][:3] == headers[1][:3] and size >= (last_page + 1) * page_size
 
 
 def page_problems(path: Path) -> list[str]:
@@ -285,8 +304,12 @@ class ValueFile:
             if mine.get(k) != stored.get(k) or (k in mine) != (k in stored)
         )
 
-    def problems(self) -> list[tuple[str | None, str]]:
-        """Check metadata and keys; returns (link, problem) pairs, link None for the file as a whole."""
+    def problems(self, *, keys: bool = True) -> list[tuple[str | None, str]]:
+        """Check metadata, and with `keys` the keys of all values.
+
+        Returns:
+            (link, problem) pairs, link None for the file as a whole.
+        """
         found: list[tuple[str | None, str]] = []
         try:
             names = self.table_names()
@@ -298,7 +321,8 @@ class ValueFile:
                 if name is not None:
                     if value is None:
                         found.append((name, f"{self.path}: {name} has no settings: its name, or theirs, is damaged"))
-                    self.scan(self.table(name, create=False))
+                    if keys:
+                        self.scan(self.table(name, create=False))
             except DamagedStoreError as error:
                 found.append((name, str(error)))
         return found
@@ -395,27 +419,28 @@ class ValueFile:
     def write(self, changes: Mapping[LinkTable, Mapping[int, bytearray | None]]) -> None:
         """Write all values, and delete those that are None, in one transaction."""
         puts: dict[LinkTable, list[tuple[int, ValueLocation, bytearray, bool]]] = {}
-        deletes: list[tuple[LinkTable, list[bytes]]] = []
+        surplus: list[tuple[LinkTable, list[bytes]]] = []  # pieces of longer values that are replaced
         freed: list[tuple[LinkTable, int, int]] = []
         ends = {table: table.end for table in changes}
         for table, values in changes.items():
             puts[table] = []
             for sample, value in values.items():
-                old, end, after = table.locations.get(sample), table.end, 0
+                old, end = table.locations.get(sample), table.end
                 if value is not None:
                     slot = old.slot if old is not None else table.new_slot()
                     puts[table].append((sample, ValueLocation(slot, len(value)), value, slot == end))
-                    after = len(piece_sizes(len(value), self._page))
+                    if old is not None:
+                        after, before = (len(piece_sizes(size, self._page)) for size in (len(value), old.size))
+                        surplus.append((table, _keys(slot, sample, after, before)))
                 elif old is not None:
                     freed.append((table, sample, old.slot))
-                if old is not None:
-                    before = len(piece_sizes(old.size, self._page))
-                    deletes.append((table, _keys(old.slot, sample, after, before)))
 
         def body(txn: lmdb.Transaction) -> None:
-            for table, keys in deletes:
+            for table, keys in surplus:
                 for key in keys:
                     txn.delete(key, db=table.handle)
+            for table, _, slot in freed:
+                _delete_slot(txn, table, slot)
             for table, its in puts.items():
                 with txn.cursor(db=table.handle) as cursor:
                     for sample, location, value, append in its:
@@ -435,15 +460,11 @@ class ValueFile:
             heapq.heappush(table.free, slot)
 
     def delete_slots(self, table: LinkTable, slots: Iterable[int]) -> None:
-        """Delete the records of damaged values, whose sizes are unknown."""
+        """Delete the values in these slots."""
 
         def body(txn: lmdb.Transaction) -> None:
-            with txn.cursor(db=table.handle) as cursor:
-                for slot in slots:
-                    prefix = slot.to_bytes(8, "big")
-                    cursor.set_range(prefix)
-                    while cursor.key()[:8] == prefix:  # a cursor at the end has an empty key
-                        cursor.delete()
+            for slot in slots:
+                _delete_slot(txn, table, slot)
 
         self._transact(body)
 
@@ -498,3 +519,12 @@ class ValueFile:
 
 def _keys(slot: int, sample: int, first: int, end: int) -> list[bytes]:
     return [_NEXT.pack(slot, i) if i else _FIRST.pack(slot, 0, sample) for i in range(first, end)]
+
+
+def _delete_slot(txn: lmdb.Transaction, table: LinkTable, slot: int) -> None:
+    """Delete all pieces in a slot; a damaged header may count them wrongly."""
+    prefix = slot.to_bytes(8, "big")
+    with txn.cursor(db=table.handle) as cursor:
+        cursor.set_range(prefix)
+        while cursor.key()[:8] == prefix:  # a cursor at the end has an empty key
+            cursor.delete()

@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from pipecomp.buffers.base import DamagedStoreError
-from pipecomp.buffers.lmdb_file import MAP_BYTES, LinkTable, ValueFile, ValueLocation, find_damage, page_problems
+from pipecomp.buffers.lmdb_file import (
+    MAP_BYTES,
+    CheckedValue,
+    LinkTable,
+    ValueFile,
+    ValueLocation,
+    find_damage,
+    has_all_pages,
+    page_problems,
+)
 from pipecomp.buffers.lmdb_folder import DATA_FILE, LOCK_FILE, RankFolder, copy_file, is_refused_write
 from pipecomp.buffers.memory import MemoryStore
 from pipecomp.buffers.store import BackgroundWriter, LinkStore, Read, StoreEntry
@@ -120,7 +129,7 @@ class LmdbStore(LinkStore):
         super().__init__(table.name, fmt, **options)
         self.settings = settings
         self._environment = environment
-        self._load_index(table, check=True)
+        self._load_index(table)
 
     def commit(self) -> None:
         self._check()
@@ -152,23 +161,28 @@ class LmdbStore(LinkStore):
     def _load_value(self, sample: int) -> bytearray | None:
         return self._environment.file.read(self._table, sample)
 
-    def _load_index(self, table: LinkTable, *, check: bool) -> None:
-        """Hold what `table` of the environment's file holds; check: delete damaged values first, with a warning."""
-        file = self._environment.file
-        damaged = [value for value in file.check_values(table) if value.problem is not None] if check else []
-        if damaged:
-            file.delete_slots(table, [value.slot for value in damaged])
-            warnings.warn(
-                f"{self._environment.path}: {damaged[0].problem}. {len(damaged)} damaged values are dropped, and their "
-                "samples are sent as first visits again",
-                stacklevel=2,
-            )
-        entries, locations = [], {}
-        for head in file.scan(table):
-            header = read_header(head.head, self.where(head.sample))
+    def _drop_damaged(self, entry: StoreEntry, error: DamagedStoreError) -> None:
+        self._environment.damaged = True
+        super()._drop_damaged(entry, error)
+
+    def _load_index(self, table: LinkTable) -> None:
+        """Hold what `table` of the environment's file holds; values with damaged headers are dropped."""
+        entries, locations, damaged = [], {}, []
+        for head in self._environment.file.scan(table):
+            where = self.where(head.sample)
+            try:
+                header = read_header(head.head, where)
+                if header.sample != head.sample:
+                    raise DamagedStoreError(f"{where}: holds a value of sample {header.sample}")
+            except DamagedStoreError as error:
+                damaged.append(CheckedValue(head.sample, head.slot, None, str(error)))
+                continue
             size = stored_size(header)
             entries.append(StoreEntry(head.sample, header.version, size, crc=header.crc))
             locations[head.sample] = ValueLocation(head.slot, size)
+        if damaged:
+            self._environment.damaged = True
+            self._environment.drop_damaged(self._environment.file, table, damaged)
         table.load(locations)
         self._table = table
         self._reset(entries)
@@ -178,7 +192,8 @@ class LmdbEnvironment:
     """The stores of one rank in `path`, a folder that this process locks.
 
     A file that LMDB cannot use, or with damaged pages or metadata, is set aside with a warning that names its new path,
-    and a new one begins. Options and errors as for `open_environment`.
+    and a new one begins. Damaged values are dropped with a warning. All pages and values are checked only if the store
+    was not closed in order: see `lmdb_folder`, Note [Full check]. Options and errors as for `open_environment`.
 
     Args:
         path: the rank's folder.
@@ -187,6 +202,9 @@ class LmdbEnvironment:
         map_bytes: address space to start with; it grows by itself.
         on_write_error: see StepWriter.
         options: see LinkStore.
+
+    Attributes:
+        damaged: damage was found after the opening, so the next one checks everything.
     """
 
     def __init__(
@@ -208,9 +226,13 @@ class LmdbEnvironment:
         self._stores: dict[str, LmdbStore] = {}
         self._pid = os.getpid()
         self._closed = False
+        self.damaged = False
         self._folder = RankFolder(self.path)
         with ExitStack() as undo:
             undo.callback(self._folder.release)
+            if not self._folder.unsynced:
+                undo.callback(self._folder.mark_synced)
+            self._folder.mark_unsynced()
             try:
                 self.file = self._open_file(map_bytes)
             except DamagedStoreError as error:
@@ -273,13 +295,11 @@ class LmdbEnvironment:
             for store in self._stores.values():
                 if not store._closed:
                     self.file.check_settings(store.link, store.settings)
-                    store._load_index(self.file.table(store.link), check=False)
+                    store._load_index(self.file.table(store.link))
         return True
 
     def link(self, name: str, settings: Mapping[str, Any]) -> LmdbStore:
         """Open the store of one end, kept in the named database `name`.
-
-        Values that fail their checksum are dropped with a warning.
 
         Args:
             name: letters, digits, ".", "_" and "-".
@@ -287,6 +307,7 @@ class LmdbEnvironment:
 
         Raises:
             StoreError: it was stored with other settings, or is open already.
+            DamagedStoreError: a key is damaged; the next start checks the store.
             ConfigError: the name or the settings are invalid.
         """
         self.check()
@@ -300,8 +321,21 @@ class LmdbEnvironment:
             # Changes that the disk refused before the link was closed keep their slots.
             refused = next((table for table in self.steps.refused if table.name == name), None)
             table = refused or self.file.table(name)
-            self._stores[name] = LmdbStore(self, table, self._format, settings, **self._options)
+            try:
+                self._stores[name] = LmdbStore(self, table, self._format, settings, **self._options)
+            except DamagedStoreError as error:
+                self.damaged = True
+                raise DamagedStoreError(f"{error}. The next start checks the whole store: start again") from error
             return self._stores[name]
+
+    def drop_damaged(self, file: ValueFile, table: LinkTable, damaged: Sequence[CheckedValue]) -> None:
+        """Delete damaged values from the file, with a warning that names the first one."""
+        file.delete_slots(table, [value.slot for value in damaged])
+        warnings.warn(
+            f"{self.path}: {damaged[0].problem}. {len(damaged)} damaged values are dropped, and their samples are sent "
+            "as first visits again",
+            stacklevel=2,
+        )
 
     def commit(self, stores: Iterable[LmdbStore] | None = None) -> None:
         """End a training step: the changes of these links, or of all, become durable in one transaction."""
@@ -331,11 +365,13 @@ class LmdbEnvironment:
         """Flush and release everything; safe to call twice. StoreError for a failed write that was not raised yet."""
         if self._closed or os.getpid() != self._pid:  # a forked child has neither the thread nor the lock
             return
+        synced = False
         try:
             for store in self._stores.values():
                 store._stop()
             if not self.writer.failed:
                 self.flush()
+                synced = True
                 self.steps.warn_of_loss()
         finally:
             self._closed = True
@@ -344,6 +380,8 @@ class LmdbEnvironment:
                 self.writer.close()
             finally:
                 self.file.close()
+                if synced and not self.damaged:
+                    self._folder.mark_synced()
                 self._folder.release()
 
     def size_bytes(self) -> int:
@@ -352,13 +390,19 @@ class LmdbEnvironment:
     def _open_file(self, map_bytes: int) -> ValueFile:
         """Open a sound file, or a new one; DamagedStoreError for a damaged one."""
         data = self.path / DATA_FILE
-        if data.is_file() and data.stat().st_size and (pages := page_problems(self.path)):
-            raise DamagedStoreError(pages[0])
+        check = self._folder.unsynced
+        if data.is_file() and data.stat().st_size:
+            check = check or not has_all_pages(data)
+            if check and (pages := page_problems(self.path)):
+                raise DamagedStoreError(pages[0])
         file = ValueFile(self.path, map_bytes=map_bytes)
         try:
-            if problems := file.problems():
+            if problems := file.problems(keys=check):
                 raise DamagedStoreError(problems[0][1])
             file.check_format()
+            for table in [file.table(name, create=False) for name in file.table_names()] if check else ():
+                if damaged := [value for value in file.check_values(table) if value.problem is not None]:
+                    self.drop_damaged(file, table, damaged)
         except BaseException:
             file.close()
             raise

@@ -14,6 +14,7 @@ import torch
 
 from pipecomp.buffers import LmdbEnvironment
 from pipecomp.buffers.lmdb_file import find_damage
+from pipecomp.buffers.lmdb_folder import UNSYNCED_FILE
 from tests.limits import HANG_S
 
 SAMPLES, LINKS = 24, 2
@@ -114,6 +115,7 @@ def test_a_killed_process_leaves_whole_steps(tmp_path, host, bits):
     for _ in range(KILLS):  # each time on what the last victim left
         committed = host.kill_one(folder, bits, rng.randint(0, 3), rng.uniform(0.0, 0.05))
         assert find_damage(folder) is None
+        assert (folder / UNSYNCED_FILE).exists(), "the next opening checks everything"
         environment = LmdbEnvironment(folder, bits=bits)
         stores = [environment.link(f"link-{i}", {}) for i in range(LINKS)]
         steps = {line.version for store in stores for line in store.inventory()}

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import errno
+import faulthandler
+import os
 import random
 import re
+import resource
 import warnings
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from pipecomp.buffers import lmdb_folder, open_environment
+from pipecomp.buffers import lmdb_folder, lmdb_store, open_environment
 from pipecomp.buffers.admin import prune, verify
-from pipecomp.buffers.lmdb_folder import DAMAGED_FILE, DATA_FILE, copy_file
+from pipecomp.buffers.lmdb_file import ValueFile
+from pipecomp.buffers.lmdb_folder import DAMAGED_FILE, DATA_FILE, UNSYNCED_FILE, copy_file
 from pipecomp.errors import StoreError
+from tests.children import child_of
 
 SAMPLES = 40
 
@@ -31,6 +37,30 @@ def store(tmp_path: Path) -> Path:
     environment.commit()
     environment.close()
     return tmp_path
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """What is read from files: "pages" for a walk over all of them, and the sample of each value."""
+    read: list[object] = []
+    walk, join = lmdb_store.page_problems, ValueFile._join
+
+    def counted_walk(path: Path) -> list[str]:
+        read.append("pages")
+        return walk(path)
+
+    def counted_join(self: ValueFile, cursor: Any, table: Any, slot: int, sample: int, size: int | None) -> bytearray:
+        read.append(sample)
+        return join(self, cursor, table, slot, sample, size)
+
+    monkeypatch.setattr(lmdb_store, "page_problems", counted_walk)
+    monkeypatch.setattr(ValueFile, "_join", counted_join)
+    return read
+
+
+def leave_unsynced(store: Path) -> None:
+    """Leave the store as a power failure does."""
+    (store / "rank-0" / UNSYNCED_FILE).touch()
 
 
 def damage_value(store: Path) -> None:
@@ -88,12 +118,114 @@ def assert_set_aside(store: Path, samples: int = 0) -> None:
 
 
 def test_a_whole_one_stays_as_it_is(store: Path) -> None:
+    leave_unsynced(store)
     assert opened(store) == (SAMPLES, [])
     assert not (store / "rank-0" / DAMAGED_FILE).exists()
 
 
+def test_after_an_orderly_close_no_value_is_read(store: Path, reads: list[object]) -> None:
+    mark = store / "rank-0" / UNSYNCED_FILE
+    for _ in range(2):
+        assert not mark.exists()
+        with closing(open_environment("lmdb", store, 0)) as environment:
+            assert len(environment.link("link-0", {"a": 1}).inventory()) == SAMPLES
+            assert mark.exists()
+    assert reads == []
+    with pytest.raises(StoreError, match="other settings"), closing(open_environment("lmdb", store, 0)) as environment:
+        environment.link("link-0", {"a": 2})
+    assert not mark.exists()
+
+
+def test_after_a_crash_everything_is_checked_once(store: Path, reads: list[object]) -> None:
+    def crash() -> str:
+        environment = open_environment("lmdb", store, 0)
+        link = environment.link("link-0", {"a": 1})
+        link.put_many([(SAMPLES, 1, torch.ones(2, 16))])
+        environment.commit()
+        environment.flush()
+        os._exit(3)
+
+    assert child_of(crash) == ("", 3)
+    for expected in (["pages", *range(SAMPLES + 1)], []):
+        with closing(open_environment("lmdb", store, 0)) as environment:
+            assert len(environment.link("link-0", {"a": 1}).inventory()) == SAMPLES + 1
+        assert reads == expected
+        reads.clear()
+
+
+@pytest.mark.parametrize("step_ends", [True, False], ids=["sender", "receiver"])
+def test_a_value_damaged_at_rest_is_found_when_read(store: Path, reads: list[object], step_ends: bool) -> None:
+    """A sender drops it and goes on; a receiver stops within the step. Either way the next start checks everything."""
+    damage_value(store)
+    reads.clear()
+    with closing(open_environment("lmdb", store, 0)) as environment:
+        link = environment.link("link-0", {"a": 1})
+        assert len(link.inventory()) == SAMPLES
+        assert reads == []
+        with pytest.warns(UserWarning, match=r"CRC-32.*first visits"):
+            assert [cached is None for cached in link.get(range(SAMPLES))].count(True) == 1
+        if step_ends:
+            environment.commit()
+    reads.clear()
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        with closing(open_environment("lmdb", store, 0)) as environment:
+            assert len(environment.link("link-0", {"a": 1}).inventory()) == SAMPLES - 1
+    assert len(given) == (0 if step_ends else 1)
+    assert reads[0] == "pages"
+    assert len(reads) == (SAMPLES if step_ends else SAMPLES + 1)
+    assert verify(store).damaged == []
+    assert opened(store) == (SAMPLES - 1, [])
+
+
+def test_a_header_damaged_at_rest_takes_no_other_value_along(store: Path) -> None:
+    """Its number of tokens, of which the number of its pieces follows."""
+    damage_text(store, rb"PCMV\x01\0\x20\0\x07\0{7}\x01\0{7}\x40\0{3}", 24, 0x60)  # sample 7: 32 tokens, not 64
+    with closing(open_environment("lmdb", store, 0)) as environment:
+        link = environment.link("link-0", {"a": 1})
+        with pytest.warns(UserWarning, match="sample 7.*first visits"):
+            assert link.get([7]) == [None]
+        environment.commit()
+    assert verify(store).damaged == []
+    assert opened(store) == (SAMPLES - 1, [])
+
+
+@pytest.mark.parametrize("pattern", [b"\xff", b"\0"])
+def test_pages_damaged_at_rest_stop_one_start_at_most(store: Path, pattern: bytes) -> None:
+    """LMDB may crash on them: the mark of the store that it left open makes the next start look at the pages."""
+    file = store / "rank-0" / DATA_FILE
+    content = file.read_bytes()
+    file.write_bytes(content[: 2 * 4096] + pattern * (len(content) - 2 * 4096))
+
+    def start() -> str:
+        faulthandler.disable()
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        return str(opened(store)[0])
+
+    text, status = child_of(start)
+    assert (text, status) == ("0", 0) or status != 0
+    assert opened(store)[0] == 0
+    assert (store / "rank-0" / DAMAGED_FILE).exists()
+    assert opened(store) == (0, [])
+
+
+def test_a_close_without_a_sync_leaves_the_mark(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = open_environment("lmdb", store, 0)
+
+    def refuse() -> None:
+        raise StoreError("cannot sync")
+
+    monkeypatch.setattr(environment.file, "sync", refuse)
+    with pytest.raises(StoreError, match="cannot sync"):
+        environment.close()
+    assert (store / "rank-0" / UNSYNCED_FILE).exists()
+    assert prune(store).kept == SAMPLES
+    assert not (store / "rank-0" / UNSYNCED_FILE).exists()
+
+
 def test_single_values_go(store: Path) -> None:
     damage_value(store)
+    leave_unsynced(store)
     held, (warning,) = opened(store)
     assert held == SAMPLES - 1
     assert "CRC-32" in warning
@@ -112,6 +244,7 @@ def test_a_copy_of_a_damaged_store_takes_no_place(store: Path, damage: str) -> N
     else:
         damage_text(store, rb"\0{7}\x05\0\0\0{7}\x05", 8, 0x10)  # of the first piece of a value's, slot 5
     saved = saved_copy(store)
+    leave_unsynced(store)
     left, warned = opened(store)
     assert left == {"value": SAMPLES - 1, "settings": 0, "key": 0}[damage]
     assert len(warned) == 1
@@ -133,6 +266,7 @@ def test_a_file_with_damaged_pages_is_set_aside(store: Path, seed: int) -> None:
         file.write_bytes(content)
     with pytest.raises(StoreError, match="--everything"):
         prune(store)
+    leave_unsynced(store)
     assert_set_aside(store)
     assert prune(store, everything=True).bytes_after == 0
     assert not (store / "rank-0" / DAMAGED_FILE).exists()

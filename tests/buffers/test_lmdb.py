@@ -364,9 +364,9 @@ class TestErrors:
         store.commit()
         opened().close()
         damage(tmp_path / "rank-0" / "data.mdb", torch.full((64,), 4.0).numpy().tobytes())
-        environment = opened()
+        (tmp_path / "rank-0" / lmdb_folder.UNSYNCED_FILE).touch()
         with pytest.warns(UserWarning, match=r"link-0, sample 4.*CRC-32.*1 damaged values are dropped"):
-            store = environment.link("link-0", SETTINGS)
+            store = opened().link("link-0", SETTINGS)
         assert versions(store) == {3: 1}
         store.put_many([(sample, 2, message(sample, 2)) for sample in (3, 4, 5)])
         store.commit()
@@ -415,7 +415,9 @@ class TestErrors:
         for call in (admin.verify, admin.info, admin.prune):
             said = str([d.problem for d in call(tmp_path).damaged] if call is admin.verify else raised(call, tmp_path))
             assert f"damaged key {slot:016x}" in said
-        with pytest.warns(UserWarning, match="damaged key .* set aside"):
+        with pytest.raises(StoreError, match=r"damaged key .* start again"):
+            opened().link("link-0", SETTINGS)
+        with pytest.warns(UserWarning, match=r"damaged key .* set aside"):
             assert versions(opened().link("link-0", SETTINGS)) == {}
 
     def test_a_value_under_another_samples_key_is_found(self, opened, tmp_path):
@@ -548,6 +550,7 @@ class TestRestart:
         start = data.index(torch.full((1000,), 3.0).numpy().tobytes()) // 4096 * 4096
         data[start : start + 4096] = bytes(4096)
         file.write_bytes(data)
+        (tmp_path / "rank-0" / lmdb_folder.UNSYNCED_FILE).touch()
         with pytest.warns(UserWarning, match=r"damaged pages.*set aside"):
             assert versions(opened().link("link-0", SETTINGS)) == {}
 
