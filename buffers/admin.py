@@ -103,7 +103,7 @@ def rank_folders(path: str | os.PathLike[str]) -> list[tuple[int | None, Path]]:
 
 
 def info(path: str | os.PathLike[str]) -> list[LinkInfo]:
-    """List what is stored, by rank and link, from the values' headers alone."""
+    """List the stored samples by rank and link, from the values' headers alone."""
     found = []
     for rank, folder in rank_folders(path):
         with RankFolder(folder, shared=True), closing(_open_sound(folder, "see `pipecomp store verify`")) as file:
@@ -162,8 +162,8 @@ def prune(
 ) -> PruneReport:
     """Remove samples and shrink the files. Damaged values always go; without options nothing else does.
 
-    The kept values are copied beside the old file, and need room there. A resumed run sends what is missing as first
-    visits again.
+    The kept values are copied beside the old file, and need room there. A resumed run sends the removed ones as
+    first visits again.
 
     Args:
         path: see the module.
@@ -215,7 +215,7 @@ def prune(
 
 
 def forget(path: str | os.PathLike[str], rank: int) -> None:
-    """Remove what a rank has stored in `path`, if anything; the store is not open."""
+    """Remove a rank's store in `path`, if there is one; it is not open."""
     folder = Path(path) / f"rank-{rank}"
     if (folder / DATA_FILE).is_file():
         prune(folder, everything=True)

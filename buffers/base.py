@@ -17,7 +17,7 @@ from pipecomp.errors import StoreError
 
 
 class DamagedStoreError(StoreError):
-    """Stored bytes are not what was written: a checksum, a length or a page of the file is wrong."""
+    """Stored bytes differ from those written: a checksum, a length or a page of the file is wrong."""
 
 
 class CachedActivation(NamedTuple):
@@ -81,7 +81,7 @@ class MessageStore(Protocol):
         """
 
     def rounded(self, m_nH: Tensor) -> Tensor:
-        """Return what `get` would return for this m, rounded to the store's bits, as a new tensor."""
+        """Return m rounded to the store's bits, equal to a later `get`, as a new tensor."""
 
     def accepts_new(self) -> bool:
         """Return whether samples that are not held may be put; False while the disk refuses writes in a running run."""
@@ -140,7 +140,7 @@ class StoreEnvironment(Protocol):
         """
 
     def restore(self, folder: str | os.PathLike[str]) -> bool:
-        """Replace the contents of the open stores by what `save` wrote to `folder`; False if there is none to use."""
+        """Replace the contents of the open stores by the copy in `folder`; False if none is usable."""
 
     def link(self, name: str, settings: Mapping[str, Any]) -> MessageStore:
         """Open the store of one end. StoreError if it was stored with other `settings` (JSON values)."""

@@ -167,7 +167,7 @@ def page_problems(path: Path) -> list[str]:
 
 
 def find_damage(path: Path) -> str | None:
-    """Check pages, metadata and every value of the store in folder `path`; returns the first problem, None without."""
+    """Check pages, metadata and every value of the store in folder `path`; return the first problem, or None."""
     if pages := page_problems(path):
         return pages[0]
     with closing(ValueFile(path, readonly=True)) as file:

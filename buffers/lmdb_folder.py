@@ -73,7 +73,7 @@ def store_errors(path: Path, action: str) -> Iterator[None]:
 
 
 def is_refused_write(error: StoreError) -> bool:
-    """Return whether disk, permissions or address space refused a write; what was stored before is intact."""
+    """Return whether disk, permissions or address space refused a write; earlier data is intact."""
     return not isinstance(error, DamagedStoreError) and isinstance(error.__cause__, (lmdb.Error, OSError))
 
 

@@ -166,7 +166,7 @@ class LmdbStore(LinkStore):
         super()._drop_damaged(entry, error)
 
     def _load_index(self, table: LinkTable) -> None:
-        """Hold what `table` of the environment's file holds; values with damaged headers are dropped."""
+        """Load the index from `table` of the environment's file; values with damaged headers are dropped."""
         entries, locations, damaged = [], {}, []
         for head in self._environment.file.scan(table):
             where = self.where(head.sample)
@@ -264,7 +264,7 @@ class LmdbEnvironment:
         return True
 
     def restore(self, folder: str | os.PathLike[str]) -> bool:
-        """Replace the contents of the open stores by what `save` wrote to `folder`.
+        """Replace the contents of the open stores by the copy that `save` wrote to `folder`.
 
         Returns:
             False, and nothing changes, if there is no copy, or it is damaged or made with other settings, which gives a

@@ -206,7 +206,7 @@ class Prefetcher:
     micro-batches.
 
     Args:
-        load: returns what it can load of these samples; None for a sample that the store does not hold.
+        load: loads samples; leaves out those that fail, and returns None for those that the store does not hold.
         ahead: micro-batches; 0 disables prefetching.
         name: of the thread.
     """
@@ -237,7 +237,7 @@ class Prefetcher:
             self._wanted.notify()
 
     def take(self, samples: Iterable[int]) -> dict[int, Prefetched | None]:
-        """Hand out what was loaded of these samples, once; wait if it is being loaded right now.
+        """Hand out the loaded ones of these samples, once; wait for those being loaded.
 
         Requests before one that holds a sample are discarded: their turn has passed. Samples whose loading has not
         begun, or failed, are left out: the caller loads them, and gets the error itself.
@@ -261,7 +261,7 @@ class Prefetcher:
         return taken
 
     def invalidate(self, samples: Iterable[int]) -> None:
-        """Discard what was loaded of samples that were put or dropped."""
+        """Discard the loaded values of samples that were put or dropped."""
         with self._lock:
             if not self._requests:
                 return
@@ -545,9 +545,9 @@ class LinkStore(ABC):
         return step
 
     def _reset(self, entries: Iterable[StoreEntry]) -> None:
-        """Replace the index by what is stored, and discard uncommitted changes.
+        """Replace the index by the stored entries, and discard uncommitted changes.
 
-        The first commit deletes what does not fit the budget.
+        The first commit deletes those that do not fit the budget.
         """
         with self._lock:
             before = self._entries

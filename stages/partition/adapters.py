@@ -49,7 +49,7 @@ class Adapter:
 def without_peft(model: Any) -> Any:
     """Return the Hugging Face model of a PeftModel, with its adapters; any other model unchanged.
 
-    SplitError for a method other than LoRA, of which prompts and the like would stay behind in the PeftModel.
+    SplitError for a method other than LoRA: its prompts and the like would stay behind in the PeftModel.
     """
     if not hasattr(model, "peft_config") or not hasattr(model, "get_base_model"):
         return model
@@ -59,7 +59,7 @@ def without_peft(model: Any) -> Any:
 
 
 def adapter_of(model: Any) -> Adapter | None:
-    """Return the adapter of a model, None without. SplitError for several, or for a method other than LoRA."""
+    """Return the adapter of a model, None if it has none. SplitError for several, or for a method other than LoRA."""
     found = getattr(model, "peft_config", None)
     if not found:
         return None
@@ -110,7 +110,7 @@ def check_saved(model: Any) -> None:
 
 
 def _check_config(config: Any, *, values: bool = False) -> None:
-    """Raise SplitError for what a split model cannot have; values: also for options that need a model in memory."""
+    """Raise SplitError for unsupported options; values: also for those that need a model in memory."""
     kind = str(getattr(getattr(config, "peft_type", None), "value", None))
     if kind != "LORA":
         raise SplitError(f"adapter: got {type(config).__name__} of type {kind}, allowed: a peft.LoraConfig")
@@ -205,7 +205,7 @@ def saved_names(model: Any, adapter: Adapter) -> dict[str, str]:
 
 
 def _folder_names(model: Any, adapter: Adapter, **options: Any) -> dict[str, str]:
-    """Map the names in an adapter folder to those in a model's state_dict, of which some are repeated."""
+    """Map the names in an adapter folder to those in a model's state_dict; some occur twice."""
     peft = _peft()
     names = model.state_dict()
     with warnings.catch_warnings():

@@ -38,7 +38,7 @@ class Source:
         model_class: Hugging Face's class.
         weights: a folder or hub name; None for random weights.
         model: a model in memory, whose modules the stages take over; the other fields only describe it.
-        adapter: a LoRA adapter for the weights, which are frozen then.
+        adapter: a LoRA adapter; the other weights are then frozen.
     """
 
     config: Any

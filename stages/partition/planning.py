@@ -1,4 +1,4 @@
-"""Partition of a model into stages, from names and shapes alone: where to cut, and what each stage holds.
+"""Partition of a model into stages, from names and shapes alone: cuts, and the modules and weights of each stage.
 
 n blocks, K stages. No weight is allocated. Costs are in multiply-adds per token, or in seconds if blocks were timed.
 """
@@ -27,7 +27,7 @@ multiply-adds for each token of the step. With 1,000 tokens in a step that ratio
 
 @dataclass(frozen=True, kw_only=True)
 class TiedGroup:
-    """A weight of which several stages hold a copy. Their gradients are summed, so that the copies stay equal.
+    """A weight copied to several stages. The gradients of the copies are summed, so that they stay equal.
 
     Attributes:
         name: Hugging Face's name of the original.

@@ -6,7 +6,7 @@ With a LoRA adapter it is peft's folder: the adapter alone, in one file.
     barrier
     one rank:    write_index(stage, folder)
 
-Until `write_index` runs, the shards have provisional names and the folder is what it was before.
+Until `write_index` runs, the shards have provisional names and the folder's earlier files are unchanged.
 """
 
 from __future__ import annotations

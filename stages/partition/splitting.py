@@ -84,7 +84,7 @@ class Stage(PipelineStage):
     Attributes, in addition to PipelineStage's:
         hidden_size: H.
         config: a copy of the unsplit model's config.
-        adapter: its LoRA adapter, None without.
+        adapter: its LoRA adapter, or None.
         newly_initialized: parameters that its checkpoint lacked (a new classification head).
     """
 
@@ -396,7 +396,7 @@ def take_stage(model: Any, plan: SplitPlan, index: int) -> Stage:
 
 
 def _cut(model: Any, parts: ModelParts, plan: SplitPlan, index: int) -> Any:
-    """Make a model of the same class with only what stage `index` needs, sharing modules and weights with `model`.
+    """Make a model of the same class with only the modules of stage `index`, sharing modules and weights with `model`.
 
     Modules on the path to a removed one are copied shallowly, so `model` itself does not change. Tied weights whose
     original belongs to another stage become parameters of their own, with equal values.
