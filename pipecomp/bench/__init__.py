@@ -1,1 +1,1 @@
-"""What `pipecomp bench` measures on this machine."""
+"""Benchmarks of `pipecomp bench`."""

@@ -32,8 +32,8 @@ Row = dict[str, Any]
 LIMIT_S = 480.0
 SHAPE, BITS = (8192, 1600), (2, 4, 8)
 _TESTS_S, _CASE_S = 150.0, 0.2
-_MOST_WORKERS = 8  # of the tests, whose kernels are compiled at first; each has a context on the GPU
-_LINES = 40  # of what tests that fail have printed
+_MOST_WORKERS = 8  # test workers; each compiles kernels and has a context on the GPU
+_LINES = 40  # lines of output of failed tests
 _ROOT = Path(__file__).parents[2]
 
 
@@ -71,7 +71,7 @@ def bench_gpu(folder: Path, *, limit_s: float = LIMIT_S, say: Callable[[str], No
 
 
 def this_gpu() -> str:
-    """Name the GPU and the versions. KernelError if torch has none here."""
+    """Return the names of the GPU and the versions. KernelError if torch finds no GPU."""
     if not torch.cuda.is_available():
         raise KernelError(
             f"bench gpu: torch {torch.__version__} finds no CUDA device here; `pipecomp bench kernels`, `store`, "
@@ -99,7 +99,7 @@ def attempt(part: Callable[[], Any]) -> Any:
 
 
 def failed(found: Any) -> bool:
-    """Say whether this stands for a part that failed."""
+    """Return whether a part's result is an error."""
     return isinstance(found, dict) and "error" in found
 
 
@@ -141,7 +141,7 @@ def run_whole(command: list[str], timeout_s: float) -> tuple[int, str, str]:
     ) as child:
         try:
             out, errors = child.communicate(timeout=timeout_s)
-        except BaseException:  # Ctrl-C too, which does not reach another session
+        except BaseException:  # Ctrl-C too, which is not sent to another session
             os.killpg(child.pid, signal.SIGKILL)
             raise
     return child.returncode, out, errors
@@ -164,7 +164,7 @@ def steps(run: gpu_steps.Run, say: Callable[[str], None]) -> Row:
     except PipecompError as error:
         if not rows:
             raise
-        first, *more = str(error).splitlines()  # what was measured until then stays
+        first, *more = str(error).splitlines()  # earlier measurements are kept
         found["cut"] = f"{first} … {more[-1]}" if more else first
         # A rank's own words, and not that there was no time left; or too little to compare what is wanted.
         if more or of_stock(rows, gpu_steps.EVERYTHING, 0.0) is None:
@@ -173,7 +173,7 @@ def steps(run: gpu_steps.Run, say: Callable[[str], None]) -> Row:
 
 
 def write(found: Row, folder: Path) -> None:
-    """Write the page, then the picture of what the GPU did in a step if there is one."""
+    """Write the page and, if there is one, the picture of the GPU's activity in a step."""
     atomic_write_text(folder / PAGE, gpu_page(found))
     if not failed(found["look"]):
         by_rank = {int(rank): [Interval(*i) for i in row["activity"]] for rank, row in found["look"].items()}

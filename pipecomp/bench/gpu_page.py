@@ -1,4 +1,4 @@
-"""The page of `pipecomp bench gpu`: what it found, as Markdown, and how that compares with what is wanted."""
+"""The page of `pipecomp bench gpu`: results as Markdown, and their comparison with the targets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ UNSEEN = (
 
 
 def verdicts(found: Row) -> list[tuple[str, str, bool]]:
-    """Tell what is wanted, what was found, and whether that is it; of parts that failed nothing."""
+    """Return rows of target, result, and whether the target is met; parts that failed have none."""
     out = []
     if "rows" in found["steps"]:
         ratio = of_stock(found["steps"]["rows"], EVERYTHING, 0.0)
@@ -39,20 +39,20 @@ def verdicts(found: Row) -> list[tuple[str, str, bool]]:
 
 
 def of_stock(rows: Iterable[Row], line: str, r: float) -> float | None:
-    """How many times stock's step a line's takes over the same link; None where one of both is missing."""
+    """Return a line's step time divided by stock DeepSpeed's over the same link; None if one is missing."""
     ms = {row["line"]: row["ms"] for row in rows if row["r"] == r}
     against = {row["line"]: row["against"] for row in rows}.get(line)
     return ms[line] / ms[against] if line in ms and against in ms else None
 
 
 def waits(look: Row, owner: str | None = None) -> list[Sequence[Any]]:
-    """List the places that waited on the computing thread, as of `gpu_steps.examine`; of one owner, or of all."""
+    """Return the waits of the computing thread from `gpu_steps.examine`, of one owner or of all."""
     found = [place for row in look.values() for place in row["waits"]]
     return [place for place in found if place[0] == MAIN and owner in (None, place[1])]
 
 
 def gpu_page(found: Row) -> str:
-    """Write the page. found: as `bench_gpu` returns it."""
+    """Return the page. found: from `bench_gpu`."""
     lines = [
         "# On a GPU",
         "",

@@ -1,4 +1,4 @@
-"""What a GPU does in a step: its compute and copies as intervals and a picture, and the lines that wait for it."""
+"""A GPU's activity in a step: compute and copies as intervals and a picture, and the code that waits for the GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _COPIES = {"Memcpy DtoH": "to host", "Memcpy HtoD": "to device"}
 
 
 class Interval(NamedTuple):
-    """What ran in a row of the picture. start, end: seconds, of the machine's clock."""
+    """An interval in a row of the picture. start, end: seconds of the machine's clock."""
 
     row: str
     start: float
@@ -28,7 +28,7 @@ class Interval(NamedTuple):
 
 
 def device_activity(work: Callable[[], Any]) -> list[Interval]:
-    """Run `work` and tell what it made this process's GPU do, by start; nothing on a machine without one."""
+    """Run `work` and return the activity of this process's GPU by start; nothing on a machine without a GPU."""
     if not torch.cuda.is_available():
         work()
         return []
@@ -39,7 +39,7 @@ def device_activity(work: Callable[[], Any]) -> list[Interval]:
 
 
 def intervals(events: Iterable[Any]) -> list[Interval]:
-    """Pick what ran on a GPU from the events that torch's profiler recorded: kernels, and copies by their direction."""
+    """Select the GPU's kernels and copies from the events of torch's profiler."""
     found = []
     for event in events:
         if event.device_type() != torch.autograd.DeviceType.CUDA:
@@ -62,7 +62,7 @@ def merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def copied_beside_compute(by_rank: Mapping[int, Sequence[Interval]]) -> float | None:
-    """Share of the copies' time in which the GPU computed too, for whichever rank; None where nothing was copied."""
+    """Return the fraction of the copies' time in which the GPU also computed, for any rank; None without copies."""
     every = [i for found in by_rank.values() for i in found]
     busy = merged((i.start, i.end) for i in every if i.row == "compute")
     copies = merged((i.start, i.end) for i in every if i.row != "compute")
@@ -153,7 +153,7 @@ def sync_debug_mode(mode: str) -> Iterator[None]:
 
 
 def _place(stack: list[traceback.FrameSummary]) -> Place:
-    """The innermost code outside torch."""
+    """Return the innermost frame outside torch."""
     name = threading.current_thread().name
     for frame in reversed(stack):
         path = Path(frame.filename)

@@ -85,12 +85,12 @@ def measure_steps(
 
 
 def links_are() -> str:
-    """Tell what slows links down here: "kernel" or "software throttle"."""
+    """Return the means that limits links on this machine: "kernel" or "software throttle"."""
     return "kernel" if namespaces.missing() is None else SOFTWARE
 
 
 def shared_lab(rate: int | None) -> Lab:
-    """Join the two ranks by a link of this rate, in bit/s."""
+    """Connect the two ranks by a link of this rate, in bit/s."""
     bandwidth = None if rate is None else f"{rate}bit"
     return Lab(nodes=STAGES, bandwidth=bandwidth, software=links_are() == SOFTWARE)
 
@@ -116,20 +116,20 @@ def stage_seconds(model: Model, device: str, repeats: int = 10) -> float:
 
 
 def _now(device: str | torch.device) -> float:
-    """The time when all that was asked of the device is done."""
+    """Return the time when the device has finished all its work."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def share_a_device(world: int) -> None:
-    """Tell `pipecomp.initialize` that all ranks are on one machine, with one GPU: a lab's nodes look apart."""
-    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]  # of several, all ranks have this one
+    """Make `pipecomp.initialize` treat all ranks as one machine with one GPU, although a lab's nodes look separate."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]  # all ranks share the first GPU
     os.environ.update(LOCAL_WORLD_SIZE=str(world), LOCAL_RANK="0", CUDA_VISIBLE_DEVICES=first)
 
 
 def settled_engine(line: Line, model: Model, folder: str, losses: list[float]) -> Any:
-    """Start a line's engine and take the steps that do not count; `losses` gets theirs."""
+    """Start a line's engine and take its warm-up steps; their losses are appended to `losses`."""
     engine = start_engine(line, model, STAGES, folder)
     with through_float32(line, engine.device):
         while not line.counts(len(losses), engine, TRIALS):

@@ -1,4 +1,4 @@
-"""What `pipecomp bench kernels` measures: every kernel beside memcpy of the bytes it must move.
+"""`pipecomp bench kernels`: every kernel compared with memcpy of the bytes it must move.
 
 A kernel reads its inputs and writes its outputs once, at least; memcpy of half as many bytes reads and writes as many.
 Both run in turn, in the same process, on buffers of their own, so that whatever else the machine does meets both.
@@ -101,7 +101,7 @@ def bench_kernels(
 def cases(shape: tuple[int, ...], bits: Sequence[int], backend: str, device: str) -> Iterator[Case]:
     """Yield every kernel on one shape, with the bytes it must move."""
     generator = torch.Generator().manual_seed(0)
-    # Two inputs in turn: with one, m would reach it after a few calls, and nothing would be left to quantize.
+    # Two inputs in turn: with one, m would equal it after a few calls, and there would be no change to quantize.
     first, second, m = (torch.randn(shape, generator=generator).to(device) for _ in range(3))
     inputs, out = cycle([first, second]), torch.empty_like(m)
     n, H = m.numel(), shape[-1]
@@ -225,7 +225,7 @@ def host_seconds(call: Call) -> float:
 
 @functools.cache
 def flushed(device: str) -> Tensor:
-    """Memory that is written before each call on a GPU: the cache is empty then."""
+    """Memory that is written before each call on a GPU to flush the cache."""
     return torch.empty(FLUSHED_BYTES, dtype=torch.uint8, device=device)
 
 

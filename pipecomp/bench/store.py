@@ -1,4 +1,4 @@
-"""What `pipecomp bench store` measures: message stores beside plain memory copies and plain file writes.
+"""`pipecomp bench store`: message stores compared with plain memory copies and plain file writes.
 
 All times are per sample, with everything in the page cache: a training step rarely waits for the disk itself. The
 reference does nothing but move the same bytes.
@@ -158,7 +158,7 @@ def _plain(size: int, samples: int, file: Path) -> Row:
 
 
 def _steps(order: Sequence[int]) -> list[Sequence[int]]:
-    """Cut samples into steps of STEP; the last one has what is left."""
+    """Cut samples into steps of STEP; the last one has the remainder."""
     return [order[start : start + STEP] for start in range(0, len(order), STEP)]
 
 

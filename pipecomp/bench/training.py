@@ -1,4 +1,4 @@
-"""Trainings that benchmarks time: a GPT-2 over pipecomp's engine, or over stock DeepSpeed's.
+"""Trainings for benchmarks: a GPT-2 with pipecomp's engine, or with stock DeepSpeed's.
 
 r is the slowness of a link: the time that a micro-batch's float32 packets take in both directions, over the time that
 one stage computes on it.
@@ -66,7 +66,7 @@ class Line:
 
     @property
     def period(self) -> int:
-        """Steps from one averaging of replicas to the next, which are timed together."""
+        """Steps between averages of replicas, which are timed together."""
         return int(self.section.get("gradients", {}).get("local_steps") or 1)
 
     def counts(self, step: int, engine: TrainingEngine, most_uncounted: int = 8) -> bool:
@@ -81,7 +81,7 @@ class Line:
 
 
 def aqsgd(forward: int, backward: int, backend: str = "lmdb") -> dict[str, Any]:
-    """Make the settings of AQ-SGD with so many bits for activations and gradients."""
+    """Make the settings of AQ-SGD with these bits for activations and gradients."""
     activations = {"method": "aqsgd", "forward_bits": forward, "backward_bits": backward}
     return {"activations": activations, "store": {"backend": backend}}
 
@@ -92,7 +92,7 @@ def message_bytes(model: Model, micro_batches: int = 8) -> int:
 
 
 def rate_for(model: Model, r: float, compute_s: float) -> int:
-    """Find the bit/s at which a micro-batch's float32 packets take r times what a stage computes on it."""
+    """Return the bit/s at which a micro-batch's float32 packets take r times a stage's compute time."""
     return int(8 * message_bytes(model) / (r * compute_s))
 
 
@@ -243,7 +243,7 @@ def products_in_float32(enabled: bool) -> contextlib.AbstractContextManager:
 
 
 def cpu_multiplies_bf16() -> bool:
-    """Say whether this processor has BF16 products of its own (x86: AVX-512 BF16 or AMX)."""
+    """Return whether this processor has BF16 instructions (x86: AVX-512 BF16 or AMX)."""
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 

@@ -1,1 +1,1 @@
-"""`pipecomp demo`: a small model fine-tuned over slow links with each way of sending, and what each cost."""
+"""`pipecomp demo`: a small model fine-tuned over a slow link with each method, and a comparison of their costs."""

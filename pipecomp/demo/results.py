@@ -1,4 +1,4 @@
-"""The demo's results: what each method reached and when, the derived run over the slow link, a table and a picture."""
+"""The demo's results: losses and times of each method, the derived run over the slow link, a table and a picture."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def compare(settings: Settings, results: list[dict[str, Any]]) -> dict[str, Any]
     if fp32 and aqsgd and fp32["reached"]:
         faster = seconds_until(fp32) / seconds_until(aqsgd)
     rate = parse_rate("bandwidth", settings.bandwidth)
-    found = {
+    comparison = {
         "settings": asdict(settings),
         "link": format_nominal_rate(rate),
         "bandwidth": rate,
@@ -108,7 +108,7 @@ def compare(settings: Settings, results: list[dict[str, Any]]) -> dict[str, Any]
         "faster": faster,
         "results": results,
     }
-    return {**found, "sentence": _sentence(found)}
+    return {**comparison, "sentence": _sentence(comparison)}
 
 
 def seconds_until(result: dict[str, Any]) -> float:
@@ -116,14 +116,14 @@ def seconds_until(result: dict[str, Any]) -> float:
     return result["seconds"][result["reached"] - 1]
 
 
-def _sentence(found: dict[str, Any]) -> str | None:
+def _sentence(comparison: dict[str, Any]) -> str | None:
     """The comparison in one sentence; None if AQ-SGD has no rival."""
-    by_name = {r["method"]: r for r in found["results"]}
+    by_name = {r["method"]: r for r in comparison["results"]}
     aqsgd, others = by_name.pop("aqsgd", None), list(by_name.values())
     if aqsgd is None or not others:
         return None
-    link = f"Over this link of {found['link']}"
-    if found["loss"] is None:
+    link = f"Over this link of {comparison['link']}"
+    if comparison["loss"] is None:
         return f"{link}, AQ-SGD ended with a training loss that is not finite."
     mine = seconds_until(aqsgd)
     arrived = [r for r in others if r["reached"] is not None]
@@ -136,7 +136,7 @@ def _sentence(found: dict[str, Any]) -> str | None:
             f"AQ-SGD reached in {format_duration(mine)}: {format_ratio(theirs / mine)} as long"
         ]
     else:
-        parts = [f"{link}, AQ-SGD reached a training loss of {found['loss']:.3f} in {format_duration(mine)}"]
+        parts = [f"{link}, AQ-SGD reached a training loss of {comparison['loss']:.3f} in {format_duration(mine)}"]
     parts += [f"{NAMES[r['method']]} reached it in {format_duration(seconds_until(r))}" for r in arrived]
     parts += [f"{NAMES[r['method']]} did not reach it" for r in others if r["reached"] is None]
     return "; ".join(parts) + "."
@@ -215,10 +215,10 @@ def megabytes(size: float) -> str:
     return f"{size / 1e6:.3g}" if size < 1e8 else f"{size / 1e6:.0f}"
 
 
-def result_table(found: dict[str, Any]) -> Table:
+def result_table(comparison: dict[str, Any]) -> Table:
     """Tabulate a comparison: loss, bytes and time of each method; * marks derived times."""
     rows = []
-    for r in found["results"]:
+    for r in comparison["results"]:
         mark = "*" if r["measured_steps"] < len(r["losses"]) else ""
         until = f"{format_duration(r['seconds'][r['reached'] - 1])}{mark}" if r["reached"] else "not reached"
         row = (
@@ -227,21 +227,21 @@ def result_table(found: dict[str, Any]) -> Table:
             f"{r['eval_loss']:.3f}",
             f"{megabytes(r['forward_bytes_sent'])} + {megabytes(r['backward_bytes_sent'])}",
             f"{r['step_s']:.2f}",
-            "–" if found["loss"] is None else until,
+            "–" if comparison["loss"] is None else until,
         )
         rows.append(row)
-    title = f"Over a link of {found['link']}, {len(found['results'][0]['losses'])} steps"
+    title = f"Over a link of {comparison['link']}, {len(comparison['results'][0]['losses'])} steps"
     return table(_HEADINGS, rows, title=title, **_STYLE)
 
 
-def table_notes(found: dict[str, Any]) -> list[str]:
+def table_notes(comparison: dict[str, Any]) -> list[str]:
     """List the table's notes, a sentence each."""
     lines = [
         "Training loss: mean over the last epoch. Held-out loss: evaluated without quantization.",
         "pipecomp itself slows the link down, each way, and counts headers. Input and output embeddings are untied, so "
         "that only activations and their gradients are sent.",
     ]
-    for r in found["results"]:
+    for r in comparison["results"]:
         count = r["measured_steps"]
         if count < len(r["losses"]):
             lines.append(
@@ -250,14 +250,13 @@ def table_notes(found: dict[str, Any]) -> list[str]:
                 f"those of a run without a limit on its link; checked: the first {count} losses of both are equal, "
                 "bit for bit."
             )
-    if found["gap_closed"] is not None:
-        lines.append(
-            f"AQ-SGD closes {100 * found['gap_closed']:.0f} % of the gap between DirectQ's training loss and FP32's."
-        )
+    if comparison["gap_closed"] is not None:
+        percent = f"{100 * comparison['gap_closed']:.0f} %"
+        lines.append(f"AQ-SGD closes {percent} of the gap between DirectQ's training loss and FP32's.")
     return lines
 
 
-def plot(found: dict[str, Any], file: Path) -> None:
+def plot(comparison: dict[str, Any], file: Path) -> None:
     """Draw the loss over steps and over time on the slow link, averaged over an epoch's steps, as PNG."""
     import matplotlib
 
@@ -265,8 +264,8 @@ def plot(found: dict[str, Any], file: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), constrained_layout=True)
-    first = found["per_epoch"]
-    for r in found["results"]:
+    first = comparison["per_epoch"]
+    for r in comparison["results"]:
         means = epoch_means(r["losses"], first)
         steps = range(first, len(r["losses"]) + 1)
         derived = r["measured_steps"] < len(r["losses"])
@@ -280,7 +279,7 @@ def plot(found: dict[str, Any], file: Path) -> None:
         )
     left.set_xlabel("optimizer step")
     left.set_ylabel("training loss (mean over an epoch's steps)")
-    right.set_xlabel(f"minutes over a link of {found['link']}")
+    right.set_xlabel(f"minutes over a link of {comparison['link']}")
     for axis in (left, right):
         axis.grid(alpha=0.3)
         axis.legend()

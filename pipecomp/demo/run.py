@@ -1,9 +1,9 @@
-"""`pipecomp demo`: fine-tune one small GPT-2 over a slow link with several methods and compare what each cost.
+"""`pipecomp demo`: fine-tune one small GPT-2 over a slow link with several methods and compare their costs.
 
-The caller's process makes the task; then all ranks are started once, on the CPU, pre-train without compression, and
-fine-tune from the same weights with one method after the other. The link is slowed down by the network lab's software
-throttle. Without compression it would take many minutes: that run has no limit on its link, and its first steps are run
-again over the slow one, for the time of a step.
+The caller's process makes the task and starts all ranks once, on the CPU. They pre-train without compression, and
+fine-tune from the same weights with one method after the other. The network lab's software throttle limits the link's
+bandwidth. Without compression fine-tuning would take many minutes, so that run has an unlimited link, and only its
+first steps are repeated over the slow link to measure the time of a step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from pipecomp.demo.results import check_same_start, compare, extend_run, plot, summarize
 from pipecomp.demo.settings import MICRO_BATCH, NAMES, TIMED, WARM_UP, Settings, ds_config
-from pipecomp.demo.task import Sequences, Task, documentation_task, gpt2
+from pipecomp.demo.task import DemoTask, Sequences, documentation_task, gpt2
 from pipecomp.distributed.local_launcher import preload_large_packages, run_ranks, start_fork_server
 from pipecomp.errors import writable
 from pipecomp.interfaces import TrainingEngine
@@ -31,25 +31,25 @@ from pipecomp.utils.serialization import replace_nonfinite
 from pipecomp.utils.units import format_nominal_rate, parse_rate
 
 UNLIMITED = "none-without-limit"  # the folder of FP32's run on an unlimited link
-_OUT = "a folder that is there or can be made, and"
+_OUT = "an existing folder or one that can be made, and"
 
-Progress = Callable[[str, int, int, float | None], None]  # what, step, of how many, loss
+Progress = Callable[[str, int, int, float | None], None]  # phase, step, steps, loss
 
 
 def run_demo(settings: Settings, progress: Progress | None = None) -> dict[str, Any]:
     """Run the whole demo and write OUT/demo.json, OUT/losses.png and a folder for each run.
 
-    progress(what, step, steps, loss) is called as work goes on, loss None where there is none yet.
+    Calls progress(phase, step, steps, loss) after every step; loss is None before training.
 
     Returns:
-        What demo.json holds: see `pipecomp.demo.results.compare`.
+        The contents of demo.json, see `pipecomp.demo.results.compare`.
 
     Raises:
-        ConfigError: A setting, or nothing can be written to OUT.
-        DataError: FP32's losses depend on the link, or there is too little documentation to train on.
-        RankFailedError: A rank failed.
+        ConfigError: If a setting is wrong, or OUT cannot be written.
+        DataError: If FP32's losses depend on the link, or there is too little documentation to train on.
+        RankFailedError: If a rank failed.
     """
-    report = progress or (lambda what, step, steps, loss: None)
+    report = progress or (lambda phase, step, steps, loss: None)
     out = Path(settings.out)
     with writable("out", settings.out, _OUT):
         out.mkdir(parents=True, exist_ok=True)
@@ -71,18 +71,18 @@ def run_demo(settings: Settings, progress: Progress | None = None) -> dict[str, 
             on_note=lambda rank, value: report(*value),
         )
     results = [summarize(settings, [ranks[r][i] for r in sorted(ranks)]) for i in range(len(settings.methods))]
-    found = compare(settings, results)
+    comparison = compare(settings, results)
     with writable("out", settings.out, _OUT):
-        (out / "demo.json").write_text(json.dumps(replace_nonfinite(found), indent=2) + "\n")
-        plot(found, out / "losses.png")
-    return found
+        (out / "demo.json").write_text(json.dumps(replace_nonfinite(comparison), indent=2) + "\n")
+        plot(comparison, out / "losses.png")
+    return comparison
 
 
 def train_rank(
-    rank: int, world: int, note: Callable[[Any], None], settings: Settings, task: Task, links: list[str | None]
+    rank: int, world: int, note: Callable[[Any], None], settings: Settings, task: DemoTask, links: list[str | None]
 ) -> list[dict[str, Any]]:
-    """Pre-train on every rank, then fine-tune from there with each method in turn. links: what makes them slow."""
-    os.environ["DS_ACCELERATOR"] = "cpu"  # read when the engine is imported: times are a CPU's on any machine
+    """Pre-train on every rank, then fine-tune from there with each method in turn. links: throttle settings by rank."""
+    os.environ["DS_ACCELERATOR"] = "cpu"  # before the engine's import; times are comparable on all machines
     work = _Rank(rank, world, note, settings, task, links[rank])
     work.pretrain()
     return [work.uncompressed() if method == "none" else work.fine_tune(method) for method in settings.methods]
@@ -90,7 +90,7 @@ def train_rank(
 
 @contextmanager
 def slow_link(throttle: str | None) -> Iterator[None]:
-    """Let engines that are made inside have slow links; None: links without a limit, in a network lab too."""
+    """Throttle the links of engines made inside the context; None for unlimited links, even in a network lab."""
     before = os.environ.pop(VARIABLE, None)
     if throttle is not None:
         os.environ[VARIABLE] = throttle
@@ -103,7 +103,7 @@ def slow_link(throttle: str | None) -> Iterator[None]:
 
 
 class _Rank:
-    """One rank's part of the demo. throttle: what makes its link slow."""
+    """One rank's part of the demo. throttle: settings of its link."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class _Rank:
         world: int,
         note: Callable[[Any], None],
         settings: Settings,
-        task: Task,
+        task: DemoTask,
         throttle: str | None,
     ) -> None:
         self._rank, self._world, self._note = rank, world, note
@@ -120,7 +120,7 @@ class _Rank:
         self._link = format_nominal_rate(parse_rate("bandwidth", settings.bandwidth))
 
     def pretrain(self) -> None:
-        """Make the weights that every fine-tuning starts from."""
+        """Train the weights that all methods start from."""
         from pipecomp.initialization import initialize
 
         s = self._settings
@@ -135,7 +135,7 @@ class _Rank:
             engine.close()
 
     def uncompressed(self) -> dict[str, Any]:
-        """Fine-tune without compression: whole without a limit, its first steps again over the slow link."""
+        """Fine-tune without compression: all steps over an unlimited link, the first ones again over the slow link."""
         timed = min(WARM_UP + TIMED, self._settings.steps)
         whole = self.fine_tune("none", limited=False)
         slow = self.fine_tune("none", steps=timed)
@@ -148,18 +148,18 @@ class _Rank:
         """Fine-tune with one method.
 
         Args:
-            method: Of the settings' methods.
-            limited: Whether the link is slow.
-            steps: Only the first so many, without an evaluation; None: all.
+            method: One of the settings' methods.
+            limited: Throttle the link.
+            steps: Number of steps, without an evaluation; None for all steps with one.
 
         Returns:
-            "losses" and "seconds" since the start, of each step; "stats" of this rank; "store_bytes"; "eval_loss".
+            "losses" and "seconds" since the start for each step; "stats" of this rank; "store_bytes"; "eval_loss".
         """
         from pipecomp.initialization import initialize
 
         s = self._settings
         store = self._out / "messages" / method
-        shutil.rmtree(store / f"rank-{self._rank}", ignore_errors=True)  # of an earlier demo
+        shutil.rmtree(store / f"rank-{self._rank}", ignore_errors=True)  # from an earlier demo
         config = ds_config(s, method, store, steps=s.steps, lr=s.lr)
         with slow_link(self._throttle if limited else None):
             data = Sequences(self._task.training)
@@ -167,17 +167,17 @@ class _Rank:
                 str(self._out / "pretrained"), num_stages=self._world, config=config, training_data=data
             )
             try:
-                found = self._train(engine, method, limited=limited, steps=steps)
+                results = self._train(engine, method, limited=limited, steps=steps)
             finally:
                 engine.close()
         size = sum(file.stat().st_size for file in (store / f"rank-{self._rank}").rglob("data.mdb"))
-        return {"method": method, **found, "store_bytes": size}
+        return {"method": method, **results, "store_bytes": size}
 
     def _train(self, engine: TrainingEngine, method: str, *, limited: bool, steps: int | None) -> dict[str, Any]:
         from pipecomp.data import eval_batches
 
         name = NAMES[method]
-        what = f"{name}, {self._link}" if limited else f"{name}, no limit on the link"
+        phase = f"{name}, {self._link}" if limited else f"{name}, no limit on the link"
         folder = self._out / (method if limited else UNLIMITED)
         recorder = Recorder(folder if self._rank == 0 else None)
         total = steps or self._settings.steps
@@ -192,15 +192,15 @@ class _Rank:
             seconds.append(time.perf_counter() - began)
             spent = seconds[-1] - (seconds[-2] if step else 0.0)
             recorder.step(step + 1, engine.gather_comm_stats(), loss=losses[-1], step_s=spent)
-            self._progress(what if steps is None else f"{what}, {steps} steps", step, total, losses[-1])
-        found: dict[str, Any] = {"losses": losses, "seconds": seconds}
+            self._progress(phase if steps is None else f"{phase}, {steps} steps", step, total, losses[-1])
+        results: dict[str, Any] = {"losses": losses, "seconds": seconds}
         if steps is None:
             held_out = eval_batches(Sequences(self._task.held_out), MICRO_BATCH)
-            found["eval_loss"] = float(engine.eval_batch(iter(held_out), num_micro_batches=len(held_out)))
-            recorder.evaluated(total, {"loss": found["eval_loss"]})
+            results["eval_loss"] = float(engine.eval_batch(iter(held_out), num_micro_batches=len(held_out)))
+            recorder.evaluated(total, {"loss": results["eval_loss"]})
         recorder.end(engine.gather_comm_stats(), engine.gather_last_step())
-        return {**found, "stats": engine.comm_stats()}
+        return {**results, "stats": engine.comm_stats()}
 
-    def _progress(self, what: str, step: int, steps: int, loss: Any) -> None:
+    def _progress(self, phase: str, step: int, steps: int, loss: Any) -> None:
         if self._rank == 0:
-            self._note((what, step + 1, steps, float(loss)))
+            self._note((phase, step + 1, steps, float(loss)))

@@ -1,4 +1,4 @@
-"""What the demo runs: model, data, methods, the link, and the configuration of each run as a user would write it."""
+"""The demo's settings, and the configuration of each run as a user would write it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WARM_UP, TIMED = 3, 5  # steps of FP32 over the slow link: until it runs ahead a
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What is run: model and data sizes, methods, the link, and where results go.
+    """Model and data sizes, methods, the link, and the output folder.
 
     Attributes:
         stages: Each is a process, and a node of the slow network.

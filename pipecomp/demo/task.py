@@ -1,6 +1,6 @@
 """The demo's task: a small GPT-2, pre-trained on one part of Python's own documentation, fine-tuned on another.
 
-Nothing is downloaded: the text is the documentation strings of the standard library, the tokenizer is trained on it.
+Nothing is downloaded: the text is the standard library's docstrings, and the tokenizer is trained on it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SKIPPED = {"test", "tests", "site-packages", "dist-packages", "__pycache__", "i
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class DemoTask:
     """Token sequences for pre-training, fine-tuning and evaluation, all of equal length, and the vocabulary's size."""
 
     pretraining: list[list[int]]
@@ -31,7 +31,7 @@ class Task:
 
 
 def docstrings() -> Iterator[tuple[str, str]]:
-    """Yield (top-level module, documentation string) of everything in the standard library, in a fixed order."""
+    """Yield (top-level module, docstring) of everything in the standard library, in a fixed order."""
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).parts
@@ -63,10 +63,10 @@ def sequences(tokenizer: Any, texts: list[str], length: int) -> list[list[int]]:
     return [stream[i : i + length] for i in range(0, len(stream) - length + 1, length)]
 
 
-def documentation_task(*, vocabulary: int, length: int, training: int, held_out: int = 96) -> Task:
-    """Make the demo's sequences: `training` and `held_out` from the fine-tuning modules; the rest pre-trains.
+def documentation_task(*, vocabulary: int, length: int, training: int, held_out: int = 96) -> DemoTask:
+    """Make the demo's sequences: `training` and `held_out` from the fine-tuning modules, all others for pre-training.
 
-    Raises DataError if they have fewer.
+    Raises DataError if these modules have too few.
     """
     general: list[str] = []
     special: list[str] = []
@@ -76,12 +76,12 @@ def documentation_task(*, vocabulary: int, length: int, training: int, held_out:
     pool = sequences(tokenizer, special, length)
     if len(pool) < held_out + training:
         raise DataError(
-            f"Python's standard library here has only {len(pool)} sequences of documentation for fine-tuning and "
-            f"evaluation, which take {held_out + training}"
+            f"this Python's standard library has only {len(pool)} sequences of documentation for fine-tuning and "
+            f"evaluation; needed: {held_out + training}"
         )
     order = torch.randperm(len(pool), generator=torch.Generator().manual_seed(0)).tolist()
     chosen = [pool[i] for i in order[: training + held_out]]
-    return Task(
+    return DemoTask(
         pretraining=sequences(tokenizer, general, length),
         training=chosen[held_out:],
         held_out=chosen[:held_out],
@@ -103,7 +103,7 @@ class Sequences(torch.utils.data.Dataset):
 
 
 def gpt2(vocabulary: int, length: int, *, layers: int, width: int, heads: int, seed: int) -> Any:
-    """Make a GPT-2 with random weights and without dropout, so that methods differ by what they send alone."""
+    """Make a GPT-2 with random weights and without dropout, so that methods differ only in their messages."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
@@ -124,6 +124,6 @@ def gpt2(vocabulary: int, length: int, *, layers: int, width: int, heads: int, s
 
 
 def untie(model: Any) -> None:
-    """Give a GPT-2's head weights of its own, equal to those of the embedding."""
+    """Untie a GPT-2's head from its embedding, with equal weights."""
     model.config.tie_word_embeddings = False
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())

@@ -1,1 +1,1 @@
-"""What the programs in recipes/ share: command lines, data, models, and the run from configuration to saved model."""
+"""Shared code of the programs in recipes/: command lines, data, models, and the run."""

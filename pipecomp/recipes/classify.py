@@ -1,4 +1,4 @@
-"""Classification of sentences and of pairs of sentences: files, samples without padding, what held-out data show.
+"""Classification of sentences and pairs of sentences: files, samples, collation, evaluation.
 
 B micro-batch, S tokens of its longest sample, C classes.
 """
@@ -24,14 +24,14 @@ LABEL = "label"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
-    """What is classified, and the form of its files.
+class ClassificationTask:
+    """A classification task and the format of its files.
 
     Attributes:
-        texts: Columns with text, one or two; the column "label" is added to them.
-        labels: Names of the classes; files and datasets may have their numbers instead.
-        max_tokens: Of a sample, special tokens included.
-        columns: Those of a file whose first line does not name them.
+        texts: Columns with text, one or two, besides the column "label".
+        labels: Names of the classes; files and datasets may have class numbers instead.
+        max_tokens: Longest sample, special tokens included.
+        columns: The columns of a file without a header line.
     """
 
     texts: tuple[str, ...]
@@ -41,19 +41,19 @@ class Task:
 
     @property
     def needed(self) -> tuple[str, ...]:
-        """Name the columns that a file or a dataset must have."""
+        """The columns that a file or a dataset must have."""
         return (*self.texts, LABEL)
 
 
 class Row(NamedTuple):
-    """One sample as it was read: its texts, as many as the task has, and the number of its class."""
+    """One sample before tokenization: its texts and the number of its class."""
 
     texts: tuple[str, ...]
     label: int
 
 
-QNLI = Task(texts=("question", "sentence"), labels=("entailment", "not_entailment"), max_tokens=256)
-COLA = Task(
+QNLI = ClassificationTask(texts=("question", "sentence"), labels=("entailment", "not_entailment"), max_tokens=256)
+COLA = ClassificationTask(
     texts=("sentence",),
     labels=("unacceptable", "acceptable"),
     max_tokens=128,
@@ -61,7 +61,7 @@ COLA = Task(
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser, task: Task) -> None:
+def add_arguments(parser: argparse.ArgumentParser, task: ClassificationTask) -> None:
     """Add the arguments of classification to a recipe's."""
     parser.add_argument(
         "--max-tokens",
@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser, task: Task) -> None:
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """Raise ConfigError for what can be seen without reading anything."""
+    """Raise ConfigError for arguments that are wrong regardless of data and model."""
     require(args.max_tokens >= 4, "--max-tokens", args.max_tokens, "a whole number of at least 4")
     check_sources(args)
 
@@ -84,31 +84,31 @@ def check_arguments(args: argparse.Namespace) -> None:
 # -- rows
 
 
-def read(args: argparse.Namespace, task: Task) -> tuple[list[Row], list[Row] | None]:
+def read(args: argparse.Namespace, task: ClassificationTask) -> tuple[list[Row], list[Row] | None]:
     """Read training and held-out samples; see `text.read_sources`."""
     return read_sources(
         args, lambda path: read_rows(path, task), lambda splits: dataset_rows(args.dataset, splits, task)
     )
 
 
-def read_rows(path: str, task: Task) -> list[Row]:
-    """Read the samples of a TSV file: one per line, tabs between columns, quotes without a meaning.
+def read_rows(path: str, task: ClassificationTask) -> list[Row]:
+    """Read the samples of a TSV file: one per line, columns separated by tabs, quotes not interpreted.
 
     Args:
-        path: Its first line names the columns, or they are the task's.
-        task: What is classified.
+        path: The file. Its first line names the columns, unless the task does.
+        task: The classification task.
 
     Raises:
-        DataError: With the number of a line that is wrong.
+        DataError: If a line is wrong; the error has its number.
     """
     lines = read_text(path).split("\n")  # splitlines() ends lines at U+2028 too
     names = tuple(lines[0].split("\t"))
     named = set(task.needed) <= set(names)
     if not named and not task.columns:
         needed = ", ".join(task.needed)
-        raise DataError(f"{path}, line 1 must name the columns with tabs between them; needed: {needed}")
+        raise DataError(f"{path}: line 1 must name the columns, separated by tabs; needed: {needed}")
     columns = names if named else task.columns
-    places = [columns.index(name) for name in task.texts]
+    indices = [columns.index(name) for name in task.texts]
     rows = []
     for number, line in enumerate(lines, 1):
         if (named and number == 1) or not line:
@@ -119,33 +119,33 @@ def read_rows(path: str, task: Task) -> list[Row]:
                 f"{path}, line {number} has {len(fields)} columns, not {len(columns)}: {', '.join(columns)}"
             )
         label = _label(fields[columns.index(LABEL)], task, f"{path}, line {number}")
-        rows.append(Row(tuple(fields[place] for place in places), label))
+        rows.append(Row(tuple(fields[index] for index in indices), label))
     if not rows:
         raise DataError(f"{path} has no samples")
     return rows
 
 
-def dataset_rows(name: str, splits: tuple[str, ...], task: Task) -> list[Row]:
+def dataset_rows(name: str, splits: tuple[str, ...], task: ClassificationTask) -> list[Row]:
     """Read the samples of a dataset.
 
     Args:
         name: For `datasets.load_dataset`, NAME or NAME:CONFIG.
-        splits: The first one that it has is taken.
-        task: What is classified.
+        splits: The first one that exists is read.
+        task: The classification task.
 
     Raises:
         ConfigError: If there is no such dataset.
-        DataError: For what is in it.
+        DataError: If a sample is wrong.
     """
-    found = dataset_split(name, splits, task.needed)
-    texts = zip(*(found[column] for column in task.texts), strict=True)
+    split = dataset_split(name, splits, task.needed)
+    texts = zip(*(split[column] for column in task.texts), strict=True)
     return [
         Row(tuple(row), _label(str(label), task, f"dataset {name}, sample {number}"))
-        for number, (row, label) in enumerate(zip(texts, found[LABEL], strict=True))
+        for number, (row, label) in enumerate(zip(texts, split[LABEL], strict=True))
     ]
 
 
-def _label(text: str, task: Task, where: str) -> int:
+def _label(text: str, task: ClassificationTask, where: str) -> int:
     numbers = [str(number) for number in range(len(task.labels))]
     for known in (task.labels, numbers):
         if text in known:
@@ -156,21 +156,21 @@ def _label(text: str, task: Task, where: str) -> int:
 # -- samples
 
 
-class Samples(torch.utils.data.Dataset):
-    """Tokenized rows, each as long as it is: input_ids and, with `types`, token_type_ids as lists, labels a number."""
+class ClassificationSamples(torch.utils.data.Dataset):
+    """Tokenized rows without padding: lists input_ids and, with `types`, token_type_ids, and a number labels."""
 
     def __init__(self, tokenizer: Any, rows: Sequence[Row], max_tokens: int, *, vocabulary: int, types: bool) -> None:
         """Tokenize rows.
 
         Args:
-            tokenizer: The model's.
-            rows: What to tokenize.
+            tokenizer: The model's tokenizer.
+            rows: The rows.
             max_tokens: Longer samples are truncated.
-            vocabulary: Tokens that the model knows.
-            types: Whether the model tells the two texts apart by token_type_ids.
+            vocabulary: The size of the model's vocabulary.
+            types: Make token_type_ids, by which the model distinguishes two texts.
 
         Raises:
-            DataError: If the tokenizer makes tokens that the model does not know.
+            DataError: If a token is not in the model's vocabulary.
         """
         columns = list(zip(*(row.texts for row in rows), strict=True))
         encoded = tokenizer(
@@ -186,7 +186,7 @@ class Samples(torch.utils.data.Dataset):
         largest = max(map(max, self._fields["input_ids"]))
         if largest >= vocabulary:
             raise DataError(
-                f"the tokenizer makes token {largest}, the model knows {vocabulary}: they do not belong together"
+                f"the tokenizer makes token {largest}, the model's vocabulary has {vocabulary}: they do not match"
             )
 
     def __len__(self) -> int:
@@ -200,12 +200,12 @@ class Samples(torch.utils.data.Dataset):
         return [len(ids) for ids in self._fields["input_ids"]]
 
     def digest(self) -> str:
-        """Give a short hash of all samples."""
+        """Return a short hash of all samples."""
         return hashlib.sha256(repr(sorted(self._fields.items())).encode()).hexdigest()[:16]
 
 
 class Padding:
-    """Collates samples to int64 [B, S], padded on the right; attention_mask is 1 on real tokens, labels are [B]."""
+    """A collator: int64 [B, S] padded on the right, attention_mask 1 for real tokens, labels [B]."""
 
     def __init__(self, pad_token_id: int) -> None:
         self._fill = {"input_ids": pad_token_id, "token_type_ids": 0}
@@ -231,7 +231,7 @@ def evaluate(engine: TrainingEngine, batches: list) -> dict[str, float]:
     """Evaluate held-out data on every replica.
 
     Args:
-        engine: What to evaluate.
+        engine: The engine.
         batches: From `eval_batches`.
 
     Returns:
@@ -239,46 +239,46 @@ def evaluate(engine: TrainingEngine, batches: list) -> dict[str, float]:
     """
     mean_loss = engine.module.loss_fn
 
-    def judge(logits_BC: Tensor, labels_B: Tensor | None) -> Tensor:
+    def on_logits(logits_BC: Tensor, labels_B: Tensor | None) -> Tensor:
         assert labels_B is not None, "Padding makes them"
         return counts(logits_BC, labels_B, mean_loss(logits_BC, labels_B))
 
-    found = engine.eval_batch(iter(batches), num_micro_batches=len(batches), on_logits=judge)
-    total = torch.stack(found).sum(0).tolist() if engine.is_last_stage() else None
+    results = engine.eval_batch(iter(batches), num_micro_batches=len(batches), on_logits=on_logits)
+    total = torch.stack(results).sum(0).tolist() if engine.is_last_stage() else None
     return scores(broadcast(total, engine.grid._topo.get_rank(pipe=engine.num_stages - 1, data=0)))
 
 
 def counts(logits_BC: Tensor, labels_B: Tensor, mean_loss: Tensor) -> Tensor:
-    """Return what `scores` needs of one micro-batch, to be added up.
+    """Count one micro-batch's predictions. Sums of these counts are the input of `scores`.
 
     Args:
         logits_BC: Floating point.
         labels_B: int64.
-        mean_loss: Of the micro-batch, in nats.
+        mean_loss: Mean loss of the micro-batch in nats.
 
     Returns:
-        float64 [1 + C * C]: the sum of losses, then for each true class how often each class was predicted.
+        float64 [1 + C * C]: the sum of losses, then the confusion matrix, a row for each true class.
     """
     labels_B, classes = labels_B.to(logits_BC.device), logits_BC.shape[-1]
-    said = torch.bincount(labels_B * classes + logits_BC.argmax(-1), minlength=classes * classes)
-    return torch.cat([mean_loss.double().reshape(1) * len(labels_B), said.double()])
+    confusion = torch.bincount(labels_B * classes + logits_BC.argmax(-1), minlength=classes * classes)
+    return torch.cat([mean_loss.double().reshape(1) * len(labels_B), confusion.double()])
 
 
 def scores(total: Sequence[float]) -> dict[str, float]:
-    """Return mean loss in nats, accuracy, and Matthews correlation: 0 for guessing, 1 for no mistake.
+    """Return mean loss in nats, accuracy, and Matthews correlation: 0 for random guesses, 1 without errors.
 
-    With more than two classes it is the correlation of Gorodkin (2004), which is the same for two; it is 0 where all
-    samples are, or are predicted to be, of one class.
+    With more classes than two it is the generalization of Gorodkin (2004). It is 0 if all samples, or all predictions,
+    are of one class.
 
     Args:
         total: The sum of `counts`.
     """
-    loss, *said = total
-    classes = math.isqrt(len(said))
-    by_class = [said[row * classes : (row + 1) * classes] for row in range(classes)]
-    samples, right = sum(said), sum(by_class[c][c] for c in range(classes))
+    loss, *confusion = total
+    classes = math.isqrt(len(confusion))
+    by_class = [confusion[row * classes : (row + 1) * classes] for row in range(classes)]
+    samples, right = sum(confusion), sum(by_class[c][c] for c in range(classes))
     true, guessed = [sum(row) for row in by_class], [sum(column) for column in zip(*by_class, strict=True)]
     covariance = right * samples - sum(t * g for t, g in zip(true, guessed, strict=True))
-    spread = [samples**2 - sum(x * x for x in found) for found in (true, guessed)]
+    spread = [samples**2 - sum(x * x for x in totals) for totals in (true, guessed)]
     matthews = covariance / math.sqrt(spread[0] * spread[1]) if spread[0] and spread[1] else 0.0
     return {"loss": loss / samples, "accuracy": right / samples, "matthews": matthews}

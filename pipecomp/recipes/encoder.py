@@ -1,4 +1,4 @@
-"""Encoders to fine-tune as classifiers: tokenizers, pre-trained models, a small DeBERTa, and the run of a run."""
+"""Fine-tuning of encoders as classifiers: the run, tokenizers, pre-trained models, a small DeBERTa."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from pipecomp.distributed import rendezvous
 from pipecomp.errors import require
 from pipecomp.recipes import classify, run
-from pipecomp.recipes.classify import Samples, Task
+from pipecomp.recipes.classify import ClassificationSamples, ClassificationTask
 from pipecomp.recipes.resume import DATA, data_facts, what_is_trained
 from pipecomp.recipes.text import check_dropout, check_tokenizer, hub_errors, train_for_all_ranks
 
@@ -21,15 +21,15 @@ DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob")
 MIN_VOCABULARY = 256 + len(SPECIAL)
 
 
-def fine_tune(args: argparse.Namespace, task: Task) -> None:
+def fine_tune(args: argparse.Namespace, task: ClassificationTask) -> None:
     """Run a recipe on this rank: join the others, read, tokenize, load, train.
 
     Args:
         args: The recipe's arguments.
-        task: What is classified.
+        task: The classification task.
 
     Raises:
-        PipecompError: On every rank, if one of them has an error.
+        PipecompError: On every rank, if one has an error.
     """
     classify.check_arguments(args)
     rendezvous.start_processes(args.seed, args.deepspeed_config)
@@ -41,8 +41,10 @@ def fine_tune(args: argparse.Namespace, task: Task) -> None:
         model, config = classifier(args, tokenizer, task)
         check_length(args, tokenizer, config)
 
-        def samples(of: list[classify.Row]) -> Samples:
-            return Samples(tokenizer, of, args.max_tokens, vocabulary=config.vocab_size, types=has_types(config))
+        def samples(of: list[classify.Row]) -> ClassificationSamples:
+            return ClassificationSamples(
+                tokenizer, of, args.max_tokens, vocabulary=config.vocab_size, types=has_types(config)
+            )
 
         training = samples(rows)
         held_out = None if held_out_rows is None else samples(held_out_rows)
@@ -63,11 +65,11 @@ def fine_tune(args: argparse.Namespace, task: Task) -> None:
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Any:
-    """Train a lower-case byte-pair tokenizer that puts one text or two between [CLS] and [SEP].
+    """Train a lower-case byte-pair tokenizer that puts one or two texts between [CLS] and [SEP].
 
     Args:
-        texts: What to train it on. The same texts make the same tokenizer.
-        vocabulary: The most tokens it has, at least `MIN_VOCABULARY`.
+        texts: Training texts. Training is deterministic.
+        vocabulary: Largest number of tokens, at least `MIN_VOCABULARY`.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -75,7 +77,7 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Any:
 
 
 def train_byte_pairs(texts: Iterable[str], vocabulary: int) -> Any:
-    """Train what `train_tokenizer` wraps, as a tokenizer of `tokenizers`."""
+    """Train the tokenizer of `train_tokenizer` as a tokenizer of `tokenizers`."""
     from tokenizers import ByteLevelBPETokenizer, Tokenizer
     from tokenizers.processors import TemplateProcessing
 
@@ -96,12 +98,12 @@ def load_tokenizer(name: str, texts: list[str]) -> Any:
     """Load a tokenizer, or train one.
 
     Args:
-        name: A folder or a hub name. "train:V" trains one of at most V tokens on rank 0 for all ranks, each of which
-            must call this then.
-        texts: To train it on.
+        name: A folder or a hub name. "train:V" trains one of at most V tokens on rank 0 and broadcasts it; then every
+            rank must call this.
+        texts: Training texts.
 
     Raises:
-        ConfigError: For a name that is not there, or a tokenizer without padding.
+        ConfigError: If there is no such tokenizer, or it has no padding token.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -111,25 +113,25 @@ def load_tokenizer(name: str, texts: list[str]) -> Any:
     with hub_errors("--tokenizer", name):
         tokenizer = AutoTokenizer.from_pretrained(name)
     check_tokenizer(name, tokenizer)
-    require(tokenizer.pad_token_id is not None, "--tokenizer", name, "a tokenizer that has a token for padding")
+    require(tokenizer.pad_token_id is not None, "--tokenizer", name, "a tokenizer with a padding token")
     return tokenizer
 
 
 def small_deberta(
     *, vocabulary: int, pad_token_id: int, positions: int, layers: int = 4, width: int = 128, heads: int = 4
 ) -> Any:
-    """Return the config of a small DeBERTa-v2 without dropout, built like the large ones.
+    """Return the config of a small DeBERTa-v2 without dropout, with the structure of the large ones.
 
-    It has relative positions alone, in buckets, one projection for contents and positions, and a convolution beside the
-    first block.
+    It has bucketed relative positions only, one projection for contents and positions, and a convolution parallel to
+    the first block.
 
     Args:
-        vocabulary: Tokens.
-        pad_token_id: The tokenizer's.
+        vocabulary: Size of the vocabulary.
+        pad_token_id: The tokenizer's padding token.
         positions: Tokens of the longest sample.
-        layers: Blocks.
-        width: Of the hidden states.
-        heads: Of attention.
+        layers: Number of blocks.
+        width: Width of the hidden states.
+        heads: Number of attention heads.
     """
     from transformers import DebertaV2Config
 
@@ -158,12 +160,12 @@ def small_deberta(
     return DebertaV2Config(**size, **others)
 
 
-def classifier(args: argparse.Namespace, tokenizer: Any, task: Task) -> tuple[Any, Any]:
-    """Return what `--model` means, as `pipecomp.initialize` takes it, and the model's config.
+def classifier(args: argparse.Namespace, tokenizer: Any, task: ClassificationTask) -> tuple[Any, Any]:
+    """Return the model of `--model`, as `pipecomp.initialize` takes it, and its config.
 
-    "tiny" means random weights, `small_deberta` for the tokenizer's vocabulary; a .json file random weights with that
-    config; anything else is a from_pretrained folder or hub name, with a new head unless it has one for as many
-    classes. `--dropout` replaces the model's own.
+    "tiny" is `small_deberta` with random weights and the tokenizer's vocabulary. A .json file is the config of a model
+    with random weights. Other names are from_pretrained folders or hub names, with a new head unless theirs has the
+    same number of classes. `--dropout` replaces the model's own.
 
     Args:
         args: The recipe's arguments.
@@ -171,8 +173,8 @@ def classifier(args: argparse.Namespace, tokenizer: Any, task: Task) -> tuple[An
         task: For the classes.
 
     Raises:
-        ConfigError: For a name that is not there, or a dropout that the model does not have.
-        SplitError: For a model that cannot be split.
+        ConfigError: If there is no such model, or it does not support `--dropout`.
+        SplitError: If the model cannot be split.
     """
     from transformers import AutoConfig
 
@@ -195,21 +197,21 @@ def classifier(args: argparse.Namespace, tokenizer: Any, task: Task) -> tuple[An
     with hub_errors("--model", name):
         config = AutoConfig.from_pretrained(name)
     check_dropout(args, settings, config)
-    if config.problem_type is not None:  # of what it was trained for before
+    if config.problem_type is not None:  # of the task it was trained for
         settings["problem_type"] = "single_label_classification"
     source = pretrained(name, model_class="AutoModelForSequenceClassification", **settings, **names)
-    source.config.dtype = torch.float32  # as initialize does for a name; a mixed-precision engine casts by itself
+    source.config.dtype = torch.float32  # as initialize does for a name; mixed-precision engines cast the weights
     if name.endswith(".json"):
         source = replace(source, weights=None)
     return source, source.config
 
 
 def check_length(args: argparse.Namespace, tokenizer: Any, config: Any) -> None:
-    """Raise ConfigError if samples may be longer than the model takes."""
+    """Raise ConfigError if samples may be longer than the model's maximum."""
     most = min(int(config.max_position_embeddings), int(tokenizer.model_max_length))
-    require(args.max_tokens <= most, "--max-tokens", args.max_tokens, f"at most {most}, which the model takes")
+    require(args.max_tokens <= most, "--max-tokens", args.max_tokens, f"at most {most}, the model's maximum")
 
 
 def has_types(config: Any) -> bool:
-    """Say whether the model tells the two texts of a pair apart by token_type_ids."""
+    """Return whether the model distinguishes the two texts of a pair by token_type_ids."""
     return int(getattr(config, "type_vocab_size", 0) or 0) > 1

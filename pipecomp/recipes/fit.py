@@ -1,4 +1,4 @@
-"""The part of a run that all recipes share, once configuration and data are read: from checkpoint to saved model."""
+"""The training run that all recipes share, from checkpoint to saved model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pipecomp.distributed.preemption import Interruption, say_here
 from pipecomp.errors import OutputError
 from pipecomp.interfaces import TrainingEngine
 from pipecomp.recipes.report import Report
-from pipecomp.recipes.resume import REPLICAS, SAMPLES, STAGES, RunCheckpoints, hold_folder
+from pipecomp.recipes.resume import REPLICAS, SAMPLES, STAGES, RunCheckpoints, lock_folder
 from pipecomp.recipes.steps import Plan, complete
 from pipecomp.recipes.trackers import Trackers
 from pipecomp.report.page import try_write_report
@@ -29,20 +29,20 @@ from pipecomp.stats import Traffic
 
 
 class Fit:
-    """A run of a recipe: make it, compare its `facts`, `begin` and `run` it, each on every rank.
+    """A run of a recipe. On every rank: construct it, compare its `facts`, then call `begin` and `run`.
 
     Args:
         args: The recipe's arguments.
-        config: DeepSpeed's configuration as it was read; `self.config` is complete.
-        plan: How many steps there are, and of what size.
-        trained: What `resume.what_is_trained` returned.
+        config: DeepSpeed's configuration as read; `self.config` is complete.
+        plan: Number and size of steps.
+        trained: From `resume.what_is_trained`.
         stages: Pipeline stages.
-        unit: What the report's speed counts.
-        period: After what the model is evaluated.
+        unit: The unit of the report's speed.
+        period: The interval of evaluations.
 
     Raises:
-        ConfigError: For arguments without effect, a configuration that cannot be saved, or a folder that cannot be
-            written or is another run's meanwhile.
+        ConfigError: If arguments have no effect, the configuration cannot be saved, or a folder cannot be written or
+            is in use by another run.
     """
 
     def __init__(
@@ -61,18 +61,18 @@ class Fit:
         self.settings = Config.from_dict(self.config.get("pipecomp", {}))
         self._compared = settings_of(self.config, "pipecomp", self.settings.shared())
         self._trained, self._unit, self._period = trained, unit, period
-        step = plan.micro_batch * plan.accumulation * plan.replicas  # else steps that are made stand for other passes
+        step = plan.micro_batch * plan.accumulation * plan.replicas  # with another size, steps would cover other epochs
         counts = {SAMPLES: step, REPLICAS: plan.replicas, STAGES: stages}
-        given = config.get("scheduler", {}).get("params", {})
-        auto = [f"scheduler.params.{key}" for key, value in given.items() if value == "auto"]
+        scheduler = config.get("scheduler", {}).get("params", {})
+        auto = [f"scheduler.params.{key}" for key, value in scheduler.items() if value == "auto"]
         self._checkpoints = RunCheckpoints(args, self.config, self._compared, {**trained, **counts}, auto)
         for argument, folder in (("--checkpoint", args.checkpoint), ("--run", args.run)):
             if folder is not None and dist.get_rank() == 0:
-                hold_folder(argument, folder)
-        self._goes_on = ""
+                lock_folder(argument, folder)
+        self._resumed_from = ""
 
     def facts(self) -> dict[str, Any]:
-        """Return what must be equal on all ranks, as JSON values by name."""
+        """Return the JSON values by name that must be equal on all ranks."""
         args = self.args
         return {
             **self._compared,
@@ -87,13 +87,13 @@ class Fit:
         }
 
     def begin(self) -> None:
-        """Look for a checkpoint to go on from, and open the report. A run that starts anew drops stored messages.
+        """Find the checkpoint to resume from and open the report. A new run drops stored messages.
 
         Raises:
-            ConfigError: If the checkpoint is of a run with other settings, or the report cannot be written.
+            ConfigError: If the checkpoint's run has other settings, or the report cannot be written.
         """
         args, rank = self.args, dist.get_rank()
-        self._goes_on = self._checkpoints.find()
+        self._resumed_from = self._checkpoints.find()
         store, method = self.settings.store, self.settings.activations.method
         if method == "aqsgd" and store.backend == "lmdb" and not self._checkpoints.step:
             forget(store.path, rank)
@@ -124,14 +124,14 @@ class Fit:
     ) -> None:
         """Train to the last step, evaluate, report and save; then close the engine.
 
-        At SIGTERM and Ctrl-C it ends after the current step with a checkpoint, if there is a folder for it.
+        After SIGTERM or Ctrl-C the run ends after the current step with a checkpoint, if there is a folder for it.
 
         Args:
-            engine: Has its training data.
-            samples: In the training data.
-            held_out: Held-out samples.
-            units: Returns how many tokens or images the step that was just made had, on this rank's replica; those
-                that first stages say count.
+            engine: The engine with its training data.
+            samples: Number of training samples.
+            held_out: Number of held-out samples.
+            units: Returns the tokens or images of the last step on this rank's replica; called on all ranks, counted on
+                first stages.
             evaluate: Returns the numbers of an `eval` line, None without held-out data.
             save: Writes the model to the folder of `--save`.
 
@@ -144,7 +144,7 @@ class Fit:
         self._interruption = Interruption(active=checkpoints.on_signal)
         with self._interruption, self._report as report, self._trackers as trackers:
             report.start(args, plan, self.settings, self.stages, samples, held_out)
-            report.resumed(self._goes_on)
+            report.resumed(self._resumed_from)
             report.resumed(checkpoints.load(engine))
             facts = {"recipe": args.recipe, "unit": self._unit, **engine.describe()}
             self._recorder.start(plan.steps, kind="recipe", **facts)
@@ -173,7 +173,7 @@ class Fit:
         engine.close()
 
     def _step(self, engine: TrainingEngine, step: int, units: Callable[[], float]) -> str | None:
-        """Make and report one optimizer step; returns why the run ends after it, if it does."""
+        """Take and report one optimizer step. Returns the reason if the run ends after it."""
         lr, began = float(engine.optimizer.param_groups[0]["lr"]), time.perf_counter()
         loss = float(engine.train_batch())
         if step == self.plan.steps:
@@ -187,25 +187,26 @@ class Fit:
         self._report.step(step, epoch, **of_step, traffic=Traffic.of(stats), stats=stats)
         self._meter.spent += step_s
         values = {"loss": loss, "learning_rate": lr, f"{self._unit}_per_second": per_s}
-        self._trackers.log(step, {**values, **_curves(self._meter.since_last(stats))})
+        links = {f"link_{name}": v for name, v in self._meter.since_last(stats).items() if name != "slowest_link"}
+        self._trackers.log(step, {**values, **links})
         return self._interruption.decide(wanted)
 
     def _exchange(self, engine: TrainingEngine, units: float = 0.0) -> tuple[list[dict[str, Any]], list[int], float]:
-        """All ranks' counters, wishes to stop, and the sum of their units; all must call it.
+        """Gather all ranks' counters and stop requests, and sum their units. Every rank must call this.
 
-        What one of them could not write is said on all.
+        All ranks report the write errors of any rank.
         """
         with engine.propagate_failure():
             own = counted([engine.comm_stats()])[0]
-            told = gathered((own, self._interruption.wanted, units, self._report.take_refused()))
-        for rank, (*_, lines) in enumerate(told):
-            for refused in lines:
-                say_here(f"rank {rank}: {refused}. The run goes on without it")
-        stats, wanted, each, _ = zip(*told, strict=True)
+            by_rank = gathered((own, self._interruption.wanted, units, self._report.take_errors()))
+        for rank, (*_, errors) in enumerate(by_rank):
+            for error in errors:
+                say_here(f"rank {rank}: {error}. The run continues without it")
+        stats, wanted, each, _ = zip(*by_rank, strict=True)
         return list(stats), list(wanted), sum(each)
 
     def _stop(self, engine: TrainingEngine, step: int, reason: str) -> NoReturn:
-        """Save and close, as all other ranks do now."""
+        """Save and close. All ranks call this together."""
         saved = self._checkpoints.save_now(engine, evaluation_due=self.plan.ends_epoch(step))
         self._recorder.interrupted()
         self._report.interrupted(step, reason, saved=saved, resumes=self.args.resume is not None)
@@ -213,14 +214,9 @@ class Fit:
         raise self._interruption.leave(reason)
 
     def _epoch(self, engine: TrainingEngine, step: int, measures: dict[str, float] | None) -> None:
-        """Report the end of an epoch or round. measures: of its evaluation, if there is one."""
+        """Report the end of an epoch or round. measures: of its evaluation, or None."""
         stats = engine.gather_comm_stats()
         if measures is not None:
             self._recorder.evaluated(step, measures, stats)
             self._trackers.log(step, {f"eval_{name}": value for name, value in measures.items()})
         self._report.epoch(step, self.plan.epoch(step), measures, Traffic.of(stats))
-
-
-def _curves(figures: Mapping[str, Any]) -> dict[str, float]:
-    """What of a meter's figures is a curve."""
-    return {f"link_{name}": value for name, value in figures.items() if name != "slowest_link"}

@@ -1,6 +1,6 @@
-"""Labelled images for the recipes: files, random crops and flips that both ends of a link can follow, clients in turn.
+"""Labelled images for recipes: files, random crops and flips with ids for cached activations, clients in turn.
 
-Shapes: N images, h lines, w columns.
+Shapes: N images, h rows, w columns.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ IMAGE_COLUMNS, LABEL_COLUMNS = ("img", "image"), ("label", "labels", "fine_label
 
 
 class Images(Dataset):
-    """Images as they are, with their labels: for evaluation, and what `Views` shows.
+    """Unchanged images with labels, for evaluation and as the source of `Views`.
 
-    Samples have pixel_values float32 [3, h, w], about zero, and labels.
+    Samples have pixel_values float32 [3, h, w], centered at zero, and labels.
 
     Args:
         pixels: uint8 [N, h, w, 3].
@@ -53,10 +53,10 @@ class Images(Dataset):
         return (self._pixels[index].float() / 255 - 0.5) * 4
 
     def digest(self) -> str:
-        """Give a short hash of all images and labels."""
-        found = hashlib.sha256(self._pixels.numpy().tobytes())
-        found.update(self.labels.numpy().tobytes())
-        return found.hexdigest()[:16]
+        """Return a short hash of all images and labels."""
+        digest = hashlib.sha256(self._pixels.numpy().tobytes())
+        digest.update(self.labels.numpy().tobytes())
+        return digest.hexdigest()[:16]
 
 
 # -- reading
@@ -71,11 +71,11 @@ def read_images(paths: list[str], *, part: str) -> Images:
         part: "train" or "test".
 
     Raises:
-        DataError: For a file of another form.
+        DataError: If a file has another format.
     """
-    found = [_read_npz(path, part) if path.endswith(".npz") else _read_cifar(path) for path in paths]
-    _check_sizes(", ".join(paths), {pixels.shape[1:] for pixels, _ in found})
-    return Images(torch.cat([pixels for pixels, _ in found]), torch.cat([labels for _, labels in found]))
+    parts = [_read_npz(path, part) if path.endswith(".npz") else _read_cifar(path) for path in paths]
+    _check_sizes(", ".join(paths), {pixels.shape[1:] for pixels, _ in parts})
+    return Images(torch.cat([pixels for pixels, _ in parts]), torch.cat([labels for _, labels in parts]))
 
 
 def _read_npz(path: str, part: str) -> tuple[Tensor, Tensor]:
@@ -88,7 +88,7 @@ def _read_npz(path: str, part: str) -> tuple[Tensor, Tensor]:
             pixels, labels = (arrays[name] for name in names)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
-    # Of an empty file numpy finds the end; of one array, as an .npy file has it, there is nothing to close.
+    # EOFError: the file is empty. TypeError: it has one array, as an .npy file does.
     except (ValueError, TypeError, EOFError, zipfile.BadZipFile) as error:
         raise DataError(f"{path}: not an .npz file of arrays: {error}") from error
     if pixels.dtype != np.uint8 or pixels.ndim != 4 or pixels.shape[3] != 3:
@@ -124,7 +124,7 @@ def dataset_images(name: str, *, part: str) -> Images:
 
     Raises:
         ConfigError: If there is no such dataset.
-        DataError: If it has no images or no labels, images of different sizes, or some without a label.
+        DataError: If it has no images or labels, or images of different sizes or without a label.
     """
     rows = dataset_split(name, (part,), ())
     image = next((column for column in IMAGE_COLUMNS if column in rows.column_names), None)
@@ -132,9 +132,9 @@ def dataset_images(name: str, *, part: str) -> Images:
     if image is None or label is None:
         raise DataError(f"dataset {name} has the columns {', '.join(rows.column_names)}; needed: image and label")
     pixels = [np.asarray(picture.convert("RGB")) for picture in rows[image]]
-    _check_sizes(f"dataset {name}", {found.shape for found in pixels})
+    _check_sizes(f"dataset {name}", {array.shape for array in pixels})
     labels = list(rows[label])
-    unknown = next((i for i, given in enumerate(labels) if not isinstance(given, int) or given < 0), None)
+    unknown = next((i for i, number in enumerate(labels) if not isinstance(number, int) or number < 0), None)
     if unknown is not None:
         raise DataError(f"dataset {name}, sample {unknown}: label {labels[unknown]!r}; needed: a class, from 0 on")
     return Images(torch.from_numpy(np.stack(pixels)), torch.tensor(labels))
@@ -149,15 +149,15 @@ def _check_sizes(where: str, shapes: set[tuple[int, ...]]) -> None:
 
 
 class Views(Dataset):
-    """Images as random crops and flips show them: an index names an image and its view, so that drawing is elsewhere.
+    """Crops and flips of images. An index encodes an image and its view, so the dataset itself draws nothing.
 
     Args:
-        images: What is shown.
-        margin: Zeros around an image, of which a crop of its own size is taken.
-        flip: Whether images are flipped at random.
-        matched: Whether cached activations follow the view (arXiv:2206.01299, H.6): a flipped image is then a sample
-            of its own, and samples have the crop's `shifts`, int64 [2], pixels down and right, unless there is no
-            margin. If not, an image is one sample however it is shown.
+        images: The images.
+        margin: Width of the zero padding from which a crop of the image's size is taken.
+        flip: Flip images at random.
+        matched: Match cached activations to the view (arXiv:2206.01299, H.6): a flipped image has its own sample id,
+            and samples have the crop's `shifts`, int64 [2], pixels down and right, unless the margin is 0. Otherwise
+            all views of an image have one sample id.
     """
 
     def __init__(self, images: Images, margin: int, *, flip: bool = True, matched: bool = True) -> None:
@@ -175,7 +175,7 @@ class Views(Dataset):
         return ((images * 2 + flips) * self._side**2 + crops).tolist()
 
     def view(self, index: int) -> tuple[int, bool, int, int]:
-        """Tell the image, whether it is flipped, and by how many pixels its crop is moved down and right."""
+        """Return the image's index, whether it is flipped, and the crop's shift in pixels down and right."""
         shown, crop = divmod(index, self._side**2)
         down, right = divmod(crop, self._side)
         return shown // 2, bool(shown % 2), down - self.margin, right - self.margin
@@ -190,8 +190,8 @@ class Views(Dataset):
         x = self.images.image(image)
         if flipped:
             x = x.flip(2)
-        p, (_, lines, columns) = self.margin, x.shape
-        x = nn.functional.pad(x, (p, p, p, p))[:, p + down : p + down + lines, p + right : p + right + columns]
+        p, (_, rows, columns) = self.margin, x.shape
+        x = nn.functional.pad(x, (p, p, p, p))[:, p + down : p + down + rows, p + right : p + right + columns]
         sample = {"pixel_values": x, "labels": self.images.labels[image]}
         return {**sample, "shifts": torch.tensor([down, right])} if self.matched and p else sample
 
@@ -203,16 +203,16 @@ def shares(labels: Tensor, clients: int, concentration: float, seed: int) -> lis
     """Divide images among clients, every class by a Dirichlet distribution, until every client has an image.
 
     Args:
-        labels: Of the images, int64 [N].
-        clients: Their number.
-        concentration: The smaller it is, the more clients differ.
-        seed: Of the draws.
+        labels: The images' labels, int64 [N].
+        clients: Number of clients.
+        concentration: Parameter of the distribution; clients differ more if it is smaller.
+        seed: For the random draws.
 
     Returns:
         Each client's images, as int64 indices.
 
     Raises:
-        DataError: If some clients stay without an image.
+        DataError: If some clients get no image.
     """
     draw = np.random.default_rng(seed)
     for _ in range(1000):
@@ -225,22 +225,22 @@ def shares(labels: Tensor, clients: int, concentration: float, seed: int) -> lis
         joined = [torch.from_numpy(np.sort(np.concatenate(part))) for part in parts]
         if all(len(part) for part in joined):
             return joined
-    raise DataError(f"{len(labels)} images do not give each of {clients} clients one: use fewer clients")
+    raise DataError(f"{len(labels)} images are too few for {clients} clients: use fewer clients")
 
 
 class ClientTurns:
     """The order of split learning: in every round each client trains on its own images, one client after another.
 
-    A turn is `epochs` passes over the client's images in new orders, cut into steps of `batch` images; what does not
-    fill the last step is left out, but a client with few images repeats them to fill one.
+    A turn is `epochs` passes over the client's images in new orders, cut into steps of `batch` images. An incomplete
+    last step is dropped, but a client with few images repeats them to fill one step.
 
     Args:
-        views: Of all images.
+        views: Views of all images.
         parts: Each client's images, from `shares`.
-        batch: Images of a step.
-        micro_batch: Images of a micro-batch.
-        epochs: Passes of a turn.
-        seed: Of orders and views.
+        batch: Images per step.
+        micro_batch: Images per micro-batch.
+        epochs: Passes per turn.
+        seed: For orders and views.
 
     Attributes:
         per_round: Steps of a round.
@@ -260,16 +260,16 @@ class ClientTurns:
         self._order: list[int] = []
 
     def turn(self, step: int) -> tuple[int, int, int]:
-        """Round, client and the client's own step of an optimizer step, all counted from 0."""
+        """Return round, client and the client's own step of an optimizer step, all counted from 0."""
         number, step = divmod(step, self.per_round)
         for client, steps in enumerate(self._steps):
             if step < steps:
                 return number, client, step
             step -= steps
-        raise AssertionError("the steps of a round are those of its clients")
+        raise AssertionError("a round's steps are the sum of its clients' steps")
 
     def batch(self, number: int) -> list[int]:
-        """List the views of micro-batch `number`, counted from the start of training."""
+        """Return the views of micro-batch `number`, counted from the start of training."""
         step, part = divmod(number, self._per_step)
         turn, client, own = self.turn(step)
         if self._turn != (turn, client):

@@ -1,4 +1,4 @@
-"""The run that the recipes for causal language models share, and texts that come as documents, one abstract each."""
+"""The run of recipes for causal language models, and reading of documents, such as one abstract per line."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def fine_tune(
 
     Args:
         args: The recipe's arguments.
-        read: Given them, returns training texts and held-out ones, each of which are joined to one stream.
-        documents: Whether the tokenizer's end-of-text token comes after each text.
-        load: Given arguments and tokenizer, returns the model, as `pipecomp.initialize` takes it, and its config.
-        meanings: Given arguments and model, returns what the arguments mean, see `resume.what_is_trained`.
-        configure: Given arguments, the model's config, tokens of a sample and samples, returns DeepSpeed's
-            configuration and where the model is cut; None to read --deepspeed_config. Every rank calls it.
+        read: Takes the arguments and returns training and held-out texts. Each list is joined to one stream.
+        documents: Append the tokenizer's end-of-text token to each text.
+        load: Takes arguments and tokenizer and returns the model, as `pipecomp.initialize` takes it, and its config.
+        meanings: Takes arguments and model and returns the `meanings` of `resume.what_is_trained`.
+        configure: Takes arguments, the model's config, tokens per sample and number of samples, and returns DeepSpeed's
+            configuration and the model's cuts; None to read --deepspeed_config. Called on every rank.
 
     Raises:
-        PipecompError: On every rank, if one of them has an error.
+        PipecompError: On every rank, if one has an error.
     """
     text.check_arguments(args)
     rendezvous.start_processes(args.seed, args.deepspeed_config)
@@ -51,7 +51,7 @@ def fine_tune(
         end = None
         if documents:
             end = tokenizer.eos_token_id
-            require(end is not None, "--tokenizer", args.tokenizer, "one with an end-of-text token (eos_token)")
+            require(end is not None, "--tokenizer", args.tokenizer, "a tokenizer with an end-of-text token (eos_token)")
         model, config = load(args, tokenizer)
         size = text.block_size(args, config)
         blocks = partial(text.blocks, tokenizer, size=size, vocabulary=config.vocab_size, end=end)
@@ -81,11 +81,11 @@ def evaluate(engine: TrainingEngine, batches: list) -> dict[str, float]:
     """Evaluate held-out data on every replica.
 
     Args:
-        engine: What to evaluate.
+        engine: The engine.
         batches: From `eval_batches`.
 
     Returns:
-        Loss, in nats a token, and perplexity.
+        Loss in nats per token, and perplexity.
     """
     loss = run.evaluate(engine, batches)["loss"]
     return {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf}
@@ -95,7 +95,7 @@ def evaluate(engine: TrainingEngine, batches: list) -> dict[str, float]:
 
 
 def add_document_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that only documents have."""
+    """Add the arguments of recipes for documents."""
     parser.add_argument(
         "--field",
         default="abstract",
@@ -108,11 +108,11 @@ def read_documents(args: argparse.Namespace) -> tuple[Texts, Texts | None]:
     """Read the documents of --train-file and --eval-file, or of --dataset.
 
     Returns:
-        Training and held-out documents, None for the latter if none were given.
+        Training documents, and held-out documents or None.
 
     Raises:
         ConfigError: If there is no such dataset.
-        DataError: For what is in it, or in the files.
+        DataError: If the dataset or a file is wrong.
     """
 
     def of_splits(splits: tuple[str, ...]) -> Texts:
@@ -122,24 +122,24 @@ def read_documents(args: argparse.Namespace) -> tuple[Texts, Texts | None]:
 
 
 def is_json_lines(path: str) -> bool:
-    """Say by its name whether a file holds JSON lines."""
+    """Return whether a file's suffix is that of JSON lines."""
     return path.lower().endswith((".jsonl", ".json"))
 
 
 def documents_of(path: str, field: str) -> Texts:
-    """Read the documents of a file. Runs of white space become one space; empty documents are left out.
+    """Read the documents of a file. Runs of white space become one space; empty documents are dropped.
 
     Args:
         path: A text with a document per line, or a .jsonl or .json file with an object or a string per line.
         field: The document's key in an object.
 
     Raises:
-        DataError: Naming file and line.
+        DataError: If a line is wrong; the error names file and line.
     """
     lines = text.read_lines(path)
     if not is_json_lines(path):
         return _cleaned(lines)
-    found = []
+    documents = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -156,10 +156,9 @@ def documents_of(path: str, field: str) -> Texts:
             document.encode()
         except UnicodeEncodeError as error:  # no tokenizer takes it
             half = f"\\u{ord(document[error.start]):04x}"
-            message = f"{path}, line {number}: {half} is half of a character, and its other half is not there"
-            raise DataError(message) from error
-        found.append(document)
-    return _cleaned(found)
+            raise DataError(f"{path}, line {number}: {half} is an unpaired surrogate") from error
+        documents.append(document)
+    return _cleaned(documents)
 
 
 def _cleaned(texts: Texts) -> Texts:

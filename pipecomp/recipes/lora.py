@@ -1,4 +1,4 @@
-"""A recipe's arguments for LoRA, and the model that they describe."""
+"""LoRA in recipes: arguments, and the model with adapters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from pipecomp.errors import ConfigError, PipecompError, require
 from pipecomp.recipes.text import model_config
 
-# Of a new adapter. The parser's own default is None, so that what was given beside a saved one is seen.
+# Defaults of a new adapter. The parser's default is None, so that values given together with --adapter are found.
 RANK, ALPHA, DROPOUT = 8, 16, 0.0
 
 
@@ -25,10 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """Raise ConfigError for what can be seen without reading anything."""
+    """Raise ConfigError for arguments that are wrong regardless of data and model."""
     for name in ("rank", "alpha", "dropout", "targets") if args.adapter is not None else ():
-        given = getattr(args, f"lora_{name}")
-        require(given is None, f"--lora-{name}", given, "nothing beside --adapter: a saved adapter has its own")
+        value = getattr(args, f"lora_{name}")
+        require(value is None, f"--lora-{name}", value, "not set with --adapter: a saved adapter has its own")
     require(
         args.lora_rank is None or args.lora_rank >= 1, "--lora-rank", args.lora_rank, "a whole number of at least 1"
     )
@@ -37,14 +37,14 @@ def check_arguments(args: argparse.Namespace) -> None:
         args.lora_dropout is None or 0 <= args.lora_dropout < 1,
         "--lora-dropout",
         args.lora_dropout,
-        "0, or a share below 1",
+        "a number from 0 to below 1",
     )
-    require(args.dropout is None, "--dropout", args.dropout, "nothing: --lora-dropout is the adapters'")
+    require(args.dropout is None, "--dropout", args.dropout, "not set: use --lora-dropout for the adapters")
     require(
         args.model != "tiny" and not args.model.endswith(".json"),
         "--model",
         args.model,
-        "a model with weights: LoRA adapts what is there",
+        "a model with trained weights, which LoRA adapts",
     )
 
 
@@ -55,11 +55,11 @@ def causal_model(args: argparse.Namespace, tokenizer: Any) -> tuple[Any, Any]:
 
     Args:
         args: The recipe's arguments.
-        tokenizer: Not used; `text.causal_model` takes one.
+        tokenizer: Not used; for the signature of `text.causal_model`.
 
     Raises:
-        ConfigError: For a model or an adapter that is not there, or layers that the model does not have.
-        SplitError: For a model that cannot be split.
+        ConfigError: If there is no such model or adapter, or the model does not have the layers.
+        SplitError: If the model cannot be split.
     """
     import peft
 
@@ -87,10 +87,10 @@ def causal_model(args: argparse.Namespace, tokenizer: Any) -> tuple[Any, Any]:
 
 
 def meanings(args: argparse.Namespace, model: Any) -> dict[str, Any]:
-    """Return what `resume.what_is_trained` asks for: an adapter that is given has settings of its own.
+    """Return the `meanings` of `resume.what_is_trained`, with the settings of a new or a saved adapter.
 
-    The model is compared too, as its weights are not in checkpoints: by the last part of its name, since a folder may
-    be elsewhere on another machine.
+    Checkpoints do not have the base model's weights, so the model is compared too: by the last part of its name, since
+    its folder may differ between machines.
 
     Args:
         args: The recipe's arguments.

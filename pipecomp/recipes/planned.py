@@ -1,7 +1,7 @@
-"""Rank program of `pipecomp train`: measure, plan, write the configuration down, and train on a text.
+"""Rank program of `pipecomp train`: measure, plan, write the configuration, and train on a text.
 
-A recipe for causal language models that makes its DeepSpeed configuration itself: batch sizes, cuts, and bits or no
-compression, from what the ranks measure of each other. Its only argument is a `TrainOptions` as JSON.
+A recipe for causal language models that makes its own DeepSpeed configuration: batch sizes, cuts and compression, from
+measurements of ranks and links. Its only argument is a `TrainOptions` as JSON.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from pipecomp.distributed import preemption
 
 if __name__ == "__main__":
-    preemption.end_quietly()  # for the many seconds that the imports below take
+    preemption.end_quietly()  # during the imports below, which take many seconds
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ from pipecomp.plan.command import run_plan
 from pipecomp.plan.options import PlanOptions, TrainOptions
 from pipecomp.plan.report import precision_sections
 from pipecomp.recipes import language, run, text
-from pipecomp.recipes.resume import hold_folder
+from pipecomp.recipes.resume import lock_folder
 from pipecomp.report.recorder import CHECKPOINTS, PLAN
 from pipecomp.utils.files import atomic_write_text
 
@@ -53,7 +53,7 @@ def main(options: TrainOptions) -> None:
     rendezvous.start_processes(options.seed)
     with rendezvous.all_ranks().collective_errors():
         if options.model != "tiny":
-            text.model_config(options.model)  # before the tokenizer, whose default place is the same
+            text.model_config(options.model)  # before the tokenizer, which is in the same folder by default
 
     def configure(args: argparse.Namespace, config: Any, size: int, samples: int) -> tuple[dict[str, Any], list[int]]:
         return plan_run(options, args, config, size, samples)
@@ -126,29 +126,29 @@ def choose_interface() -> None:
     master = os.environ.get("MASTER_ADDR", "127.0.0.1")
     if os.environ.get(GLOO_VARIABLE) or os.environ.get(KEYS) or is_loopback(master):
         return
-    found = interface_towards(master)
-    if found is not None and found != loopback():
-        os.environ[GLOO_VARIABLE] = found
+    interface = interface_towards(master)
+    if interface is not None and interface != loopback():
+        os.environ[GLOO_VARIABLE] = interface
 
 
 def plan_run(
     options: TrainOptions, args: argparse.Namespace, config: Any, size: int, samples: int
 ) -> tuple[dict[str, Any], list[int]]:
-    """Plan the run, or read the plan of the run that resumes, and write its configuration down for people.
+    """Plan the run, or read the plan of the run that resumes, and write its configuration to a file for people.
 
     Args:
-        options: Of `pipecomp train`.
+        options: Options of `pipecomp train`.
         args: From `recipe_arguments`.
-        config: The model's, of Hugging Face.
+        config: The model's Hugging Face configuration.
         size: Tokens per sample.
         samples: Samples of the training data.
 
     Returns:
-        DeepSpeed's configuration, and where the model is cut.
+        DeepSpeed's configuration, and the model's cuts.
 
     Raises:
-        ConfigError: On every rank: the batch is impossible, or the folder cannot be written, is in use by another run,
-            or has checkpoints that this run does not resume.
+        ConfigError: On every rank, if the batch is impossible, or the folder cannot be written, is in use by another
+            run, or has checkpoints that this run does not resume.
     """
     folder, world = Path(args.run), dist.get_world_size()
     stages = options.stages or world
@@ -161,7 +161,7 @@ def plan_run(
         with writable("--run", folder):
             folder.mkdir(parents=True, exist_ok=True)
         if first:
-            hold_folder("--run", folder)
+            lock_folder("--run", folder)
     with ranks.collective_errors():
         made = read_plan(folder, stages, world) if first and resumes(options, folder) else None
     made = broadcast(made)
@@ -193,34 +193,34 @@ def plan_run(
 
 
 def check_unused(options: TrainOptions, folder: Path) -> None:
-    """Raise ConfigError if a run without checkpoints would overwrite the files that those in its folder need."""
+    """Raise ConfigError if a run without checkpoints would overwrite files that existing checkpoints need."""
     unused = options.save_every is not None or not manifest.steps(folder / CHECKPOINTS)
     hint = f"{folder} has checkpoints: the run resumes from the last good one. To start over, choose another folder"
     require(unused, "--save-every", None, "a number", hint)
 
 
-def choose_batch(given: int | None, samples: int, replicas: int = 1) -> int:
-    """Return the samples per step, by default the most up to DEFAULT_BATCH that replicas can share.
+def choose_batch(batch: int | None, samples: int, replicas: int = 1) -> int:
+    """Return `batch`, or if None the largest number of samples per step up to DEFAULT_BATCH that replicas can share.
 
     Raises:
-        ConfigError: The text has fewer samples than asked for.
-        DataError: The text has fewer samples than there are replicas.
+        ConfigError: If the text has fewer samples than `batch`.
+        DataError: If the text has fewer samples than there are replicas.
     """
-    if given is not None:
-        require(given <= samples, "--batch", given, f"at most {samples}, the samples that the text makes")
-        return given
+    if batch is not None:
+        require(batch <= samples, "--batch", batch, f"at most {samples}, the number of samples in the text")
+        return batch
     if samples < replicas:
-        raise DataError(f"the text makes {samples} samples, too few for {replicas} replicas")
+        raise DataError(f"the text has {samples} samples, too few for {replicas} replicas")
     most = next((n for n in (DEFAULT_BATCH, 16, 8, 4, 2, 1) if n <= samples), 0)
     return max(most // replicas, 1) * replicas
 
 
 def deepspeed_config(options: TrainOptions, planned: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Make DeepSpeed's configuration. planned: the plan's part, for batches, links and gradients."""
+    """Make DeepSpeed's configuration. planned: the plan's settings for batches, links and gradients."""
     section = dict(planned["pipecomp"])
     if section.get("activations", {}).get("method") == "aqsgd":
         section["store"] = {"path": str(options.store or folder / "messages"), **section.get("store", {})}
-    # Note: an earlier plan may have others; resuming is then refused.
+    # Note: an earlier plan may have other values; the comparison with the checkpoint then raises an error.
     if options.gradients is not None:
         section["gradients"] = {"method": options.gradients}
     if not options.tie:
@@ -246,19 +246,19 @@ def read_plan(folder: Path, stages: int, world: int) -> dict[str, Any]:
     """Read the plan of the run that resumes in a folder.
 
     Raises:
-        ConfigError: There is none, or it is for other stages or processes, which its cuts and batch sizes depend on.
+        ConfigError: If there is none, or its number of stages or processes differs from this run's.
     """
     try:
         made = json.loads((folder / PLAN).read_text())
-        found = {"config": made["config"], "cuts": made["cuts"]}
-        K, replicas = len(found["cuts"]) - 1, made["chosen"]["replicas"]
+        settings = {"config": made["config"], "cuts": made["cuts"]}
+        K, replicas = len(settings["cuts"]) - 1, made["chosen"]["replicas"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        allowed = f"the folder with its run's {PLAN}, on the machine that was rank 0 then ({error})"
+        allowed = f"a folder with its run's {PLAN}, on the machine that had rank 0 ({error})"
         raise ConfigError("--run", str(folder), allowed) from error
-    hint = f"The run in {folder} was planned for that and resumes. To start over, choose another folder"
+    hint = f"This run resumes the one in {folder}. To start over, choose another folder"
     require(stages == K, "--stages", stages, str(K), hint)
     require(K * replicas == world, "number of processes", world, str(K * replicas), hint)
-    return found
+    return settings
 
 
 if __name__ == "__main__":

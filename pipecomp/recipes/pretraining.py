@@ -1,4 +1,4 @@
-"""Plain training of a model in one process, for recipes and benchmarks that need one that has learned something."""
+"""Training of a model in one process, for recipes and benchmarks that need a pre-trained model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def pretrain(
     seed: int,
     on_step: Callable[[int, int, float], None] | None = None,
 ) -> float:
-    """Train plainly in this process; returns the mean loss of the last tenth of the steps."""
+    """Train a model in this process. Returns the mean loss of the last tenth of the steps."""
     data = torch.tensor(rows)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01)
     steps = epochs * (len(data) // batch)

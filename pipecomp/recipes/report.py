@@ -1,4 +1,4 @@
-"""What a recipe tells: JSON lines, TensorBoard curves, and a terminal output for people. One rank does it all."""
+"""A recipe's output: JSON lines, TensorBoard curves and terminal output, all written by one rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from pipecomp.config import Activations, Config
 from pipecomp.config.activations import bits_text
-from pipecomp.recipes.written import Curves, Lines, Written
+from pipecomp.recipes.written import Curves, Lines, WrittenOutput
 from pipecomp.report.progress import LinkMeter, format_progress
 from pipecomp.stats import DIRECTIONS, WEIGHTS, BitsMeter, Traffic
 from pipecomp.utils.units import format_count, format_size
@@ -24,22 +24,20 @@ LINKS_EVERY_S = 2.0  # in a terminal
 
 
 class Report:
-    """The report of a run, opened before training so that a file that cannot be written is known at once.
-
-    It is a context manager.
+    """The report of a run, a context manager. Files are opened before training to find write errors early.
 
     Args:
         metrics: A file for JSON lines, overwritten.
         tensorboard: A folder.
-        silent: Do nothing at all, on all ranks but one.
-        unit: What speed counts.
-        period: After what the model is evaluated.
-        after: The step that an earlier run has reached and this one goes on from: the lines of `metrics` up to there
-            stay, and their losses and bytes are added.
-        kept: Where `metrics` has no such lines, those of the run's folder.
+        silent: Write nothing, on all ranks but one.
+        unit: The unit of speed.
+        period: The interval of evaluations.
+        after: The step that this run resumes from: lines of `metrics` up to there are kept, and their losses and bytes
+            are added.
+        kept: Lines of the run's folder, used if `metrics` has none.
 
     Raises:
-        ConfigError: If something cannot be written.
+        ConfigError: If a file cannot be written.
     """
 
     def __init__(
@@ -67,14 +65,14 @@ class Report:
         if metrics is not None:
             self._metrics = Lines(metrics, after)
             kept = self._metrics.kept or kept
-        self._take_up(kept)
+        self._continue_after(kept)
         if tensorboard is not None:
             self._board = Curves(tensorboard, after)
 
-    def _take_up(self, records: Sequence[dict[str, Any]]) -> None:
-        """Go on after these lines of an earlier run."""
+    def _continue_after(self, records: Sequence[dict[str, Any]]) -> None:
+        """Continue the losses and bytes of an earlier run's lines."""
         for record in records:
-            if "links" in record:  # in a run's folder an evaluation's line may have none, and a round is an epoch
+            if "links" in record:  # in a run's folder, evaluations may have no links, and rounds are called epochs
                 self._before = Traffic(record["links"], record["groups"])
             if "eval" not in record:
                 self._count(record[self._period if self._period in record else "epoch"], record["loss"])
@@ -88,19 +86,19 @@ class Report:
     def start(
         self, args: argparse.Namespace, plan: Any, settings: Config, stages: int, samples: int, held_out: int
     ) -> None:
-        """Say what is about to happen."""
+        """Print the run's settings and start the progress bar."""
         self._steps, self._began = plan.steps, time.perf_counter()
         self._epoch_began = self._last_line = self._began
         self._meter = LinkMeter()
         batch = plan.micro_batch * plan.accumulation * plan.replicas
         parts = f"{format_count(stages, 'stage')}, {format_count(plan.replicas, 'replica')} of the pipeline"
-        self._say(f"model     {args.model}: {parts}")
-        self._say(f"data      {samples:,} training samples, {held_out:,} held out")
-        self._say(
+        self._print(f"model     {args.model}: {parts}")
+        self._print(f"data      {samples:,} training samples, {held_out:,} held out")
+        self._print(
             f"training  {format_count(plan.steps, 'step')} of {batch} samples, {plan.micro_batch} to a micro-batch"
         )
         if stages > 1:
-            self._say(f"links     {_in_words(settings)}")
+            self._print(f"links     {_describe_links(settings)}")
         if self._console.is_terminal:
             self._progress = Progress(
                 TextColumn("step"),
@@ -133,13 +131,13 @@ class Report:
         Args:
             step: From 1.
             epoch: From 1.
-            loss: The step's mean.
-            lr: The learning rate that it used.
+            loss: The step's mean loss.
+            lr: The step's learning rate.
             per_s: Tokens or images per second.
-            traffic: Since the start of the run.
-            step_s: Seconds of the step, for what the links do in that time.
-            stats: `engine.gather_comm_stats()`, for the same: the step's line has "forward_bits" and
-                "backward_bits", on average over its quantized values, where there are any.
+            traffic: Traffic since the start of the run.
+            step_s: Seconds of the step, for the links' rates.
+            stats: `engine.gather_comm_stats()`, for the links' rates and, if values are quantized, the mean bits
+                "forward_bits" and "backward_bits".
         """
         self._meter.spent += step_s
         traffic = self._before.plus(traffic)
@@ -161,7 +159,7 @@ class Report:
         elif step in (1, self._steps) or time.perf_counter() - self._last_line >= PLAIN_EVERY_S:
             self._last_line = time.perf_counter()
             width = len(str(self._steps))
-            self._say(
+            self._print(
                 f"step {step:{width}}/{self._steps}  {self._period} {epoch}  loss {loss:.4f}  lr {lr:.2e}  "
                 f"{per_s:,.0f} {self._unit}/s  {format_progress(self._meter.since_last(stats))}".rstrip()
             )
@@ -170,34 +168,34 @@ class Report:
         """Report the end of an epoch or round.
 
         Args:
-            step: The last one.
+            step: The last step.
             epoch: From 1.
-            measures: What evaluation found, None without held-out data.
-            traffic: Since the start of the run.
+            measures: Results of the evaluation, None without held-out data.
+            traffic: Traffic since the start of the run.
         """
         traffic = self._before.plus(traffic)
         seconds, self._epoch_began = time.perf_counter() - self._epoch_began, time.perf_counter()
         losses, self._epoch_losses = self._epoch_losses, []
-        told, mean = [], {}
-        if losses:  # a run that goes on from the end of an epoch has its losses only in --metrics
+        parts, mean = [], {}
+        if losses:  # none if a run resumes at the end of an epoch without --metrics
             mean = {"train_loss": sum(losses) / len(losses)}
-            told.append(f"mean training loss {mean['train_loss']:.4f}")
+            parts.append(f"mean training loss {mean['train_loss']:.4f}")
         if measures is not None:
             record = {"step": step, self._period: epoch, "eval": measures, **mean}
             self._write({**record, "links": traffic.links, "groups": traffic.groups})
             self._curves(step, "eval", measures)
             others = ", ".join(f"{name} {value:.4g}" for name, value in measures.items() if name != "loss")
-            told.append(f"held-out loss {measures['loss']:.4f}" + (f" ({others})" if others else ""))
+            parts.append(f"held-out loss {measures['loss']:.4f}" + (f" ({others})" if others else ""))
         line = f"{self._period} {epoch} done in {seconds:.0f} s"
-        self._say(f"{line}: {', '.join(told)}" if told else line)
+        self._print(f"{line}: {', '.join(parts)}" if parts else line)
 
     def end(self, traffic: Traffic, saved: str | None, page: str | None = None) -> None:
-        """Say what crossed the links, and where results are.
+        """Print the links' traffic and where the results are.
 
         Args:
-            traffic: Since the start of the run.
-            saved: The folder of the model, None if it was not saved.
-            page: What became of the run's report, None if none was wanted.
+            traffic: Traffic since the start of the run.
+            saved: The model's folder, None if it was not saved.
+            page: File of the run's page or the reason why there is none; None with --no-report.
         """
         self._stop_progress()
         traffic = self._before.plus(traffic)
@@ -207,28 +205,30 @@ class Report:
                 for direction in DIRECTIONS
                 if counts[f"{direction}_bytes_raw"]
             ]
-            if parts:  # none where a run went on after its last step
-                self._say(f"link {name}: " + "; ".join(parts))
+            if parts:  # none if a run resumes after its last step
+                self._print(f"link {name}: " + "; ".join(parts))
         for name, counts in traffic.groups.items():
-            what, how = (name, "gathered") if name == WEIGHTS else (f"gradients, {name}", "reduced")
-            self._say(f"{what}: {_saving(how, counts['bytes_raw'], counts['bytes_sent'])}")
+            title, verb = (name, "gathered") if name == WEIGHTS else (f"gradients, {name}", "reduced")
+            self._print(f"{title}: {_saving(verb, counts['bytes_raw'], counts['bytes_sent'])}")
         if page is not None:
-            self._say(f"report    {page}")
-        self._say(f"done in {time.perf_counter() - self._began:.0f} s" + (f"; model saved in {saved}" if saved else ""))
+            self._print(f"report    {page}")
+        self._print(
+            f"done in {time.perf_counter() - self._began:.0f} s" + (f"; model saved in {saved}" if saved else "")
+        )
 
     def interrupted(self, step: int, reason: str, *, saved: bool, resumes: bool) -> None:
-        """Say that the run ends after this step, and from where it can go on.
+        """Print that the run stops after this step, and how to resume.
 
         Args:
-            step: The last one.
-            reason: Why it ends.
-            saved: Whether a checkpoint has this step.
-            resumes: Whether the command resumes by itself, or only with another argument.
+            step: The last step.
+            reason: The reason.
+            saved: A checkpoint has this step.
+            resumes: The same command resumes; otherwise it needs --resume auto.
         """
         self._stop_progress()
-        where = "there" if saved else "the checkpoint before, if any, as this step could not be saved"
-        how = "" if resumes else " with --resume auto"
-        self._say(f"stopped   after step {step}: {reason}; the same command{how} goes on from {where}")
+        start = "there" if saved else "the previous checkpoint, if any, because this step could not be saved"
+        option = "" if resumes else " with --resume auto"
+        self._print(f"stopped   after step {step}: {reason}; the same command{option} resumes from {start}")
 
     def __enter__(self) -> Report:
         return self
@@ -237,18 +237,18 @@ class Report:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stop_progress()
-        for written in self._written():
-            written.close()
-        for refused in self.take_refused():
-            self._say(refused)
+        for output in self._outputs():
+            output.close()
+        for message in self.take_errors():
+            self._print(message)
 
-    def take_refused(self) -> list[str]:
-        """Say once what could not be written."""
-        found = (written.take_refused() for written in self._written())
-        return [refused for refused in found if refused is not None]
+    def take_errors(self) -> list[str]:
+        """Return the write errors since the last call."""
+        errors = (output.take_error() for output in self._outputs())
+        return [error for error in errors if error is not None]
 
-    def _written(self) -> list[Written]:
-        return [written for written in (self._metrics, self._board) if written is not None]
+    def _outputs(self) -> list[WrittenOutput]:
+        return [output for output in (self._metrics, self._board) if output is not None]
 
     def _stop_progress(self) -> None:
         if self._progress is not None:
@@ -256,11 +256,11 @@ class Report:
             self._progress = None
 
     def resumed(self, words: str) -> None:
-        """Say what this run goes on from, if anything."""
+        """Print the checkpoint that this run resumes from, if any."""
         if words:
-            self._say(f"resume    {words}")
+            self._print(f"resume    {words}")
 
-    def _say(self, line: str) -> None:
+    def _print(self, line: str) -> None:
         self._console.print(line, markup=False)
         sys.stdout.flush()
 
@@ -273,23 +273,23 @@ class Report:
             self._board.add(step, group, values)
 
 
-def _in_words(settings: Config) -> str:
+def _describe_links(settings: Config) -> str:
     activations, clusters = settings.activations, settings.store.clusters
     if activations.method not in Activations.QUANTIZED:
         return "not compressed" if activations.method == "none" else activations.method
     forward, backward = (bits_text(bits) for bits in (activations.forward_bits, activations.backward_bits))
-    words = f"{activations.method}, {forward} bits forward, {backward} bits backward"
+    text = f"{activations.method}, {forward} bits forward, {backward} bits backward"
     if activations.backward_method == "delta":
-        words += " as changes"
+        text += " as changes"
     if clusters is not None:
-        words += f", from {clusters} cluster centers"
+        text += f", from {clusters} cluster centers"
     elif activations.method == "aqsgd":
         visit = activations.first_visit
-        words += ", first visit " + ("in full" if visit == "full" else f"{visit} bits")
-    return words
+        text += ", first visit " + ("in full" if visit == "full" else f"{visit} bits")
+    return text
 
 
-def _saving(what: str, raw: int, sent: int) -> str:
-    if sent >= 0.98 * raw:  # headers make it a little more
-        return f"{what} {format_size(sent)}, not compressed"
-    return f"{what} {format_size(sent)} for {format_size(raw)}, {raw / sent:.1f} times less"
+def _saving(name: str, raw: int, sent: int) -> str:
+    if sent >= 0.98 * raw:  # headers make sent bytes slightly more than raw ones
+        return f"{name} {format_size(sent)}, not compressed"
+    return f"{name} {format_size(sent)} for {format_size(raw)}, {raw / sent:.1f} times less"

@@ -1,6 +1,6 @@
 """ResNets for small images (arXiv:1512.03385), as an nn.Sequential of a stem, basic blocks and a head.
 
-Shapes: B images, C channels, h lines and w columns.
+Shapes: B images, C channels, h rows and w columns.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NORMS: dict[str, Callable[[int], nn.Module]] = {
 
 
 class BasicBlock(nn.Module):
-    """Two 3 × 3 convolutions beside a short cut: [B, inside, h, w] to [B, out, h / stride, w / stride]."""
+    """Two 3 × 3 convolutions with a shortcut: [B, inside, h, w] to [B, out, h / stride, w / stride]."""
 
     def __init__(self, inside: int, out: int, stride: int, norm: Callable[[int], nn.Module]) -> None:
         super().__init__()
@@ -41,13 +41,13 @@ def resnet(size: str, classes: int, *, norm: str = "batch") -> nn.Sequential:
     """Make a ResNet with random weights: the stem, then one child for each block, then the head.
 
     Args:
-        size: "resnet34", in its form for 32 × 32 images, with a stem of 3 × 3 that does not shrink them; or "tiny":
-            three blocks of 16, 32 and 64 channels behind a stem that halves the image.
-        classes: Of the head.
-        norm: "batch", or "group": group norm with 8 groups, which does not mix samples.
+        size: "resnet34" for 32 × 32 images, with a 3 × 3 stem of stride 1; or "tiny": three blocks of 16, 32 and 64
+            channels after a stem of stride 2.
+        classes: Number of classes.
+        norm: "batch", or "group": group norm with 8 groups, independent of other samples.
 
     Raises:
-        ConfigError: For another size or norm.
+        ConfigError: If size or norm is unknown.
     """
     require(size in SIZES, "--model", size, ", ".join(SIZES))
     require(norm in NORMS, "--norm", norm, ", ".join(NORMS))

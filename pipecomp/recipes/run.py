@@ -1,4 +1,4 @@
-"""What all recipes share: arguments, errors as one line on every rank, the run from configuration to saved model.
+"""Arguments, error output and the run of all recipes, from configuration to saved model.
 
 A recipe's train.py adds its own arguments, its data and its model:
 
@@ -6,7 +6,7 @@ A recipe's train.py adds its own arguments, its data and its model:
     def main(args):
         start.start_processes(args.seed, args.deepspeed_config)
         with start.all_ranks().collective_errors():
-            ...                                   # data and model; an error of one rank ends all of them
+            ...                                   # data and model; an error on one rank stops all ranks
         run.train(args, run.Workload(model=..., training=..., trained=..., held_out=...))
     run.run(main, parser)
 """
@@ -42,7 +42,7 @@ _FIRST_S = 10.0
 
 
 class UsageError(PipecompError, ValueError):
-    """The command line is wrong."""
+    """Error in the command line."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -54,10 +54,9 @@ def arguments(name: str, description: str, *, text: bool = True) -> argparse.Arg
     """Make a parser with the arguments that every recipe has (recipes/README.md); add the recipe's own to it.
 
     Args:
-        name: The recipe's.
+        name: The recipe's name.
         description: For `--help`.
-        text: With the arguments of recipes whose samples are text, seen once an epoch and split over any number of
-            stages.
+        text: Add the arguments of recipes for text, which train in epochs and over any number of stages.
     """
     parser = _Parser(prog=name, description=description, allow_abbrev=False)
     add = parser.add_argument
@@ -77,7 +76,7 @@ def arguments(name: str, description: str, *, text: bool = True) -> argparse.Arg
     add("--train-file", nargs="+", metavar="FILE", help="training data; several files are read in this order")
     add("--eval-file", metavar="FILE", help="held-out data, evaluated after every epoch or round")
     add("--dataset", metavar="NAME[:CONFIG]", help="for datasets.load_dataset, instead of the files")
-    add("--max-steps", type=at_least(1), metavar="N", help="stop after so many optimizer steps")
+    add("--max-steps", type=at_least(1), metavar="N", help="stop after N optimizer steps")
     add(
         "--seed",
         type=at_least(0, MOST_SEED),
@@ -89,16 +88,16 @@ def arguments(name: str, description: str, *, text: bool = True) -> argparse.Arg
         "--trace",
         type=beside_a_picture,
         metavar="FILE",
-        help="write what every rank did when, in Chrome's trace format, and a picture",
+        help="write a timeline of all ranks in Chrome's trace format, and a picture",
     )
     add("--tensorboard", metavar="FOLDER", help="write the same curves for TensorBoard")
-    add("--run", metavar="FOLDER", help="what happened goes here, with a report (default runs/RECIPE-DATE-TIME)")
+    add("--run", metavar="FOLDER", help="folder for metrics and report (default runs/RECIPE-DATE-TIME)")
     add(
         "--report-to",
         nargs="+",
         default=[],
         metavar="NAME",
-        help="curves for tensorboard, trackio, mlflow, wandb: Hugging Face's own integrations, files go to --run",
+        help="log to tensorboard, trackio, mlflow or wandb through Hugging Face's integrations; files go to --run",
     )
     add("--no-report", dest="report", action="store_false", help="write the run's folder without report.html")
     parser.set_defaults(recipe=name)
@@ -122,9 +121,9 @@ def at_least(low: int, high: int | None = None) -> Callable[[str], int]:
 
 
 def beside_a_picture(text: str) -> str:
-    """Type for argparse: a file that gets a picture beside it, of the same name but for .png."""
+    """Check the type of a file for argparse: not .png, which is the suffix of the picture beside it."""
     if text.endswith(".png"):
-        raise argparse.ArgumentTypeError(f"got {text!r}, allowed: another ending than .png, which the picture has")
+        raise argparse.ArgumentTypeError(f"got {text!r}, allowed: any suffix but .png, which the picture has")
     return text
 
 
@@ -134,41 +133,41 @@ def beside_a_picture(text: str) -> str:
 def run(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentParser) -> NoReturn:
     """Run `main` with the parsed command line and exit.
 
-    The exit status is 0; 2 for a wrong command line and 1 for this project's other errors, both told in one line on
-    standard error (once per machine where all ranks have the same); 75 for a run that was asked to stop and has saved
-    a checkpoint, 130 after Ctrl-C without one. Anything else is a bug and leaves a traceback.
+    The exit status is 0; 2 for an error in the command line and 1 for pipecomp's other errors, both printed as one line
+    on standard error (once per machine if all ranks have the same error); 75 for a run that was stopped by a signal and
+    has saved a checkpoint; 130 after Ctrl-C without a checkpoint. Other exceptions are bugs and print a traceback.
 
     Args:
         main: Takes the parsed arguments.
         parser: From `arguments`.
     """
-    preemption.end_with_exception()  # what was imported quietly
+    preemption.end_with_exception()  # signals during the imports end the process silently
     replace_unprintable()
     outlast_readers()
     try:
         main(parser.parse_args())
         status = 0
     except PipecompError as error:
-        _say_once(f"{parser.prog}: error: {error}")
+        _print_once(f"{parser.prog}: error: {error}")
         status = 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            what = "stopped by Ctrl-C without saving a checkpoint (see --save-every in --help)"
-            print(f"{parser.prog}: {what}", file=sys.stderr, flush=True)
+            line = f"{parser.prog}: stopped by Ctrl-C without saving a checkpoint (see --save-every in --help)"
+            print(line, file=sys.stderr, flush=True)
         status = 130
     sys.exit(status)
 
 
-def _say_once(line: str) -> None:
-    """Print unless another rank of this machine has printed the same."""
+def _print_once(line: str) -> None:
+    """Print a line unless another rank of this machine has printed it."""
     first = True
     if dist.is_initialized():
         key = hashlib.sha256(f"{socket.gethostname()} {line}".encode()).hexdigest()
-        # The rank that serves the store may be gone: then print.
+        # If the rank that serves the store has ended, print.
         with contextlib.suppress(RuntimeError), silence_stderr():
             first = distributed_c10d._get_default_store().add(f"pipecomp-said-{key}", 1) == 1
     elif int(os.environ.get("LOCAL_RANK", "0")) != 0:
-        time.sleep(_FIRST_S)  # if rank 0 has the same error, it prints, and the launcher ends all ranks meanwhile
+        time.sleep(_FIRST_S)  # rank 0 prints the same error, and the launcher stops all ranks meanwhile
     if first:
         print(line, file=sys.stderr, flush=True)
 
@@ -178,19 +177,19 @@ def _say_once(line: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What a recipe trains.
+    """A recipe's model and data.
 
     Attributes:
         model: As for `pipecomp.initialize`.
         training: Samples with a length.
-        trained: What `resume.what_is_trained` returned.
-        held_out: Samples to evaluate on after every epoch, None for none.
-        collate: Makes a micro-batch of a list of samples.
-        evaluation: Given the engine and the held-out batches, returns the numbers of an `eval` line, "loss" among
-            them; every rank calls it.
-        tokenizer: Saved beside the model.
-        cuts: Where the model is cut, None for stages of about equal size.
-        config: DeepSpeed's configuration, None to read --deepspeed_config.
+        trained: From `resume.what_is_trained`.
+        held_out: Samples to evaluate after every epoch, or None.
+        collate: Makes a micro-batch from a list of samples.
+        evaluation: Takes the engine and the held-out batches and returns the numbers of an `eval` line, with "loss";
+            called on every rank.
+        tokenizer: Saved with the model.
+        cuts: The model's cuts; None for stages of about equal size.
+        config: DeepSpeed's configuration; None to read --deepspeed_config.
     """
 
     model: Any
@@ -205,16 +204,16 @@ class Workload:
 
 
 def train(args: argparse.Namespace, work: Workload) -> None:
-    """Train, evaluate and save as the command line and the configuration say; every rank must call this.
+    """Train, evaluate and save. Every rank must call this.
 
     Args:
         args: From a parser of `arguments`.
         work: Model and data.
 
     Raises:
-        PipecompError: On every rank, if one of them has an error or they have different arguments or data.
+        PipecompError: On every rank, if one has an error or they have different arguments or data.
     """
-    fit = _prepared(args, work)
+    fit = _prepare(args, work)
 
     from pipecomp.initialization import initialize
 
@@ -222,7 +221,7 @@ def train(args: argparse.Namespace, work: Workload) -> None:
     stages = None if work.cuts is not None else fit.stages
     engine = initialize(work.model, stages, fit.config, training_data=work.training, collate_fn=count, cuts=work.cuts)
     batches = [] if work.held_out is None else eval_batches(work.held_out, fit.plan.micro_batch, work.collate)
-    count.taken()  # the engine has looked at some
+    count.taken()  # reset, because the engine has read some batches
 
     def save(folder: str) -> None:
         engine.save_pretrained(folder)
@@ -239,8 +238,8 @@ def train(args: argparse.Namespace, work: Workload) -> None:
     )
 
 
-def _prepared(args: argparse.Namespace, work: Workload) -> Fit:
-    """Prepare the run, agreed on by all ranks, before the engine is made."""
+def _prepare(args: argparse.Namespace, work: Workload) -> Fit:
+    """Prepare the run and compare it on all ranks, before the engine is made."""
     ranks = rendezvous.all_ranks()
     with ranks.collective_errors():
         world = dist.get_world_size()
@@ -264,16 +263,16 @@ def evaluate(engine: TrainingEngine, batches: list) -> dict[str, float]:
     """Evaluate held-out data on every replica.
 
     Args:
-        engine: What to evaluate.
+        engine: The engine.
         batches: From `eval_batches`.
 
     Returns:
-        The mean "loss" over all samples, each counted alike.
+        The mean "loss" over all samples with equal weights.
     """
     total, samples = 0.0, 0
     size = len(batches[0].ids)
     full = [batch for batch in batches if len(batch.ids) == size]
-    for part in (full, batches[len(full) :]):  # eval_batch weighs micro-batches alike, and the last may be short
+    for part in (full, batches[len(full) :]):  # eval_batch weights micro-batches equally; the last may be incomplete
         if part:
             loss = engine.eval_batch(iter(part), num_micro_batches=len(part))
             count = sum(len(batch.ids) for batch in part)
@@ -282,7 +281,7 @@ def evaluate(engine: TrainingEngine, batches: list) -> dict[str, float]:
 
 
 class _TokenCount:
-    """Collates, and counts the real tokens of what it collated."""
+    """A collator that counts tokens without padding."""
 
     def __init__(self, collate: Callable[[list], Any]) -> None:
         self._collate, self._tokens = collate, 0
@@ -294,6 +293,6 @@ class _TokenCount:
         return batch
 
     def taken(self) -> int:
-        """Count the tokens since this was last called."""
+        """Return the number of tokens since the last call."""
         tokens, self._tokens = self._tokens, 0
         return tokens

@@ -1,4 +1,4 @@
-"""What a recipe makes of DeepSpeed's configuration: batch sizes, the number of steps, and what "auto" stands for."""
+"""Batch sizes, the number of steps, and the values of "auto" from DeepSpeed's configuration."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ AUTO_WARMUP = 0.1  # share of all steps: the first of ten epochs, as in the pape
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How many steps there are, and of what size.
+    """The number and size of a run's steps.
 
     Attributes:
         steps: Optimizer steps in all.
         per_epoch: Micro-batches of one epoch for each replica.
         micro_batch: Samples of a micro-batch.
         accumulation: Micro-batches of a step.
-        replicas: Of the pipeline.
+        replicas: Number of pipeline replicas.
     """
 
     steps: int
@@ -36,7 +36,7 @@ class Plan:
         return (step - 1) * self.accumulation // self.per_epoch + 1
 
     def ends_epoch(self, step: int) -> bool:
-        """Whether this step is the last one of its epoch, or the last of all."""
+        """Return whether this step is the last one of its epoch or of the run."""
         return step == self.steps or self.epoch(step + 1) != self.epoch(step)
 
 
@@ -53,18 +53,18 @@ def check_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def make_plan(config: dict[str, Any], *, samples: int, replicas: int, epochs: int, max_steps: int | None) -> Plan:
-    """Plan passes over the training data with the configuration's batch sizes.
+    """Plan epochs over the training data with the configuration's batch sizes.
 
     Args:
-        config: Has train_micro_batch_size_per_gpu, and gradient_accumulation_steps or train_batch_size (without both
-            a step is one micro-batch).
-        samples: Training data.
-        replicas: Of the pipeline.
-        epochs: Passes.
-        max_steps: No more than that.
+        config: DeepSpeed's configuration with train_micro_batch_size_per_gpu, and gradient_accumulation_steps or
+            train_batch_size (without both a step is one micro-batch).
+        samples: Number of training samples.
+        replicas: Number of pipeline replicas.
+        epochs: Number of epochs.
+        max_steps: Upper limit of steps, or None.
 
     Raises:
-        ConfigError: For the batch sizes.
+        ConfigError: If batch sizes are wrong.
         DataError: If the samples do not fill one step.
     """
     micro, accumulation = batch_sizes(config, replicas)
@@ -84,17 +84,17 @@ def complete(config: dict[str, Any], plan: Plan, seed: int | None) -> dict[str, 
     total_num_steps becomes the run's steps, warmup_num_steps a tenth of them, warmup_max_lr the optimizer's rate.
 
     Args:
-        config: DeepSpeed's.
-        plan: The run's.
+        config: DeepSpeed's configuration.
+        plan: The run's steps.
         seed: None keeps the configuration's.
 
     Raises:
-        ConfigError: For another "auto".
+        ConfigError: If another parameter is "auto".
     """
     config = json.loads(json.dumps(config))
     if seed is not None:
         config.setdefault("pipecomp", {})["seed"] = seed
-    config.setdefault("steps_per_print", 10**9)  # the recipe reports by itself
+    config.setdefault("steps_per_print", 10**9)  # the recipe has its own report
     params = config.get("scheduler", {}).get("params", {})
     auto = {
         "total_num_steps": plan.steps,

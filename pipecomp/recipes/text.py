@@ -1,4 +1,4 @@
-"""Language modelling on any text: tokenizers, blocks of consecutive tokens, models with and without weights.
+"""Language modelling on text: tokenizers, blocks of consecutive tokens, models with and without weights.
 
 N blocks, S tokens in a block.
 """
@@ -27,7 +27,7 @@ T = TypeVar("T")
 END_OF_TEXT = "<|endoftext|>"
 TINY = {"n_embd": 128, "n_layer": 4, "n_head": 4}
 MAX_BLOCK = 1024
-_LINES_AT_ONCE = 1000  # while they are tokenized, each of their tokens takes more than a hundred bytes
+_LINES_AT_ONCE = 1000  # tokenization needs more than a hundred bytes of memory per token
 DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 
 
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--block-size",
         type=int,
         metavar="S",
-        help=f"tokens in a sample (default: what the model takes, at most {MAX_BLOCK})",
+        help=f"tokens per sample (default: the model's maximum, at most {MAX_BLOCK})",
     )
     parser.add_argument(
         "--dropout", type=float, metavar="P", help="dropout of embeddings, attention and blocks (default: the model's)"
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """Raise ConfigError for what can be seen without reading anything."""
+    """Raise ConfigError for arguments that are wrong regardless of data and model."""
     require(
         args.block_size is None or args.block_size >= 2, "--block-size", args.block_size, "a whole number of at least 2"
     )
@@ -53,24 +53,24 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 
 def check_sources(args: argparse.Namespace) -> None:
-    """Raise ConfigError for a wrong --dropout, and unless there is one source of training data."""
-    require(args.dropout is None or 0 <= args.dropout < 1, "--dropout", args.dropout, "0, or a share below 1")
+    """Raise ConfigError if --dropout is wrong, or there is not exactly one source of training data."""
+    require(args.dropout is None or 0 <= args.dropout < 1, "--dropout", args.dropout, "a number from 0 to below 1")
     check_one_source(args)
 
 
 def check_one_source(args: argparse.Namespace) -> None:
-    """Raise ConfigError unless the training data come from files or from a named dataset, with its own split."""
+    """Raise ConfigError unless data come either from files or from a dataset, whose own split is held out."""
     require(
         (args.train_file is None) != (args.dataset is None),
         "--train-file",
         args.train_file,
-        "either --train-file or --dataset, and not both",
+        "either --train-file or --dataset",
     )
     require(
         args.dataset is None or args.eval_file is None,
         "--eval-file",
         args.eval_file,
-        "only with --train-file; --dataset brings its own split",
+        "only with --train-file; --dataset has its own split",
     )
 
 
@@ -88,7 +88,7 @@ def read_sources(
         of_splits: Reads the first of these splits that the dataset has.
 
     Returns:
-        Training samples, in the order of the files, and held-out ones, None if none were given.
+        Training samples in the order of the files, and held-out samples or None.
     """
     if args.dataset is not None:
         return of_splits(("train",)), of_splits(("validation", "test"))
@@ -97,7 +97,7 @@ def read_sources(
 
 
 def read(args: argparse.Namespace) -> tuple[list[str], list[str] | None]:
-    """Read training and held-out text, line by line, ends of lines included; see `read_sources`."""
+    """Read training and held-out text as lines with their line ends; see `read_sources`."""
     return read_sources(args, read_lines, lambda splits: _dataset_lines(args.dataset, splits))
 
 
@@ -107,7 +107,7 @@ def read_lines(path: str) -> list[str]:
 
 
 def read_text(path: str) -> str:
-    """Read a UTF-8 text file, without the byte order mark that it may begin with. Raises DataError."""
+    """Read a UTF-8 text file without its byte order mark, if it has one. Raises DataError."""
     try:
         return Path(path).read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -126,8 +126,8 @@ def dataset_split(name: str, splits: tuple[str, ...], columns: tuple[str, ...]) 
 
     Args:
         name: For `datasets.load_dataset`, NAME or NAME:CONFIG.
-        splits: In this order.
-        columns: What it must have.
+        splits: In order of preference.
+        columns: Required columns.
 
     Raises:
         ConfigError: If there is no such dataset.
@@ -137,14 +137,14 @@ def dataset_split(name: str, splits: tuple[str, ...], columns: tuple[str, ...]) 
     with hub_errors("--dataset", name):
         from datasets import load_dataset
 
-        found = load_dataset(path, config or None)
-    split = next((split for split in splits if split in found), None)
+        dataset = load_dataset(path, config or None)
+    split = next((split for split in splits if split in dataset), None)
     if split is None:
-        raise DataError(f"dataset {name} has the splits {', '.join(sorted(found))}; needed: {' or '.join(splits)}")
-    held = found[split].column_names
-    if not set(columns) <= set(held):
-        raise DataError(f"dataset {name} has the columns {', '.join(held)}; needed: {', '.join(columns)}")
-    return found[split]
+        raise DataError(f"dataset {name} has the splits {', '.join(sorted(dataset))}; needed: {' or '.join(splits)}")
+    names = dataset[split].column_names
+    if not set(columns) <= set(names):
+        raise DataError(f"dataset {name} has the columns {', '.join(names)}; needed: {', '.join(columns)}")
+    return dataset[split]
 
 
 class Blocks(torch.utils.data.Dataset):
@@ -154,9 +154,9 @@ class Blocks(torch.utils.data.Dataset):
         """Cut tokens into blocks.
 
         Args:
-            tokens: int32 [any]; a block that is not full is left out at the end.
+            tokens: int32 [any]; tokens that do not fill the last block are dropped.
             size: Tokens of a block.
-            what: They are, for the error.
+            what: Name of the text, for the error.
 
         Raises:
             DataError: If no block is full.
@@ -174,7 +174,7 @@ class Blocks(torch.utils.data.Dataset):
         return {"input_ids": tokens_S, "labels": tokens_S}
 
     def digest(self) -> str:
-        """Give a short hash of all blocks."""
+        """Return a short hash of all blocks."""
         return hashlib.sha256(self.tokens_NS.numpy().tobytes()).hexdigest()[:16]
 
 
@@ -184,15 +184,15 @@ def blocks(
     """Tokenize lines as one stream, cut into blocks.
 
     Args:
-        tokenizer: The model's.
+        tokenizer: The model's tokenizer.
         lines: The text.
         size: Tokens of a block.
-        vocabulary: Tokens that the model knows.
-        end: A token to put after each line.
-        what: The text is, for errors.
+        vocabulary: The size of the model's vocabulary.
+        end: A token to append to each line.
+        what: Name of the text, for errors.
 
     Raises:
-        DataError: If the model does not know a token, or the text does not fill one block.
+        DataError: If a token is not in the model's vocabulary, or the text does not fill one block.
     """
     parts, rest = [torch.empty(0, dtype=torch.int32)], iter(lines)
     while some := list(islice(rest, _LINES_AT_ONCE)):
@@ -203,7 +203,7 @@ def blocks(
     tokens = torch.cat(parts)
     if len(tokens) and int(tokens.max()) >= vocabulary:
         raise DataError(
-            f"the tokenizer makes token {int(tokens.max())}, the model knows {vocabulary}: they do not belong together"
+            f"the tokenizer makes token {int(tokens.max())}, the model's vocabulary has {vocabulary}: they do not match"
         )
     return Blocks(tokens, size, what)
 
@@ -216,11 +216,11 @@ def load_tokenizer(name: str, lines: list[str]) -> Any:
 
     Args:
         name: A folder (GPT-2's vocab.json and merges.txt are enough) or a hub name. "train:V" trains a byte-level BPE
-            of at most V tokens on rank 0 for all ranks, each of which must call this then.
-        lines: To train it on.
+            of at most V tokens on rank 0 and broadcasts it; then every rank must call this.
+        lines: Training text.
 
     Raises:
-        ConfigError: For a name that is not there.
+        ConfigError: If there is no such tokenizer.
     """
     import transformers
 
@@ -235,27 +235,27 @@ def load_tokenizer(name: str, lines: list[str]) -> Any:
     with hub_errors("--tokenizer", name):
         tokenizer = loader.from_pretrained(name)
     check_tokenizer(name, tokenizer)
-    tokenizer.model_max_length = 10**9  # no warning about long texts: they are cut into blocks
+    tokenizer.model_max_length = 10**9  # no warning about long texts, which are cut into blocks
     return tokenizer
 
 
 def check_tokenizer(name: str, tokenizer: Any) -> None:
-    """Raise ConfigError for what transformers makes of a folder without a tokenizer: one that knows no words."""
-    files = "a folder or hub name with a tokenizer's files; here one knows nothing but special tokens"
+    """Raise ConfigError for a tokenizer with only special tokens, which transformers makes if files are missing."""
+    files = "a folder or hub name with a tokenizer's files; this tokenizer has only special tokens"
     require(len(tokenizer) > len(set(tokenizer.all_special_ids)), "--tokenizer", name, files)
 
 
 def train_for_all_ranks(name: str, texts: list[str], least: int, train: Callable[[list[str], int], Any]) -> Any:
-    """Train a `tokenizers` tokenizer on rank 0 for all ranks, each of which must call this.
+    """Train a `tokenizers` tokenizer on rank 0 and broadcast it. Every rank must call this.
 
     Args:
         name: "train:V" for at most V tokens.
-        texts: To train it on.
-        least: The fewest tokens that it can have.
-        train: Trains it on texts, with at most so many tokens.
+        texts: Training texts.
+        least: The smallest possible V.
+        train: Trains a tokenizer, given texts and V.
 
     Raises:
-        ConfigError: For V.
+        ConfigError: If V is too small or not a number.
     """
     from tokenizers import Tokenizer
 
@@ -280,18 +280,18 @@ def _train_bytes(texts: list[str], vocabulary: int) -> Any:
 
 
 def causal_model(args: argparse.Namespace, tokenizer: Any) -> tuple[Any, Any]:
-    """Return what `--model` means, as `pipecomp.initialize` takes it, and the model's config.
+    """Return the model of `--model`, as `pipecomp.initialize` takes it, and its config.
 
-    "tiny" means random weights, a GPT-2 of 4 blocks and width 128 without dropout, for the tokenizer's vocabulary; a
-    .json file random weights with that config; anything else is a from_pretrained folder or hub name. `--dropout`
-    replaces the model's own.
+    "tiny" is a GPT-2 of 4 blocks and width 128 with random weights, without dropout, with the tokenizer's vocabulary. A
+    .json file is the config of a model with random weights. Other names are from_pretrained folders or hub names.
+    `--dropout` replaces the model's own.
 
     Args:
         args: The recipe's arguments.
         tokenizer: For the vocabulary of "tiny".
 
     Raises:
-        ConfigError: For a name that is not there, or a dropout that the model does not have.
+        ConfigError: If there is no such model, or it does not support `--dropout`.
     """
     from transformers import GPT2Config
 
@@ -319,21 +319,21 @@ def causal_model(args: argparse.Namespace, tokenizer: Any) -> tuple[Any, Any]:
     if not settings:
         return name, config
     source = pretrained(name, **settings)
-    source.config.dtype = torch.float32  # as initialize does for a name; a mixed-precision engine casts by itself
+    source.config.dtype = torch.float32  # as initialize does for a name; mixed-precision engines cast the weights
     return source, config
 
 
 def check_dropout(args: argparse.Namespace, settings: Iterable[str], config: Any) -> None:
-    """Raise ConfigError if `--dropout` is given for a model that lacks one of these settings."""
+    """Raise ConfigError if `--dropout` is set and the model's config lacks one of these settings."""
     for key in settings:
         allowed = f"only with a model that has {key}, not {config.model_type}"
         require(hasattr(config, key), "--dropout", args.dropout, allowed)
 
 
 def model_config(name: str) -> Any:
-    """Return the configuration of a causal language model: of a folder, a .json file or a hub name.
+    """Return the config of a causal language model from a folder, a .json file or a hub name.
 
-    Raises ConfigError if there is none, or one of a model that does something else: labels here are the next tokens.
+    Raises ConfigError if there is none, or the model is not a causal language model.
     """
     from transformers import AutoConfig
 
@@ -350,7 +350,7 @@ def model_config(name: str) -> Any:
 
 
 def block_size(args: argparse.Namespace, config: Any) -> int:
-    """Return the tokens of a sample: --block-size, or what the model takes. Raises ConfigError if it takes fewer."""
+    """Return the tokens of a sample: --block-size or the model's maximum. Raises ConfigError if the maximum is less."""
     positions = int(getattr(config, "max_position_embeddings", MAX_BLOCK))
     size: int = args.block_size or min(positions, MAX_BLOCK)
     require(size <= positions, "--block-size", size, f"at most {positions}, the positions of the model")
@@ -362,22 +362,19 @@ def block_size(args: argparse.Namespace, config: Any) -> int:
 
 @contextlib.contextmanager
 def hub_errors(argument: str, name: str) -> Iterator[None]:
-    """Turn what Hugging Face's libraries raise about a name into one line."""
+    """Convert exceptions of Hugging Face's libraries about a name into ConfigError with one line."""
     _offline_without_network(name.partition(":")[0])
     try:
         yield
     except PipecompError:
         raise
-    except Exception as error:  # they raise OSError, ValueError, KeyError and errors of their own
+    except Exception as error:  # OSError, ValueError, KeyError and the libraries' own errors
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(argument, name, f"a folder, or a name on the Hugging Face hub ({reason})") from error
 
 
 def _offline_without_network(name: str) -> None:
-    """Where there is no network, let the hub's library say so at once, not after a minute of retries.
-
-    What is cached still loads.
-    """
+    """Switch the hub's library to offline mode without a network, to skip a minute of retries. Caches still work."""
     import huggingface_hub.constants as hub
 
     if hub_unreachable(name):

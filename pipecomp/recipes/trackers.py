@@ -1,4 +1,4 @@
-"""Curves for experiment trackers (`--report-to`), through Hugging Face's own integrations; one rank tells them all."""
+"""Curves for experiment trackers (`--report-to`) through Hugging Face's integrations, logged by one rank."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ from pipecomp.errors import ConfigError
 
 
 class Trackers:
-    """The trackers of a run: tensorboard, trackio, mlflow, wandb, or another one that transformers knows.
+    """The trackers of a run, a context manager: tensorboard, trackio, mlflow, wandb, or others of transformers.
 
-    They take their own settings from their own environment variables, as with `transformers.Trainer`. It is a context
-    manager.
+    Environment variables configure them, as with `transformers.Trainer`.
 
     Args:
         names: As in `transformers.TrainingArguments.report_to`; empty on all ranks but one.
-        folder: Where those go that write files.
-        run_name: What the run is called there.
+        folder: Folder for trackers that write files.
+        run_name: The run's name.
 
     Raises:
-        ConfigError: For a name that transformers does not know, or whose package is not installed.
+        ConfigError: If transformers does not have a tracker, or its package is not installed.
     """
 
     def __init__(self, names: list[str], folder: Path, run_name: str) -> None:
@@ -46,12 +45,12 @@ class Trackers:
         self._state, self._control = TrainerState(is_world_process_zero=True), TrainerControl()
 
     def begin(self, facts: Mapping[str, Any]) -> None:
-        """Begin the run. facts: what is run, which trackers with a place for settings keep."""
+        """Start the run. facts: the run's settings, for trackers that record settings."""
         for callback in self._callbacks:
             callback.on_train_begin(self._args, self._state, self._control, model=SimpleNamespace(config=_Facts(facts)))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Give them values at a step; names that begin with "eval_" go to the curves of evaluations."""
+        """Log values of a step. Names that begin with "eval_" go to the evaluation curves."""
         for callback in self._callbacks:
             self._state.global_step = step
             callback.on_log(self._args, self._state, self._control, model=None, logs=dict(values))
@@ -67,11 +66,9 @@ class Trackers:
 
 @contextlib.contextmanager
 def _unchanged_process() -> Iterator[None]:
-    """Leave the environment and torch's threads as they are.
-
-    TrainingArguments let accelerate set up training on the CPU. It notes what it takes for the launcher's words, and
-    where OMP_NUM_THREADS is not set gives this rank threads for all of a machine's cores.
-    """
+    """Restore the environment and torch's number of threads afterwards."""
+    # Note: TrainingArguments makes accelerate set up CPU training. It sets environment variables of launchers and, if
+    # OMP_NUM_THREADS is not set, as many threads for this rank as the machine has cores.
     before, threads = dict(os.environ), torch.get_num_threads()
     os.environ["OMP_NUM_THREADS"] = str(threads)
     try:
@@ -84,7 +81,7 @@ def _unchanged_process() -> Iterator[None]:
 
 
 class _Facts:
-    """A model's configuration, which is all of it that integrations look at."""
+    """The part of a model's configuration that integrations read."""
 
     def __init__(self, facts: Mapping[str, Any]) -> None:
         self._facts = {f"pipecomp_{key}": value for key, value in facts.items()}

@@ -1,6 +1,6 @@
-"""What a recipe writes in each step: JSON lines, and curves for TensorBoard.
+"""The files that a recipe writes in each step: JSON lines, and curves for TensorBoard.
 
-A run is worth more than these: once one of them cannot be written any more, that is said, and the run goes on.
+A write error does not stop the run: it is reported once, and the run continues without the file.
 """
 
 from __future__ import annotations
@@ -16,47 +16,47 @@ from pipecomp.report.recorder import lines_until
 from pipecomp.utils.serialization import json_line
 
 
-class Written(ABC):
-    """Something that is written until a write is refused.
+class WrittenOutput(ABC):
+    """An output that stops writing after the first error.
 
     Args:
-        option: Of the command line.
-        path: What it was given.
+        option: The command-line option.
+        path: The option's value.
     """
 
     def __init__(self, option: str, path: str) -> None:
         self._option, self._path = option, path
-        self._refused: str | None = None
+        self._error: str | None = None
 
-    def take_refused(self) -> str | None:
-        """Say once what could not be written, None if everything was."""
-        refused, self._refused = self._refused, None
-        return refused
+    def take_error(self) -> str | None:
+        """Return the write error, once; None if there is none."""
+        error, self._error = self._error, None
+        return error
 
     @abstractmethod
     def close(self) -> None:
-        """Write what is left, and nothing from now on."""
+        """Flush and close; later writes are ignored."""
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
-        """Inside, an OSError ends writing."""
+        """Convert an OSError to the recorded error, and close."""
         try:
             yield
         except OSError as error:
-            what = f"{self._option}: {self._path} cannot be written: {error.strerror or error}"
-            self._refused = self._refused or what
+            message = f"{self._option}: {self._path} cannot be written: {error.strerror or error}"
+            self._error = self._error or message
             self.close()
 
 
-class Lines(Written):
+class Lines(WrittenOutput):
     """A file of JSON lines.
 
     Args:
         path: Overwritten.
-        after: The step that an earlier run has reached: its lines up to there stay.
+        after: The step that the run resumes from: an earlier run's lines up to there are kept.
 
     Attributes:
-        kept: Those lines, without counters but for the last that has any.
+        kept: Those lines, with counters only in the last that has any.
 
     Raises:
         ConfigError: If it cannot be written.
@@ -77,22 +77,22 @@ class Lines(Written):
         if self._file is not None:
             with self._writing():
                 self._file.write(json_line(record))
-                self._file.flush()  # so that a run can be watched, and what was reached outlives a crash
+                self._file.flush()  # for people who follow the run, and against crashes
 
     def close(self) -> None:
-        """See Written."""
+        """Close the file."""
         file, self._file = self._file, None
         if file is not None:
-            with contextlib.suppress(OSError):  # it writes again what was refused
+            with contextlib.suppress(OSError):  # it retries the failed write
                 file.close()
 
 
-class Curves(Written):
+class Curves(WrittenOutput):
     """A folder for TensorBoard.
 
     Args:
-        folder: Made if it is not there.
-        after: The step that an earlier run has reached: its curves up to there stay.
+        folder: Made if it does not exist.
+        after: The step that the run resumes from: an earlier run's curves up to there are kept.
 
     Raises:
         ConfigError: If it cannot be written, or TensorBoard is not installed.
@@ -117,8 +117,8 @@ class Curves(Written):
                     self._board.add_scalar(f"{group}/{name}", value, step)
 
     def close(self) -> None:
-        """See Written."""
+        """Flush the curves and close."""
         board, self._board = self._board, None
         if board is not None:
-            with self._writing():  # a thread writes: only now it is known of the last points whether that could
+            with self._writing():  # a thread writes, so errors of the last points appear only now
                 board.close()

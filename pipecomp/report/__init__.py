@@ -1,1 +1,1 @@
-"""What a run leaves in its folder, and the page that shows it: see docs/report.md."""
+"""Recording of a run's folder, and the page that shows it: see docs/report.md."""

@@ -210,7 +210,7 @@ class TestTrain:
         assert "for 8 samples per step, 32 tokens each" in text
         assert "Compressing activations does not pay on these links" in text or "Take AQ-SGD with" in text
         assert "Traceback" not in first
-        assert "goes on after step 8" in again
+        assert "continues after step 8" in again
         assert "Stages (measured" not in again, "its plan was made before"
 
     def test_it_trains_and_saves(self, ended):

@@ -41,7 +41,7 @@ def test_what_nothing_can_be_written_to_is_refused_before_the_work(tmp_path):
     file = tmp_path / "file"
     file.write_text("")
     for out in (file, file / "below"):
-        with pytest.raises(ConfigError, match=r"out: got .*, allowed: a folder that is there or can be made"):
+        with pytest.raises(ConfigError, match=r"out: got .*, allowed: an existing folder or one that can be made"):
             run.run_demo(Settings(out=str(out)))
 
 
@@ -73,5 +73,5 @@ def test_too_little_documentation_is_an_error_that_says_so(monkeypatch):
     monkeypatch.setattr(task, "docstrings", lambda: iter(texts))
     found = task.documentation_task(vocabulary=300, length=16, training=20, held_out=10)
     assert (len(found.training), len(found.held_out)) == (20, 10)
-    with pytest.raises(DataError, match="which take 5010"):
+    with pytest.raises(DataError, match="needed: 5010"):
         task.documentation_task(vocabulary=300, length=16, training=5000, held_out=10)

@@ -49,7 +49,7 @@ def test_sigterm_costs_nothing(work: Path) -> None:
     assert json.loads(next(stopped.glob("runs/*/run.json")).read_text())["status"] == "interrupted"
     again = launch(stopped, "gpt2_wikitext2", *words)
     assert again.status == 0, again.output
-    assert f"goes on after step {found.step}" in again.output
+    assert f"continues after step {found.step}" in again.output
     undisturbed = fresh(work, "undisturbed")
     assert launch(undisturbed, "gpt2_wikitext2", *words).status == 0
     assert lines(stopped) == lines(undisturbed)

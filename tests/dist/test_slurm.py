@@ -103,7 +103,7 @@ def test_a_job_is_preempted_and_goes_on(tmp_path: Path) -> None:
         again = job(tmp_path)
         said = ended(again)
     assert again.returncode == 0, said
-    assert "goes on after step" in said
+    assert "continues after step" in said
     assert "Stages (measured" not in said, "its plan is that of the first start"
     assert steps(tmp_path) == list(range(1, STEPS + 1))
     assert (tmp_path / "run" / "model" / "config.json").is_file()

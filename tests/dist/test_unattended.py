@@ -147,6 +147,6 @@ def test_a_damaged_store_and_a_full_checkpoint_disk_end_no_supervised_run(tmp_pa
     assert "No space left on device" in output
     assert [line["step"] for line in lines(work, "run")] == list(range(1, steps + 1)), output
     assert "messages/rank-1/data.mdb.damaged, and a new store begins" in output, output
-    assert "goes on after step" in output, output
+    assert "continues after step" in output, output
     for rank in (0, 1):
         assert verify(run / "messages" / f"rank-{rank}").damaged == []

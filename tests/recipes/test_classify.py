@@ -19,14 +19,14 @@ from hypothesis import strategies as st
 
 from pipecomp.errors import ConfigError, DataError, PipecompError
 from pipecomp.recipes import classify, encoder, run
-from pipecomp.recipes.classify import COLA, QNLI, Padding, Row, Samples, counts, read_rows, scores
+from pipecomp.recipes.classify import COLA, QNLI, ClassificationSamples, Padding, Row, counts, read_rows, scores
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT.parent / "shared" / "data"
 TEXTS = ["the link sends what it was given", "every stage keeps an old song", "a small model sends"] * 4
 
 
-def arguments(*words: str, task: classify.Task = COLA) -> argparse.Namespace:
+def arguments(*words: str, task: classify.ClassificationTask = COLA) -> argparse.Namespace:
     parser = run.arguments("name", "what it does")
     classify.add_arguments(parser, task)
     return parser.parse_args(["--deepspeed_config", "c.json", "--model", "tiny", "--tokenizer", "t", *words])
@@ -55,7 +55,9 @@ class TestRows:
             ("", COLA, "has no samples"),
         ],
     )
-    def test_what_is_wrong_is_told(self, tmp_path: Path, text: str, task: classify.Task, told: str) -> None:
+    def test_what_is_wrong_is_told(
+        self, tmp_path: Path, text: str, task: classify.ClassificationTask, told: str
+    ) -> None:
         (tmp_path / "a.tsv").write_text(text)
         with pytest.raises(DataError, match=told):
             read_rows(str(tmp_path / "a.tsv"), task)
@@ -77,7 +79,7 @@ class TestRows:
             (tmp_path / "data" / f"{split}.jsonl").write_text(line + "\n")
         args = arguments("--dataset", str(tmp_path / "data"), task=QNLI)
         assert classify.read(args, QNLI) == ([Row(("q", "train"), 1)], [Row(("q", "validation"), 0)])
-        other = classify.Task(texts=("premise",), labels=("a", "b"), max_tokens=9)
+        other = classify.ClassificationTask(texts=("premise",), labels=("a", "b"), max_tokens=9)
         with pytest.raises(DataError, match="needed: premise, label"):
             classify.read(args, other)
 
@@ -109,7 +111,7 @@ class TestSamples:
     def test_pairs_are_cut_and_not_padded(self) -> None:
         tokenizer = encoder.train_tokenizer(TEXTS, 300)
         rows = [Row(("a song", "the link sends what it was given and given"), 1), Row(("a", "a"), 0)]
-        found = Samples(tokenizer, rows, 12, vocabulary=300, types=True)
+        found = ClassificationSamples(tokenizer, rows, 12, vocabulary=300, types=True)
         assert found.lengths() == [12, 5]
         first = found[0]
         assert first["labels"] == 1
@@ -118,18 +120,18 @@ class TestSamples:
         assert len(ends) == 2
         assert ends[-1] == 11
         assert first["token_type_ids"] == [0] * (ends[0] + 1) + [1] * (11 - ends[0])
-        without = Samples(tokenizer, rows, 12, vocabulary=300, types=False)
+        without = ClassificationSamples(tokenizer, rows, 12, vocabulary=300, types=False)
         assert set(without[0]) == {"input_ids", "labels"}
-        other = Samples(tokenizer, [rows[0]._replace(label=0), rows[1]], 12, vocabulary=300, types=True)
-        again = Samples(tokenizer, rows, 12, vocabulary=300, types=True)
+        other = ClassificationSamples(tokenizer, [rows[0]._replace(label=0), rows[1]], 12, vocabulary=300, types=True)
+        again = ClassificationSamples(tokenizer, rows, 12, vocabulary=300, types=True)
         assert again.digest() == found.digest() != other.digest()
 
     def test_a_foreign_tokenizer_is_refused(self) -> None:
         tokenizer = encoder.train_tokenizer(TEXTS, 300)
         row = Row(("a song",), 1)
-        largest = max(Samples(tokenizer, [row], 12, vocabulary=300, types=False)[0]["input_ids"])
-        with pytest.raises(DataError, match=f"makes token {largest}, the model knows {largest}"):
-            Samples(tokenizer, [row], 12, vocabulary=largest, types=False)
+        largest = max(ClassificationSamples(tokenizer, [row], 12, vocabulary=300, types=False)[0]["input_ids"])
+        with pytest.raises(DataError, match=f"makes token {largest}, "):
+            ClassificationSamples(tokenizer, [row], 12, vocabulary=largest, types=False)
 
     @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6), typed=st.booleans())
     @settings(max_examples=40, deadline=None)
@@ -256,7 +258,7 @@ class TestModels:
         from transformers import BertConfig
 
         BertConfig(num_hidden_layers=1).save_pretrained(tmp_path)
-        with pytest.raises(ConfigError, match=r"--tokenizer: got .*knows nothing but special tokens"):
+        with pytest.raises(ConfigError, match=r"--tokenizer: got .*only special tokens"):
             encoder.load_tokenizer(str(tmp_path), [])
 
 

@@ -28,7 +28,7 @@ def test_speed_counts_the_tokens_of_each_replica_once(monkeypatch: pytest.Monkey
     run: Any = object.__new__(Fit)
     run.plan, run._unit = SimpleNamespace(steps=9, epoch=lambda step: 1), "tokens"
     run._recorder = SimpleNamespace(step=lambda step, stats, **more: told.update(more))
-    run._report = SimpleNamespace(step=lambda *place, **more: None, take_refused=lambda: ())
+    run._report = SimpleNamespace(step=lambda *place, **more: None, take_errors=lambda: ())
     run._trackers = SimpleNamespace(log=lambda step, values: None)
     run._meter = SimpleNamespace(spent=0.0, since_last=lambda stats: {})
     run._interruption = SimpleNamespace(wanted=0, decide=lambda wanted: None)

@@ -38,7 +38,7 @@ def test_documents_of_json_lines(tmp_path, name):
         with pytest.raises(DataError, match="line 1: not JSON"):
             language.documents_of(str(path), "abstract")
     path.write_text('"an emoji: \\ud83d\\ude00"\n"cut off: \\ud83d"\n')
-    with pytest.raises(DataError, match=r"line 2: \\ud83d is half of a character"):
+    with pytest.raises(DataError, match=r"line 2: \\ud83d is an unpaired surrogate"):
         language.documents_of(str(path), "abstract")
 
 
@@ -70,7 +70,7 @@ def test_documents_are_joined_with_an_end_between_them():
 
     found = text.blocks(Letters(), ["ab", "c", "de"], 4, vocabulary=30, end=29)
     assert found.tokens_NS.tolist() == [[1, 2, 29, 3], [29, 4, 5, 29]]
-    with pytest.raises(DataError, match="token 29, the model knows 20"):
+    with pytest.raises(DataError, match=r"token 29, .* has 20"):
         text.blocks(Letters(), ["ab"], 2, vocabulary=20, end=29)
 
 

@@ -162,7 +162,7 @@ def test_shares_are_a_partition_and_follow_the_concentration():
     again, other = (shares(labels, 16, 0.5, seed) for seed in (0, 1))
     assert all(torch.equal(a, b) for a, b in zip(again, shares(labels, 16, 0.5, 0), strict=True))
     assert [len(part) for part in again] != [len(part) for part in other]
-    with pytest.raises(DataError, match="3 images do not give each of 4 clients one"):
+    with pytest.raises(DataError, match="3 images are too few for 4 clients"):
         shares(torch.zeros(3), 4, 0.5, 0)
 
 

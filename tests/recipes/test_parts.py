@@ -25,7 +25,7 @@ from pipecomp.distributed.local_launcher import run_ranks
 from pipecomp.errors import ConfigError, DataError, PipecompError, StoreError
 from pipecomp.recipes import language, run, steps, text
 from pipecomp.recipes.report import Report
-from pipecomp.recipes.resume import hold_folder
+from pipecomp.recipes.resume import lock_folder
 from pipecomp.recipes.written import Lines
 from pipecomp.stats import DIRECTIONS, Traffic
 from tests.limits import HANG_S
@@ -68,7 +68,7 @@ class TestCommandLine:
             (["--seed", "-1"], "--seed: got -1, allowed: a whole number from 0 to 4294967295"),
             (["--seed", "4294967296"], "--seed: got 4294967296"),
             (["--epoch", "3"], "unrecognized arguments: --epoch 3"),
-            (["--trace", "out.png"], "--trace: got 'out.png', allowed: another ending"),
+            (["--trace", "out.png"], "--trace: got 'out.png', allowed: any suffix"),
         ],
     )
     def test_what_is_wrong_is_told(self, words: list[str], told: str) -> None:
@@ -166,16 +166,16 @@ def _share_errors(rank: int, world: int, note: Any, folder: str) -> list[str]:
             told.append(f"{type(error).__name__}: {error}")
     heard = io.StringIO()
     with contextlib.redirect_stderr(heard):
-        run._say_once("all ranks say this")
+        run._print_once("all ranks say this")
         torch.distributed.barrier()
-        run._say_once(f"rank {rank} says this")
+        run._print_once(f"rank {rank} says this")
     torch.distributed.destroy_process_group()
     return [*told, heard.getvalue()]
 
 
 @pytest.mark.ranks
 def test_an_error_of_one_rank_ends_all_and_is_told_once(tmp_path: Path) -> None:
-    hold_folder("--run", tmp_path / "held")
+    lock_folder("--run", tmp_path / "held")
     found = run_ranks(2, _share_errors, str(tmp_path), timeout_s=HANG_S)
     own, everywhere = "DataError: no such file", "LinkError: rank 1 could not start: DataError: no such file"
     assert found[0][:3] == ["fine", everywhere, own]
@@ -183,7 +183,7 @@ def test_an_error_of_one_rank_ends_all_and_is_told_once(tmp_path: Path) -> None:
     for rank in (0, 1):
         assert found[rank][3].startswith("LinkError: the ranks of this run do not fit together: pipecomp.seed is ")
     for told, argument in ((4, "--run"), (5, "--checkpoint")):
-        taken = f"ConfigError: {argument}: got '{tmp_path}/held', allowed: a folder that no other run is writing to"
+        taken = f"ConfigError: {argument}: got '{tmp_path}/held', allowed: another folder: this one is in use"
         assert found[0][told].startswith(taken)
         assert found[1][told].startswith(f"LinkError: rank 0 could not start: {taken}")
     everything = found[0][6] + found[1][6]
@@ -350,7 +350,7 @@ class TestText:
         assert one.digest() == again.digest() != other.digest()
 
     def test_a_foreign_tokenizer_is_refused(self) -> None:
-        with pytest.raises(DataError, match="makes token 9, the model knows 9"):
+        with pytest.raises(DataError, match="makes token 9, "):
             text.blocks(Words(), ["1 9"], 2, vocabulary=9)
 
     def test_files_in_the_order_given(self, tmp_path: Path) -> None:
@@ -442,7 +442,7 @@ class TestModels:
         from transformers import GPT2Config
 
         GPT2Config(n_layer=1).save_pretrained(tmp_path)
-        with pytest.raises(ConfigError, match=r"--tokenizer: got .*knows nothing but special tokens"):
+        with pytest.raises(ConfigError, match=r"--tokenizer: got .*only special tokens"):
             text.load_tokenizer(str(tmp_path), [])
 
     def test_dropout_of_a_model_without(self, tmp_path: Path) -> None:
@@ -549,9 +549,12 @@ class TestReport:
         """`pipecomp train` has no --resume: it goes on by itself."""
         for resumes, how in ((False, "the same command with --resume auto"), (True, "the same command")):
             Report(None, None, silent=False).interrupted(7, "SIGINT on rank 0", saved=True, resumes=resumes)
-            assert f"after step 7: SIGINT on rank 0; {how} goes on from there\n" in capsys.readouterr().out
+            assert f"after step 7: SIGINT on rank 0; {how} resumes from there\n" in capsys.readouterr().out
         Report(None, None, silent=False).interrupted(7, "SIGINT", saved=False, resumes=True)
-        assert "goes on from the checkpoint before, if any, as this step could not be saved" in capsys.readouterr().out
+        assert (
+            "resumes from the previous checkpoint, if any, because this step could not be saved"
+            in capsys.readouterr().out
+        )
 
     def test_outside_a_terminal_there_is_a_line_every_ten_seconds(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -639,7 +642,7 @@ class TestReport:
                 monkeypatch.setattr(writers.RecordWriter, "write", full)
             for step in range(1, 9):
                 report.step(step, 1, loss=2.0, lr=0.1, per_s=9.96, traffic=Traffic({}, {}))
-                told += report.take_refused()
+                told += report.take_errors()
             if late:
                 monkeypatch.setattr(writers.RecordWriter, "flush", full)
         said = [line for line in capsys.readouterr().out.splitlines() if "cannot be written" in line]

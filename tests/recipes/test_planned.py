@@ -30,7 +30,7 @@ def test_replicas_share_the_batch_that_nobody_gave(samples: int, replicas: int, 
 
 
 def test_batches_that_cannot_be() -> None:
-    with pytest.raises(DataError, match="the text makes 2 samples, too few for 3 replicas"):
+    with pytest.raises(DataError, match="the text has 2 samples, too few for 3 replicas"):
         planned.choose_batch(None, 2, 3)
     with pytest.raises(ConfigError, match="--batch: got 9, allowed: at most 8"):
         planned.choose_batch(9, 8)
@@ -88,14 +88,14 @@ def test_a_plan_is_for_the_stages_and_processes_that_it_was_made_for(tmp_path: P
     assert not planned.resumes(options_of(tmp_path), tmp_path)
     (tmp_path / PLAN).write_text(json.dumps({"config": {}, "cuts": [0, 1, 4], "chosen": {"replicas": 2}, "more": 1}))
     assert planned.read_plan(tmp_path, 2, 4) == {"config": {}, "cuts": [0, 1, 4]}
-    with pytest.raises(ConfigError, match=r"--stages: got 4, allowed: 2\. The run in"):
+    with pytest.raises(ConfigError, match=r"--stages: got 4, allowed: 2\."):
         planned.read_plan(tmp_path, 4, 4)
     with pytest.raises(ConfigError, match=r"number of processes: got 2, allowed: 4\. The run in"):
         planned.read_plan(tmp_path, 2, 2)
 
 
 def test_the_plan_of_a_run_that_goes_on_is_not_made_anew_where_rank_0_is_on_another_machine_now(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=rf"--run: got .* allowed: the folder with its run's {PLAN}, on the machine"):
+    with pytest.raises(ConfigError, match=rf"--run: got .* allowed: a folder with its run's {PLAN}"):
         planned.read_plan(tmp_path, 2, 2)
 
 

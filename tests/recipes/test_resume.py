@@ -19,7 +19,7 @@ from pipecomp.errors import CheckpointError, ConfigError
 from pipecomp.recipes import run, steps
 from pipecomp.recipes.fit import Fit
 from pipecomp.recipes.report import Report
-from pipecomp.recipes.resume import RunCheckpoints, hold_folder
+from pipecomp.recipes.resume import RunCheckpoints, lock_folder
 from pipecomp.stats import Traffic
 from tests.limits import HANG_S
 
@@ -200,7 +200,7 @@ class TestResume:
         for step in (1, 2, 3):
             checkpoint(tmp_path, step)
         checkpoint(tmp_path, 4, manifests=())
-        assert self.found(tmp_path)[1] == "goes on after step 3; passed over step 4: it was not finished"
+        assert self.found(tmp_path)[1] == "continues after step 3; skipped step 4: it was not finished"
         assert read == ["global_step4", "global_step3"]
 
     def test_ranks_meet_while_one_is_reading(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,14 +215,14 @@ class TestResume:
 
         monkeypatch.setattr("pipecomp.distributed.collectives.gathered", lambda mine, group: gathered(mine))
         monkeypatch.setattr("pipecomp.recipes.resume.gathered", gathered)
-        monkeypatch.setattr("pipecomp.distributed.collectives._MEET_S", 0.01)
+        monkeypatch.setattr("pipecomp.distributed.collectives._ROUND_S", 0.01)
         monkeypatch.setattr(manifest, "problem", lambda path: None if three_times.wait(HANG_S) else "nobody met")
         checkpoint(tmp_path, 3)
-        assert self.found(tmp_path)[1] == "goes on after step 3"
+        assert self.found(tmp_path)[1] == "continues after step 3"
 
     def test_begins_where_there_is_none(self, tmp_path: Path) -> None:
         checkpoints, words = self.found(tmp_path)
-        assert (checkpoints.step, words) == (0, "no good checkpoint: begins")
+        assert (checkpoints.step, words) == (0, "no good checkpoint: starts from the beginning")
         engine = Engine()
         assert checkpoints.load(engine) == ""
         assert not hasattr(engine, "loaded")
@@ -235,15 +235,14 @@ class TestResume:
         checkpoints, words = self.found(tmp_path)
         assert checkpoints.step == 10
         assert words == (
-            "goes on after step 10; passed over step 15: weights.pt was changed; "
-            "passed over step 20: it was not finished"
+            "continues after step 10; skipped step 15: weights.pt was changed; skipped step 20: it was not finished"
         )
         engine = Engine(exact=True)
-        assert checkpoints.load(engine) == "with the cached activations of that step: losses will be as without a break"
+        assert checkpoints.load(engine).startswith("with the cached activations of that step")
         assert engine.loaded == (str(tmp_path), "global_step10")
         assert checkpoints.evaluation_due
         assert "in common" in checkpoints.load(Engine(exact=False))
-        assert checkpoints.load(Engine()) == "as it was"
+        assert checkpoints.load(Engine()) == "all state restored"
 
     def test_other_settings_are_refused(self, tmp_path: Path) -> None:
         checkpoint(tmp_path, 5)
@@ -259,7 +258,7 @@ class TestResume:
             '--no-flip is true in this run, false in the checkpoint; hash of the training data is "cd" in this run, '
             '"ab" in the checkpoint'
         )
-        anew = f"To begin anew, take another folder than {tmp_path}"
+        anew = f"To start over, choose another folder than {tmp_path}"
         assert str(caught.value) == f"--resume: got 'auto', allowed: the settings of the checkpoint: {told}. {anew}"
 
     def test_another_versions_checkpoint_is_compared_in_what_both_know(self, tmp_path: Path) -> None:
@@ -267,7 +266,7 @@ class TestResume:
         assert self.found(tmp_path)[0].step == 5, "checkpoints had only the configuration once"
         checkpoint(tmp_path, 6, recipe_trained={"--crop": 4, "--gone": 1})
         assert self.found(tmp_path, trained={"--crop": 4, "--new": 1})[0].step == 6
-        with pytest.raises(ConfigError, match=r": --crop is 3 in this run, 4 in the checkpoint\. To begin anew, "):
+        with pytest.raises(ConfigError, match=r": --crop is 3 in this run, 4 in the checkpoint\. To start over, "):
             self.found(tmp_path, trained={"--crop": 3, "--new": 1})
 
     def test_how_bytes_go_and_are_kept_may_change(self, tmp_path: Path) -> None:
@@ -315,7 +314,7 @@ class Writing(Engine):
 
 @pytest.mark.usefixtures("alone")
 class TestWhoseTheyAre:
-    @pytest.mark.parametrize(("last", "then"), [(False, "the run goes on"), (True, "the run ends")])
+    @pytest.mark.parametrize(("last", "then"), [(False, "the run continues"), (True, "the run ends")])
     def test_what_becomes_of_a_run_that_cannot_write(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], *, last: bool, then: str
     ) -> None:
@@ -333,7 +332,7 @@ class TestWhoseTheyAre:
         checkpoint(tmp_path, 1000, manifests=())
         with pytest.raises(ConfigError) as caught:
             RunCheckpoints(args, {}, {"lr": 1}, {}).find()
-        told = "a folder without checkpoints: this one has step 900, 1000; --resume auto goes on from the last good one"
+        told = "a folder without checkpoints. It has step 900, 1000; --resume auto resumes from the last good one."
         assert str(caught.value) == f"--checkpoint: got '{tmp_path}', allowed: {told}"
 
     def test_nor_goes_one_on_with_other_samples_of_a_step(
@@ -350,10 +349,10 @@ class TestWhoseTheyAre:
         assert fit(1, 2).plan.steps != fit(2, 1).plan.steps, "an epoch leaves out other samples"
         one = fit(1, 2)._checkpoints
         checkpoint(path, 3, recipe=one._settings, recipe_trained=one._trained)
-        assert one.find() == "goes on after step 3"
+        assert one.find() == "continues after step 3"
         with pytest.raises(ConfigError, match="samples of a step is 16 in this run, 8 in the checkpoint"):
             fit(2, 2)._checkpoints.find()
-        assert fit(2, 1)._checkpoints.find() == "goes on after step 3", "as many samples, otherwise shared"
+        assert fit(2, 1)._checkpoints.find() == "continues after step 3", "as many samples, otherwise shared"
         with pytest.raises(ConfigError, match="total_num_steps is 500 in this run"):
             fit(2, 1, 500)._checkpoints.find()
 
@@ -370,22 +369,22 @@ class TestWhoseTheyAre:
         replicas = {"gradients": {"method": "global_qsgd"}}
         both = fit(2, 2, **links, **replicas)
         checkpoint(path, 3, recipe=both._settings, recipe_trained=both._trained)
-        assert fit(1, 2, **replicas).find() == "goes on after step 3"
-        assert fit(2, 1, **links).find() == "goes on after step 3"
+        assert fit(1, 2, **replicas).find() == "continues after step 3"
+        assert fit(2, 1, **links).find() == "continues after step 3"
         with pytest.raises(ConfigError, match=r"pipecomp\.gradients\.method is \"none\" in this run"):
             fit(1, 2).find()
         with pytest.raises(ConfigError, match=r"pipecomp\.activations\.method is \"none\" in this run"):
             fit(2, 1).find()
         tied = fit(2, 1, **links, **replicas)  # whose two stages share weights
         checkpoint(path, 4, recipe=tied._settings, recipe_trained=tied._trained)
-        assert fit(1, 1).find() == "goes on after step 4"
+        assert fit(1, 1).find() == "continues after step 4"
         alone = fit(1, 1)
         checkpoint(path, 5, recipe=alone._settings, recipe_trained=alone._trained)
-        assert both.find() == "goes on after step 5", "with what has come back"
+        assert both.find() == "continues after step 5", "with what has come back"
 
     def test_nor_where_another_machine_has_some(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("pipecomp.recipes.resume.gathered", lambda mine: [mine, [], [900], []])
-        with pytest.raises(ConfigError, match="this one has step 900;"):
+        with pytest.raises(ConfigError, match="It has step 900;"):
             RunCheckpoints(given("--checkpoint", str(tmp_path)), {}, {"lr": 1}, {}).find()
 
     def test_what_it_was_taken_back_from_goes_before_it_writes(self, tmp_path: Path) -> None:
@@ -496,7 +495,7 @@ def test_the_checkpoint_that_is_good_on_every_machine(tmp_path: Path, monkeypatc
     checkpoints = RunCheckpoints(given("--checkpoint", str(tmp_path), "--resume", "auto"), {}, {"lr": 1}, {})
     said = checkpoints.find()
     assert checkpoints.step == 20
-    assert said == "goes on after step 20; passed over step 30: it was not finished"
+    assert said == "continues after step 20; skipped step 30: it was not finished"
 
 
 def test_a_run_does_not_begin_anew_where_one_machine_alone_has_lost_its_checkpoints(
@@ -510,27 +509,25 @@ def test_a_run_does_not_begin_anew_where_one_machine_alone_has_lost_its_checkpoi
     monkeypatch.setattr("pipecomp.recipes.resume.while_others_wait", lambda act: act())
     monkeypatch.setattr("pipecomp.recipes.resume.gathered", lambda mine: [mine, *others])
     checkpoints = RunCheckpoints(given("--checkpoint", str(tmp_path), "--resume", "auto"), {}, {"lr": 1}, {})
-    with pytest.raises(ConfigError, match="that of rank 2 has none, and others have step 10, 20"):
+    with pytest.raises(ConfigError, match="rank 2's machine has no checkpoints, and others have step 10, 20"):
         checkpoints.find()
     others[1] = ([], {20: "weights.pt was changed", 30: "it was not finished"})
-    told = (
-        r"that of rank 2 has none that is good \(step 20: weights.pt was changed; step 30: .*\), and others have step"
-    )
+    told = r"rank 2.s machine has no good ones \(step 20: weights.pt was changed; step 30: .*\), and others have step"
     with pytest.raises(ConfigError, match=told):
         checkpoints.find()
     others[1] = ([30], {20: "weights.pt was changed"})
     with pytest.raises(ConfigError, match=r"no step is good on all, rank 0's has step 20, 10; rank 2's has step 30\."):
         checkpoints.find()
     others[1] = ([], {20: "it was not finished"})
-    assert checkpoints.find().startswith("no good checkpoint: begins")
+    assert checkpoints.find().startswith("no good checkpoint: starts")
 
 
 def test_one_run_at_a_time_writes_to_a_folder(tmp_path: Path) -> None:
     def hold(until: int, *others: int) -> None:
         for descriptor in others:
             os.close(descriptor)
-        hold_folder("--out", tmp_path)
-        hold_folder("--out", tmp_path)  # it is its own
+        lock_folder("--out", tmp_path)
+        lock_folder("--out", tmp_path)  # it is its own
         child = os.fork()
         if child == 0:  # and outlives the run
             os.close(until)
@@ -548,10 +545,10 @@ def test_one_run_at_a_time_writes_to_a_folder(tmp_path: Path) -> None:
         hold(until, end, end_all)
     while not ((tmp_path / "held").exists() and (tmp_path / "forked").exists()):
         time.sleep(0.01)
-    with pytest.raises(ConfigError, match=r"--out: got '.*', allowed: a folder that no other run is writing to"):
-        hold_folder("--out", tmp_path)
+    with pytest.raises(ConfigError, match=r"--out: got '.*', allowed: another folder: this one is in use"):
+        lock_folder("--out", tmp_path)
     os.close(end)
     os.waitpid(holder, 0)
-    hold_folder("--out", tmp_path)
+    lock_folder("--out", tmp_path)
     for descriptor in (end_all, until, forever):
         os.close(descriptor)

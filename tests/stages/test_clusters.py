@@ -638,9 +638,9 @@ def test_a_training_that_begins_anew_drops_all_centers() -> None:
 
 @pytest.mark.parametrize(("clusters", "said"), [(64, "from 64 cluster centers"), (None, "first visit")])
 def test_reports_say_what_changes_are_from(clusters: int | None, said: str) -> None:
-    from pipecomp.recipes.report import _in_words
+    from pipecomp.recipes.report import _describe_links
     from pipecomp.report.page import describe_activations
 
     config = Config.from_dict({"activations": {"method": "aqsgd"}, "store": {"clusters": clusters}})
-    assert said in _in_words(config)
+    assert said in _describe_links(config)
     assert said in describe_activations({"settings": json.loads(json.dumps(config.model_dump()))})
