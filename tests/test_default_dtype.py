@@ -17,7 +17,7 @@ from pipecomp.allreduce import State
 from pipecomp.allreduce.loopback import LoopbackGroup, run_threads
 from pipecomp.buffers.value import ValueFormat, unpack
 from pipecomp.stages.link.endpoint import Position
-from tests.stages.test_link_exact import layout, link
+from tests.link_fixtures import layout, link
 
 SECTIONS: dict[str, dict[str, Any]] = {
     "changes": {"method": "aqsgd", "forward_bits": 3, "first_visit": 8, "backward_method": "delta"},
@@ -45,10 +45,10 @@ def crossed(section: dict[str, Any]) -> list[Tensor]:
     out: list[Tensor] = []
     for step in range(3):
         x, at = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(step), dtype=torch.float32), step
-        up.send_activation(x, layout(2), Position(at, 0))
+        up.send_activation(x, layout(range(2)), Position(at, 0))
         out.append(down.recv_activation(Position(at, 0))[0])
-        down.send_gradient(x, layout(2), Position(at, 0))
-        out.append(up.recv_gradient(layout(2), Position(at, 0)))
+        down.send_gradient(x, layout(range(2)), Position(at, 0))
+        out.append(up.recv_gradient(layout(range(2)), Position(at, 0)))
     return out
 
 

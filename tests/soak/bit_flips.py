@@ -1,6 +1,6 @@
 """Flip every bit of recorded messages and stored values, one at a time, and count the flips that go unnoticed.
 
-    python tests/soak/bit_flips.py [--hidden N] [--json FILE] [--markdown FILE]
+    python -m tests.soak.bit_flips [--hidden N] [--json FILE] [--markdown FILE]
 
 Recorded are one message of each kind and form that a link sends (first visits, changes, plain, cast and quantized
 activations, gradients, evaluation, inventories) and one stored value for each width and grouping. A flip counts as
@@ -15,21 +15,18 @@ import platform
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from threading import Thread
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from pipecomp.buffers import MemoryStore
 from pipecomp.buffers.value import ValueFormat, unpack
 from pipecomp.codecs import wire
-from pipecomp.config import Config
 from pipecomp.errors import PipecompError
-from pipecomp.stages.link.endpoint import LinkReceiver, LinkSender, Position
+from pipecomp.stages.link.endpoint import Position
 from pipecomp.stages.link.handshake import reconcile_stores
 from pipecomp.stages.link.layout import Layout
-from pipecomp.stages.link.transport import LoopbackTransport, loopback_pair
+from tests.link_fixtures import at_both, link
 
 SECTIONS: dict[str, dict[str, Any]] = {
     "none": {"method": "none"},
@@ -114,20 +111,14 @@ def _exchange(
     """Every message of two training steps and one evaluation over a link, with what it is. store: its section."""
     sent: list[np.ndarray] = []
 
-    def record(transport: LoopbackTransport) -> LoopbackTransport:
-        send = transport.send
+    up, down = link(section, store=store)
+    for end in (up, down):
 
-        def recording(message: np.ndarray) -> None:
+        def record(message: np.ndarray, send: Callable[[np.ndarray], None] = end.transport.send) -> None:
             sent.append(message.copy())
             send(message)
 
-        transport.send = recording  # type: ignore[method-assign]
-        return transport
-
-    config = Config.from_dict({"activations": section, **({"store": store} if store else {})})
-    a, b = map(record, loopback_pair())
-    stores = [MemoryStore(group_size=section.get("group_size")) if section["method"] == "aqsgd" else None for _ in "ab"]
-    up, down = LinkSender(0, config, a, stores[0]), LinkReceiver(0, config, b, stores[1])
+        end.transport.send = record  # type: ignore[method-assign]
     layout = Layout((3, 2**40), (2, 0), (3, 5), 5)
     generator = torch.Generator().manual_seed(0)
     for step in range(2):
@@ -139,24 +130,17 @@ def _exchange(
     up.send_activation(torch.randn(2, 5, hidden, generator=generator), layout, Position(2, 0), training=False)
     down.recv_activation(Position(2, 0), training=False)
     names = ["first visit", "gradient", "later visit", "gradient again", "evaluation"]
-    if stores[0] is not None and not store:
-        stores[0].accepts_new = lambda: False  # type: ignore[method-assign]
+    if up.store is not None and not store:
+        up.store.accepts_new = lambda: False  # type: ignore[method-assign]
         layout, at = replace(layout, ids=(4, 5)), Position(3, 0)
         up.send_activation(torch.randn(2, 5, hidden, generator=generator), layout, at)
         down.send_gradient(down.recv_activation(at)[0], layout, at)
         up.recv_gradient(layout, at)
-        stores[0].drop([3])
-        _agree(up, down)
+        up.store.drop([3])
+        at_both(up, down, lambda end: reconcile_stores(end, {}))
         names += ["not kept", "gradient of what is not kept", *(f"inventory {i}" for i in range(6))]
     assert len(sent) == len(names), "every message has a name"
     return list(zip(names, sent, strict=True))
-
-
-def _agree(up: LinkSender, down: LinkReceiver) -> None:
-    other = Thread(target=reconcile_stores, args=(down, {}))
-    other.start()
-    reconcile_stores(up, {})
-    other.join()
 
 
 def markdown(rows: list[Flips], command: str) -> str:
@@ -187,7 +171,7 @@ def main() -> None:
     options = parser.parse_args()
     rows = [flip_message(*item) for item in recorded_messages(options.hidden).items()]
     rows += [flip_value(*item) for item in recorded_values(options.hidden).items()]
-    command = f"python tests/soak/bit_flips.py --hidden {options.hidden}"
+    command = f"python -m tests.soak.bit_flips --hidden {options.hidden}"
     text = markdown(rows, command)
     print(text)
     if options.json:

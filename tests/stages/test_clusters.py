@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +15,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipecomp.buffers import MemoryStore
 from pipecomp.codecs import wire
 from pipecomp.codecs.selection import LinkCodecs
 from pipecomp.config import Config
@@ -39,31 +37,19 @@ from pipecomp.stages.link.handshake import check_drift, reconcile_stores
 from pipecomp.stages.link.layout import Layout
 from pipecomp.stages.link.links import Links
 from pipecomp.stages.link.packet import PacketLimits
-from pipecomp.stages.link.transport import finish_packet, loopback_pair
+from tests import link_fixtures
 from tests.lazy_staging import on_both
-from tests.limits import HANG_S
+from tests.link_fixtures import Ends, S, at_both, change_packets, layout, send_activation, stored
 
 staging = pytest.fixture(autouse=True, params=["host", "double"])(on_both)
 on_host = pytest.mark.parametrize("staging", ["host"], indirect=True)
 
-B, S, H, C = 3, 8, 16, 64
+B, H, C = 3, 16, 64
 
 
-def link(
-    activations: dict[str, Any] | None = None, *, clusters: int = C, **ends: Any
-) -> tuple[LinkSender, LinkReceiver]:
-    section = {
-        "activations": {"method": "aqsgd", **(activations or {})},
-        "store": {"backend": "memory", "clusters": clusters},
-    }
-    config = Config.from_dict(section)
-    a, b = loopback_pair(timeout_s=3.0)
-    ends_store = [MemoryStore("link-0", group_size=config.activations.group_size) for _ in "ab"]
-    return LinkSender(0, config, a, ends_store[0], **ends), LinkReceiver(0, config, b, ends_store[1], **ends)
-
-
-def layout(ids: tuple[int, ...] = (1, 2, 3), counts: tuple[int, ...] = (S, S, S)) -> Layout:
-    return Layout(ids, (0,) * len(ids), counts, S)
+def link(activations: dict[str, Any] | None = None, *, clusters: int = C, **ends: Any) -> Ends:
+    section = {"backend": "memory", "clusters": clusters}
+    return link_fixtures.link({"method": "aqsgd", **(activations or {})}, store=section, **ends)
 
 
 def texts(steps: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -77,36 +63,10 @@ def texts(steps: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
 
 
 def step(up: LinkSender, down: LinkReceiver, x_BSH: Tensor, where: Layout, number: int) -> Tensor:
-    up.send_activation(x_BSH, where, Position(number, 0))
-    y_BSH, seen = down.recv_activation(Position(number, 0))
-    assert seen == where
+    y_BSH = send_activation(up, down, x_BSH, where, number)
     up.end_step()
     down.end_step()
     return y_BSH
-
-
-def held(end: Any) -> dict[int, tuple[int, list[float]]]:
-    """Block of centers -> its version and values."""
-    blocks = [line.sample for line in end.store.inventory()]
-    return {i: (v, m.flatten().tolist()) for i, (v, m) in zip(blocks, end.store.get(blocks), strict=True)}
-
-
-def together(up: Any, down: Any, call: Any) -> list[Any]:
-    """Call it with both ends at once; what it returned, or raised."""
-    found: list[Any] = [None, None]
-
-    def run(place: int, end: Any) -> None:
-        try:
-            found[place] = call(end)
-        except Exception as error:
-            found[place] = error
-
-    threads = [threading.Thread(target=run, args=pair) for pair in enumerate((up, down))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(HANG_S)
-    return found
 
 
 # -- the codebook
@@ -260,14 +220,12 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_both_ends_hold_the_same_and_lose_less_than_direct(options: dict[str, Any], dtype: torch.dtype) -> None:
     up, down = link(options)
-    section = {"activations": {"method": "direct", **options}}
-    a, b = loopback_pair(timeout_s=3.0)
-    ends = LinkSender(0, Config.from_dict(section), a, None), LinkReceiver(0, Config.from_dict(section), b, None)
+    ends = link_fixtures.link({"method": "direct", **options})
     errors = []
     for number, x_BSH in enumerate(texts(12, dtype)):
         y_BSH, z_BSH = step(up, down, x_BSH, layout(), number), step(*ends, x_BSH, layout(), number)
         assert y_BSH.dtype == dtype
-        assert held(up) == held(down) != {}
+        assert stored(up) == stored(down) != {}
         assert up.store.inventory() == down.store.inventory()
         errors.append([float((x_BSH - v_BSH).float().norm() / x_BSH.float().norm()) for v_BSH in (y_BSH, z_BSH)])
     constant = isinstance(options.get("forward_bits"), dict)
@@ -337,7 +295,7 @@ def test_empty_samples_and_whole_micro_batches_of_them(options: dict[str, Any]) 
     for number, counts in enumerate(((0, 0), (0, 1), (0, 0), (8, 0))):
         y_BSH = step(up, down, torch.ones(2, S, H), layout((1, 2), counts), number)
         assert torch.equal(y_BSH.any(2).sum(1), torch.tensor(counts))
-        assert held(up) == held(down)
+        assert stored(up) == stored(down)
 
 
 @pytest.mark.parametrize("eval_as", ["full", "direct"])
@@ -345,14 +303,14 @@ def test_evaluation_moves_no_center(eval_as: str) -> None:
     up, down = link({"eval": eval_as})
     x_BSH = texts(1)[0]
     step(up, down, x_BSH, layout(), 0)
-    before = held(up)
+    before = stored(up)
     for number in range(3):
         up.send_activation(x_BSH, layout(), Position(number, 0), training=False)
         y_BSH, _ = down.recv_activation(Position(number, 0), training=False)
         assert torch.equal(x_BSH, y_BSH) == (eval_as == "full")
         up.end_step()
         down.end_step()
-    assert held(up) == held(down) == before
+    assert stored(up) == stored(down) == before
 
 
 def test_going_on_from_the_store_changes_no_bit() -> None:
@@ -361,8 +319,8 @@ def test_going_on_from_the_store_changes_no_bit() -> None:
     for number, x_BSH in enumerate(texts(10)):
         found = [step(up, down, x_BSH, layout(), number) for up, down in pairs]
         assert torch.equal(found[0], found[1])
-        assert together(*pairs[1], lambda end: reconcile_stores(end, {})) == [0, 0]
-    assert held(pairs[0][0]) == held(pairs[1][1])
+        assert at_both(*pairs[1], lambda end: reconcile_stores(end, {})) == [0, 0]
+    assert stored(pairs[0][0]) == stored(pairs[1][1])
 
 
 def test_other_bits_go_on_with_the_same_centers() -> None:
@@ -370,14 +328,14 @@ def test_other_bits_go_on_with_the_same_centers() -> None:
     batches = texts(5)
     for number in range(3):
         step(up, down, batches[number], layout(), number)
-    before, size = held(up), up.stats.forward.bytes_sent
+    before, size = stored(up), up.stats.forward.bytes_sent
     for end in (up, down):
         activations = end._config.activations.replace(forward_bits=4)
         end.set_bits(end._config.replace(activations=activations))
     step(up, down, batches[3], layout(), 3)
     assert up.stats.forward.bytes_sent - size == activation_bytes(up._config, 0, (S,) * B, H, torch.float32)
-    assert held(up) == held(down)
-    assert held(up).keys() >= before.keys()
+    assert stored(up) == stored(down)
+    assert stored(up).keys() >= before.keys()
     fresh, its_peer = link({"forward_bits": 4})
     y_BSH, z_BSH = step(up, down, batches[4], layout(), 4), step(fresh, its_peer, batches[4], layout(), 4)
     assert float((y_BSH - batches[4]).norm()) < 0.5 * float((z_BSH - batches[4]).norm())
@@ -388,35 +346,35 @@ def test_what_one_end_lacks_the_other_forgets() -> None:
     up, down = link()
     for number, x_BSH in enumerate(texts(6)):
         step(up, down, x_BSH, layout(), number)
-    blocks = sorted(held(up))
+    blocks = sorted(stored(up))
     assert len(blocks) > 2
     down.store.drop(blocks[:1])  # where the number of rows is kept
     down.store.put(blocks[2], 99, torch.zeros(BLOCK, H + 3))
-    assert together(up, down, lambda end: reconcile_stores(end, {})) == [2, 1]
-    assert sorted(held(up)) == sorted(set(blocks) - {blocks[0], blocks[2]})
+    assert at_both(up, down, lambda end: reconcile_stores(end, {})) == [2, 1]
+    assert sorted(stored(up)) == sorted(set(blocks) - {blocks[0], blocks[2]})
     for number, x_BSH in enumerate(texts(4)):
         step(up, down, x_BSH, layout(), 6 + number)
-        assert held(up) == held(down)
-    assert min(version for version, _ in held(up).values()) > 0
-    assert max(version for version, _ in held(up).values()) > 99
+        assert stored(up) == stored(down)
+    assert min(version for version, _ in stored(up).values()) > 0
+    assert max(version for version, _ in stored(up).values()) > 99
 
 
 def test_drift_is_found_and_repaired() -> None:
     up, down = link()
     for number, x_BSH in enumerate(texts(6)):
         step(up, down, x_BSH, layout(), number)
-    assert together(up, down, lambda end: check_drift(end, 5)) == [[], []]
+    assert at_both(up, down, lambda end: check_drift(end, 5)) == [[], []]
     assert down._clusters is not None
     assert down._clusters._book is not None
     down._clusters._book.centers_CH[BLOCK + 1, 3] += 1e-3  # a bit flips
     step(up, down, texts(7)[6], layout(), 6)
-    mine, theirs = together(up, down, lambda end: check_drift(end, 6))
+    mine, theirs = at_both(up, down, lambda end: check_drift(end, 6))
     assert mine == theirs
     assert 1 in mine
     for number, x_BSH in enumerate(texts(4)):
         step(up, down, x_BSH, layout(), 7 + number)
-        assert held(up) == held(down)
-    assert together(up, down, lambda end: check_drift(end, 11)) == [[], []]
+        assert stored(up) == stored(down)
+    assert at_both(up, down, lambda end: check_drift(end, 11)) == [[], []]
 
 
 @on_host
@@ -426,15 +384,15 @@ def test_values_that_cannot_be_sent_leave_everything_as_it_was(bad: float) -> No
     batches = texts(6)
     for number in range(3):
         step(up, down, batches[number], layout(), number)
-    before = held(up)
+    before = stored(up)
     wrong_BSH = batches[3].clone()
     wrong_BSH[1, 2, 3] = bad
     with pytest.raises(NonFiniteError):
         up.send_activation(wrong_BSH, layout(), Position(3, 0))
     up.end_step()
-    assert held(up) == before
+    assert stored(up) == before
     step(up, down, batches[3], layout(), 3)
-    assert held(up) == held(down)
+    assert stored(up) == stored(down)
 
 
 @pytest.mark.parametrize("staging", ["double"], indirect=True)
@@ -455,17 +413,6 @@ def test_on_a_device_nothing_of_a_bad_step_is_kept() -> None:
 
 
 # -- what is refused
-
-
-def tampered(up: LinkSender, change: Any) -> None:
-    """Send through `up` what `change` makes of header and payload."""
-    sent = up.transport.send
-
-    def send(message: Any) -> None:
-        header, data = wire.decode(finish_packet(message))
-        sent(wire.encode(*change(header, data.copy())))
-
-    up.transport.send = send  # type: ignore[method-assign]
 
 
 def of_samples(**values: Any) -> Any:
@@ -497,13 +444,13 @@ def test_packets_that_build_on_something_else(change: Any, error: type[Exception
     batches = texts(3)
     for number in range(2):
         step(up, down, batches[number], layout(), number)
-    before = held(down)
-    tampered(up, change)
+    before = stored(down)
+    change_packets(up, change)
     up.send_activation(batches[2], layout(), Position(2, 0))
     with pytest.raises(error, match=match):
         down.recv_activation(Position(2, 0))
     down.end_step()
-    assert held(down) == before
+    assert stored(down) == before
 
 
 @on_host
@@ -517,12 +464,12 @@ def test_scales_that_are_not_finite_are_refused() -> None:
         data[at : at + 4] = np.frombuffer(np.float32(np.nan).tobytes(), np.uint8)
         return header, data
 
-    tampered(up, change)
+    change_packets(up, change)
     up.send_activation(texts(1)[0], layout(), Position(0, 0))
     with pytest.raises(WireError, match="NaN or Inf"):
         down.recv_activation(Position(0, 0))
     down.end_step()
-    assert held(down) == {}
+    assert stored(down) == {}
 
 
 @on_host
@@ -605,17 +552,11 @@ def test_the_gradient_packet_makes_neither_end_forget_centers() -> None:
     up, down = link()
     where = layout((0, 1, 2))
     step(up, down, texts(1)[0], where, 0)
-    before = held(up)
-    sent = down.transport.send
-
-    def send(message: Any) -> None:
-        header, data = wire.decode(finish_packet(message))
-        sent(wire.encode(of_samples(form=wire.Form.NOT_KEPT)(header, data)[0], data))
-
-    down.transport.send = send  # type: ignore[method-assign]
+    before = stored(up)
+    change_packets(down, of_samples(form=wire.Form.NOT_KEPT))
     down.send_gradient(torch.randn(B, S, H), where, Position(0, 0))
     up.recv_gradient(where, Position(0, 0))
-    assert held(up) == before
+    assert stored(up) == before
 
 
 @on_host
@@ -629,11 +570,11 @@ def test_a_training_that_begins_anew_drops_all_centers() -> None:
         step(up, down, batches[number], layout(), number)
     environment: Any = SimpleNamespace(commit=lambda: None)
     drop_cached_activations(SimpleNamespace(links=Links(to_next=up, to_previous=down, environment=environment)))
-    assert held(up) == held(down) == {}
+    assert stored(up) == stored(down) == {}
     x_BSH = batches[3]
     fresh, its_peer = link()
     assert torch.equal(step(up, down, x_BSH, layout(), 3), step(fresh, its_peer, x_BSH, layout(), 3))
-    assert [values for _, values in held(up).values()] == [values for _, values in held(fresh).values()]
+    assert [values for _, values in stored(up).values()] == [values for _, values in stored(fresh).values()]
 
 
 @pytest.mark.parametrize(("clusters", "said"), [(64, "from 64 cluster centers"), (None, "first visit")])

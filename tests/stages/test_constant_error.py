@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from pipecomp.buffers import MemoryStore
 from pipecomp.buffers.base import entry_id
 from pipecomp.codecs import wire
-from pipecomp.codecs.codecs import Quantized, encoded
 from pipecomp.config import Config
 from pipecomp.config.activations import ConstantError, bits_text
 from pipecomp.errors import ConfigError, LinkError, NonFiniteError, WireError
 from pipecomp.stages.link.crop_canvas import CropCanvas
-from pipecomp.stages.link.endpoint import LinkReceiver, LinkSender, Position
+from pipecomp.stages.link.endpoint import Position
 from pipecomp.stages.link.layout import Layout
-from pipecomp.stages.link.transport import finish_packet, loopback_pair
 from tests.lazy_staging import on_both
+from tests.link_fixtures import S, change_headers, change_packets, layout, link, quantized, train_step
 
 staging = pytest.fixture(autouse=True, params=["host", "double"])(on_both)
 
-S, H = 8, 64
+H = 64
 FORWARD: dict[str, Any] = {"error": 0.07, "min": 1, "max": 7}
 BACKWARD: dict[str, Any] = {"error": 0.1}
 DIRECT: dict[str, Any] = {"method": "direct", "forward_bits": FORWARD, "backward_bits": BACKWARD}
@@ -37,44 +33,18 @@ CHANGES: dict[str, Any] = {
     "backward_bits": BACKWARD,
     "backward_first_visit": {"error": 0.02, "max": 7},
 }
-Ends = tuple[LinkSender, LinkReceiver]
-
-
-def link(activations: dict[str, Any], stores: list[Any] | None = None, **ends: Any) -> Ends:
-    config = Config.from_dict({"activations": activations})
-    a, b = loopback_pair(timeout_s=5.0)
-    if stores is None:
-        stores = [None, None]
-        if config.activations.method == "aqsgd":
-            stores = [MemoryStore("link-0", bits=32, group_size=config.activations.group_size) for _ in "ab"]
-    return LinkSender(0, config, a, stores[0], **ends), LinkReceiver(0, config, b, stores[1], **ends)
-
-
-def layout(ids: tuple[int, ...], counts: tuple[int, ...] | None = None) -> Layout:
-    return Layout(ids, (0,) * len(ids), counts or (S,) * len(ids), S)
 
 
 def headers(end: Any) -> list[wire.PacketHeader]:
     """Note the header of every packet that this end sends from here on."""
     seen: list[wire.PacketHeader] = []
-    sent_as = end.transport.send
 
-    def send(packet: Any) -> None:
-        seen.append(wire.decode(finish_packet(packet))[0])
-        sent_as(finish_packet(packet))
+    def note(header: wire.PacketHeader, payload: Any) -> Any:
+        seen.append(header)
+        return header, payload
 
-    end.transport.send = send
+    change_packets(end, note)
     return seen
-
-
-def there_and_back(ends: Ends, x_BSH: Tensor, g_BSH: Tensor, where: Layout, step: int) -> tuple[Tensor, Tensor]:
-    up, down = ends
-    at = Position(step, 0)
-    up.send_activation(x_BSH, where, at)
-    y_BSH, seen = down.recv_activation(at)
-    assert seen == where
-    down.send_gradient(g_BSH, where, at)
-    return y_BSH, up.recv_gradient(where, at)
 
 
 def moving(step: int, samples: int, size: float) -> Tensor:
@@ -83,17 +53,12 @@ def moving(step: int, samples: int, size: float) -> Tensor:
     return base + size * change
 
 
-def coded(bits: int, x_nH: Tensor) -> Tensor:
-    codec = Quantized(bits)
-    return codec.decode(encoded(codec, x_nH.contiguous()), *x_nH.shape)
-
-
 def fewest(sent: list[Tensor], x: list[Tensor], error: float, low: int, high: int) -> int:
     """By quantizing all that is sent with every number of bits. x: what the error is relative to."""
     norm = sum(float(x_nH.double().square().sum()) for x_nH in x)
 
     def kept(bits: int) -> bool:
-        left = sum(float((v_nH - coded(bits, v_nH)).double().square().sum()) for v_nH in sent)
+        left = sum(float((v_nH - quantized(bits, v_nH)).double().square().sum()) for v_nH in sent)
         return (left / norm) ** 0.5 <= error
 
     return next((bits for bits in range(low, high) if kept(bits)), high) if sent else low
@@ -122,7 +87,7 @@ class Plain:
         first_bits = fewest(new, new, *limits[1])
         for i, x_nH in zip(ids, x, strict=True):
             start_nH = self.base(i, x_nH) if i in known else None
-            self.m[i] = coded(first_bits, x_nH) if start_nH is None else start_nH + coded(bits, x_nH - start_nH)
+            self.m[i] = quantized(first_bits, x_nH) if start_nH is None else start_nH + quantized(bits, x_nH - start_nH)
         return bits, first_bits, [self.m[i] for i in ids]
 
 
@@ -135,7 +100,7 @@ def test_changes_have_the_fewest_bits_that_keep_the_error_of_the_values() -> Non
     ]
     for step, (ids, size) in enumerate((((1, 2), 0.3), ((2, 3), 0.3), ((1, 2, 3), 1.0), ((3, 1), 0.1), ((1, 2), 0.1))):
         sent = moving(step, len(ids), size), moving(step + 9, len(ids), size)
-        for way, arrived in enumerate(there_and_back(ends, *sent, layout(ids), step)):
+        for way, arrived in enumerate(train_step(ends, *sent, layout(ids), step)):
             bits, first_bits, wanted = plain[way].packet(ids, sent[way])
             assert (seen[way][-1].bits, seen[way][-1].first_bits) == (bits, first_bits)
             assert torch.equal(arrived, torch.stack(wanted))
@@ -150,7 +115,7 @@ def test_values_themselves_have_the_fewest_bits_too(rotation: bool) -> None:
     for step in range(4):
         sent = moving(step, 2, 0.1), moving(step + 9, 2, 1.0)
         sent[step % 2][:, :, ::13] *= 10.0 * step + 1  # large columns, which rotation spreads
-        arrived = there_and_back(ends, *sent, layout((1, 2)), step)
+        arrived = train_step(ends, *sent, layout((1, 2)), step)
         for way, error in enumerate((FORWARD["error"], BACKWARD["error"])):
             got = float((arrived[way] - sent[way]).norm() / sent[way].norm())
             assert got <= error or seen[way][-1].bits == (7, 8)[way]
@@ -164,7 +129,7 @@ def test_stats_know_the_bits() -> None:
     up, down = ends = link(CHANGES)
     seen = [headers(end) for end in ends]
     for step in range(3):
-        there_and_back(ends, moving(step, 2, 0.2), moving(step + 9, 2, 0.2), layout((1, 2), (8, 5)), step)
+        train_step(ends, moving(step, 2, 0.2), moving(step + 9, 2, 0.2), layout((1, 2), (8, 5)), step)
     for way, packets in zip(("forward", "backward"), seen, strict=True):
         every = [h.bits if step else h.first_bits for step, h in enumerate(packets)]
         for end in (up, down):
@@ -178,7 +143,7 @@ def test_first_visits_in_full_are_no_quantized_values() -> None:
     up, _ = ends = link({"method": "aqsgd", "forward_bits": FORWARD, "backward_bits": 4})
     seen = headers(up)
     for step in range(2):
-        there_and_back(ends, moving(step, 2, 0.2), moving(step, 2, 0.2), layout((1, 2)), step)
+        train_step(ends, moving(step, 2, 0.2), moving(step, 2, 0.2), layout((1, 2)), step)
     assert [h.first_bits for h in seen] == [0, 0]
     counted = up.stats.as_dict()
     assert counted["forward"]["values_quantized"] == 2 * S * H
@@ -196,7 +161,7 @@ def test_both_ends_hold_the_same_whatever_comes(options: dict[str, Any]) -> None
     batches = (((1, 2), (8, 5)), ((2, 1, 2), (5, 8, 5)), ((1, 3, 1), (7, 0, 7)), ((3, 2), (4, 5)))
     for step, batch in enumerate(batches):
         where = layout(*batch)
-        there_and_back(ends, moving(step, len(where.ids), 0.3), moving(step, len(where.ids), 0.5), where, step)
+        train_step(ends, moving(step, len(where.ids), 0.3), moving(step, len(where.ids), 0.5), where, step)
         ours, theirs = ([(h.sample, h.version, h.digest) for h in end.store.inventory()] for end in ends)
         assert ours == theirs != []
 
@@ -206,7 +171,7 @@ def test_a_sample_that_comes_again_keeps_the_error_too(dtype: torch.dtype) -> No
     ends = link({**CHANGES, "forward_bits": {"error": 0.03}, "first_visit": 8})
     for step in range(3):
         x_BSH = moving(0, 3, 0.0)[[0, 1, 0]] + 0.2 * moving(step, 3, 1.0)
-        y_BSH, _ = there_and_back(ends, x_BSH.to(dtype), x_BSH.to(dtype), layout((1, 2, 1)), step)
+        y_BSH, _ = train_step(ends, x_BSH.to(dtype), x_BSH.to(dtype), layout((1, 2, 1)), step)
         assert float((y_BSH - x_BSH).norm() / x_BSH.norm()) <= 0.03 + (0.004 if dtype == torch.bfloat16 else 0)
 
 
@@ -223,7 +188,7 @@ def test_images_that_crops_move(back: dict[str, Any]) -> None:
         shown = [canvas.take(image, start) for image, start in zip(images, where.starts, strict=True)]
         x_BSH = torch.stack(shown) * (1 + 0.2**step)
         held = [ends[0].store.get([entry_id(i, gradient=bool(way)) for i in (1, 2)]) for way in range(len(ways))]
-        arrived = there_and_back(ends, x_BSH, x_BSH, where, step)
+        arrived = train_step(ends, x_BSH, x_BSH, where, step)
         for way, (error, low, high) in enumerate(ways):
             plain = Plain({}, {}, head=bool(way))
             pairs = zip(where.ids, held[way], where.starts, strict=True)
@@ -240,7 +205,7 @@ def test_images_that_crops_move(back: dict[str, Any]) -> None:
 def test_what_is_not_finite_leaves_everything_as_it_was(passes: bool) -> None:
     up, down = ends = link(CHANGES, pass_nonfinite=passes)
     where, g_BSH = layout((1, 2)), moving(0, 2, 0.1)
-    there_and_back(ends, moving(0, 2, 0.1), g_BSH, where, 0)
+    train_step(ends, moving(0, 2, 0.1), g_BSH, where, 0)
 
     def held() -> list[Any]:
         return [[(h.sample, h.version, h.digest) for h in end.store.inventory()] for end in ends]
@@ -248,7 +213,7 @@ def test_what_is_not_finite_leaves_everything_as_it_was(passes: bool) -> None:
     g_BSH[1, 2, 3] = float("nan")
     before = held()
     if passes:
-        y_BSH = there_and_back(ends, moving(1, 2, 0.1), g_BSH, where, 1)[1]
+        y_BSH = train_step(ends, moving(1, 2, 0.1), g_BSH, where, 1)[1]
         assert y_BSH.isnan().sum() == 1
         kept = [[h for h in end if h[0] in (1, 2)] for end in before]
         assert [[h for h in end if h[0] not in (1, 2)] for end in held()] == [
@@ -272,7 +237,7 @@ def test_a_run_that_goes_on_takes_the_same_bits() -> None:
             first[0].next_version = whole[0].next_version
             again = [headers(end) for end in first]
         sent = moving(step, 2, 0.3), moving(step + 9, 2, 0.3)
-        for a, b in zip(*(there_and_back(ends, *sent, layout((1, 2)), step) for ends in (whole, first)), strict=True):
+        for a, b in zip(*(train_step(ends, *sent, layout((1, 2)), step) for ends in (whole, first)), strict=True):
             assert torch.equal(a, b)
     assert again == [packets[2:] for packets in seen]
 
@@ -289,7 +254,7 @@ def test_both_ends_take_other_bits_between_two_packets(before: dict[str, Any]) -
     seen = [headers(end) for end in (*changed, *made)]
     for step in range(3):
         sent = moving(step, 2, 0.3), moving(step + 9, 2, 0.3)
-        both = [there_and_back(ends, *sent, layout((1, 2)), step) for ends in (changed, made)]
+        both = [train_step(ends, *sent, layout((1, 2)), step) for ends in (changed, made)]
         assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))
     assert seen[:2] == seen[2:]
     assert [packets[-1].bits for packets in seen[:2]] == [4, 2]
@@ -308,24 +273,13 @@ def test_evaluation_keeps_the_error_too() -> None:
 # -- what a packet may not say
 
 
-def changed(end: Any, change: Callable[[wire.PacketHeader], dict[str, Any]]) -> None:
-    """Let this end's packets say something else."""
-    sent_as = end.transport.send
-
-    def send(packet: Any) -> None:
-        header, payload = wire.decode(finish_packet(packet))
-        sent_as(wire.encode(dataclasses.replace(header, **change(header)), payload))
-
-    end.transport.send = send
-
-
 @pytest.mark.parametrize("activations", [DIRECT, CHANGES], ids=["direct", "changes"])
 @pytest.mark.parametrize("bits", [0, 1, 8, 9, 255])
 @pytest.mark.parametrize("way", [0, 1])
 def test_bits_out_of_range_are_refused(activations: dict[str, Any], bits: int, way: int) -> None:
     up, down = link(activations)
     low, high = (1, 7) if way == 0 else (2, 8)
-    changed((up, down)[way], lambda _: {"bits": bits})
+    change_headers((up, down)[way], bits=bits)
     # The payload is as long as the bits that were taken say: others within the range do not fit it.
     match = rf"of {bits} bits .* this rank expects quantized of {low} to {high} \(error"
     expected: tuple[Any, str] = (WireError, "bytes where") if low <= bits <= high else (LinkError, match)
@@ -333,7 +287,7 @@ def test_bits_out_of_range_are_refused(activations: dict[str, Any], bits: int, w
     def twice() -> None:
         """The second time there are changes."""
         for step in (0, 1):
-            there_and_back((up, down), moving(step, 2, 0.1), moving(step + 1, 2, 0.1), layout((1, 2)), step)
+            train_step((up, down), moving(step, 2, 0.1), moving(step + 1, 2, 0.1), layout((1, 2)), step)
 
     with pytest.raises(expected[0], match=expected[1]):
         twice()
@@ -344,9 +298,9 @@ def test_bits_out_of_range_are_refused(activations: dict[str, Any], bits: int, w
 @pytest.mark.parametrize("way", [0, 1])
 def test_first_visits_out_of_range_are_refused(bits: int, way: int) -> None:
     ends = link({**CHANGES, "backward_first_visit": {"error": 0.02, "min": 3}})
-    changed(ends[way], lambda _: {"first_bits": bits})
+    change_headers(ends[way], first_bits=bits)
     with pytest.raises(LinkError, match=f"first visits at {bits or 'full'} bits"):
-        there_and_back(ends, moving(0, 2, 0.1), moving(1, 2, 0.1), layout((1, 2)), 0)
+        train_step(ends, moving(0, 2, 0.1), moving(1, 2, 0.1), layout((1, 2)), 0)
     assert not [h for h in ends[1 - way].store.inventory() if (h.sample > 9) == (way == 1)]
 
 

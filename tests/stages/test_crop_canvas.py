@@ -8,16 +8,15 @@ from hypothesis import strategies as st
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipecomp.buffers import MemoryStore
 from pipecomp.codecs.codecs import Quantized, encoded
 from pipecomp.codecs.wire import Form, PacketHeader, PacketKind, PayloadMethod, Sample
-from pipecomp.config import Config
 from pipecomp.errors import BaseMismatchError, DataError, WireError
 from pipecomp.stages.link.crop_canvas import CropCanvas
-from pipecomp.stages.link.endpoint import LinkReceiver, LinkSender, Position
+from pipecomp.stages.link.endpoint import LinkReceiver, Position
 from pipecomp.stages.link.layout import Layout
-from pipecomp.stages.link.transport import loopback_pair
+from tests import link_fixtures
 from tests.lazy_staging import on_both
+from tests.link_fixtures import cached
 
 staging = pytest.fixture(autouse=True, params=["host", "double"])(on_both)
 
@@ -117,16 +116,8 @@ def test_a_crop_beyond_the_margin_is_refused():
         Layout.of_shifts((5,), torch.tensor([1, 1]), CANVAS)
 
 
-def link(activations, frames=(CANVAS, CANVAS), **store):
-    config = Config.from_dict({"activations": activations, "store": {"backend": "memory", **store}})
-    a, b = loopback_pair(timeout_s=0.2)
-    one, two = (MemoryStore("link-0", bits=config.store.bits) for _ in "ab")
-    return LinkSender(0, config, a, one, canvas=frames[0]), LinkReceiver(0, config, b, two, canvas=frames[1])
-
-
-def held(end):
-    ids = [h.sample for h in end.store.inventory()]
-    return dict(zip(ids, end.store.get(ids), strict=True))
+def link(activations, canvas=CANVAS, *, bits=32):
+    return link_fixtures.link(activations, store={"backend": "memory", "bits": bits}, canvas=canvas)
 
 
 CHANGES_BACK = {"backward_method": "delta", "backward_bits": 2, "backward_first_visit": 2}
@@ -151,7 +142,7 @@ def test_both_ends_of_a_link_follow_the_crops(options, bits):
         y_BnH, seen = down.recv_activation(Position(step, 0))
         assert seen == layout
         errors.append(float((y_BnH - x_BnH).norm() / x_BnH.norm()))
-        ours, theirs = held(up), held(down)
+        ours, theirs = cached(up), cached(down)
         for i, (sample, (y, x)) in enumerate(zip((4, 9), places, strict=True)):
             assert ours[sample].version == theirs[sample].version
             assert torch.equal(ours[sample].m_nH, theirs[sample].m_nH)
@@ -178,9 +169,7 @@ def test_both_ends_of_a_link_follow_the_crops(options, bits):
 
 
 def test_evaluation_and_plain_methods_carry_windows_too():
-    config = Config.from_dict({"activations": {"method": "direct", "forward_bits": 8}})
-    a, b = loopback_pair(timeout_s=0.2)
-    up, down = (kind(0, config, end, None, canvas=CANVAS) for kind, end in ((LinkSender, a), (LinkReceiver, b)))
+    up, down = link_fixtures.link({"method": "direct", "forward_bits": 8}, canvas=CANVAS)
     layout = Layout.of_shifts((1, 2), torch.tensor([[3, -3], [0, 1]]), CANVAS)
     x_BnH = torch.randn(2, 4, 6 * C)
     for training in (True, False):
@@ -192,7 +181,8 @@ def test_evaluation_and_plain_methods_carry_windows_too():
 
 def test_a_window_of_another_frame_is_refused():
     other = CropCanvas(4, 6, 8, 12, 1)
-    up, down = link({"method": "aqsgd"}, (other, CANVAS))
+    up, down = link({"method": "aqsgd"}, other)
+    down = LinkReceiver(0, down._config, down.transport, down.store, canvas=CANVAS)
     up.send_activation(torch.randn(1, 4, 6 * C), Layout.of_shifts((1,), None, other), Position(0, 0))
     with pytest.raises(WireError, match="sample 1 has 4 lines from cell 9 of 48, not a window of"):
         down.recv_activation(Position(0, 0))
@@ -226,7 +216,7 @@ def test_a_message_of_another_shape_is_no_base():
     layout = Layout.of_shifts((1,), None, CANVAS)
     up.send_activation(torch.randn(1, 4, 6 * C), layout, Position(0, 0))
     down.recv_activation(Position(0, 0))
-    down.store.put(1, held(down)[1].version, torch.zeros(4, 6 * C))
+    down.store.put(1, cached(down)[1].version, torch.zeros(4, 6 * C))
     up.send_activation(torch.randn(1, 4, 6 * C), layout, Position(1, 0))
     with pytest.raises(BaseMismatchError, match="sample 1: delta of shape"):
         down.recv_activation(Position(1, 0))

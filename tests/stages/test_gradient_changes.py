@@ -8,49 +8,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipecomp.buffers import MemoryStore
 from pipecomp.buffers.base import GRADIENT
-from pipecomp.codecs.codecs import Quantized, encoded
 from pipecomp.config import Config
 from pipecomp.errors import ConfigError, NonFiniteError
-from pipecomp.stages.link.endpoint import LinkReceiver, LinkSender, Position
 from pipecomp.stages.link.layout import Layout, gradient_unit
-from pipecomp.stages.link.transport import loopback_pair
 from tests.lazy_staging import on_both
+from tests.link_fixtures import S, layout, link, quantized, stored, train_step
 
 staging = pytest.fixture(autouse=True, params=["host", "double"])(on_both)
 
-S, H = 8, 16
+H = 16
 DELTA: dict[str, Any] = {"method": "aqsgd", "backward_method": "delta", "backward_bits": 3}
 
 
-def link(activations: dict[str, Any], *, bits: int = 32, **ends: Any) -> tuple[LinkSender, LinkReceiver]:
-    config = Config.from_dict({"activations": activations, "store": {"backend": "memory", "bits": bits}})
-    stores = [MemoryStore("link-0", bits=bits, group_size=config.activations.group_size) for _ in "ab"]
-    a, b = loopback_pair(timeout_s=5.0)
-    return LinkSender(0, config, a, stores[0], **ends), LinkReceiver(0, config, b, stores[1], **ends)
-
-
-def layout(ids: tuple[int, ...], counts: tuple[int, ...] | None = None) -> Layout:
-    return Layout(ids, (0,) * len(ids), counts or (S,) * len(ids), S)
-
-
-def visit(up: LinkSender, down: LinkReceiver, g_BSH: Tensor, where: Layout, step: int, unit: float = 1.0) -> Tensor:
-    at = Position(step, 0)
-    up.send_activation(torch.randn(g_BSH.shape).to(g_BSH.dtype), where, at)
-    down.recv_activation(at)
-    down.send_gradient(g_BSH, where, at, unit=unit)
-    return up.recv_gradient(where, at, unit=unit)
-
-
-def held(end: Any) -> dict[int, tuple[int, list[float]]]:
-    ids = [h.sample for h in end.store.inventory() if h.sample & GRADIENT]
-    return {i & ~GRADIENT: (v, m.flatten().tolist()) for i, (v, m) in zip(ids, end.store.get(ids), strict=True)}
-
-
-def coded(bits: int, x_nH: Tensor) -> Tensor:
-    codec = Quantized(bits)
-    return codec.decode(encoded(codec, x_nH.contiguous()), *x_nH.shape)
+def visit(up: Any, down: Any, g_BSH: Tensor, where: Layout, step: int, unit: float = 1.0) -> Tensor:
+    return train_step((up, down), torch.randn(g_BSH.shape).to(g_BSH.dtype), g_BSH, where, step, unit)[1]
 
 
 def test_changes_are_sent_where_they_are_smaller_and_gradients_elsewhere() -> None:
@@ -65,14 +37,18 @@ def test_changes_are_sent_where_they_are_smaller_and_gradients_elsewhere() -> No
         for i, sample in enumerate(where.ids):
             u_nH = (g_BSH[i] / unit) * unit
             if sample not in m:
-                m[sample] = coded(8, u_nH)
+                m[sample] = quantized(8, u_nH)
             else:
                 smaller_n = (u_nH - m[sample]).abs().amax(1) < u_nH.abs().amax(1)
                 mixed += 0 < int(smaller_n.sum()) < S
                 start_nH = torch.where(smaller_n[:, None], m[sample], torch.zeros(()))
-                m[sample] = start_nH + coded(3, u_nH - start_nH)
+                m[sample] = start_nH + quantized(3, u_nH - start_nH)
             assert torch.equal(y_BSH[i], m[sample] / unit)
-        assert held(up) == held(down) == {i: (step * 3 + i, v.flatten().tolist()) for i, v in m.items()}
+        assert (
+            stored(up, GRADIENT)
+            == stored(down, GRADIENT)
+            == {i: (step * 3 + i, v.flatten().tolist()) for i, v in m.items()}
+        )
     assert mixed
     assert (up.stats.full_gradients, up.stats.delta_gradients) == (3, 9)
     assert (down.stats.full_gradients, down.stats.delta_gradients) == (3, 9)
@@ -93,10 +69,10 @@ def test_changes_are_sent_where_they_are_smaller_and_gradients_elsewhere() -> No
 )
 @pytest.mark.parametrize("bits", [32, 16, 4])
 def test_both_ends_hold_the_same(options: dict[str, Any], bits: int) -> None:
-    up, down = link({**DELTA, **options}, bits=bits)
+    up, down = link({**DELTA, **options}, store={"bits": bits})
     for step, where in enumerate((layout((1, 2), (8, 5)), layout((2, 1, 2), (5, 8, 5)), layout((1, 2), (7, 5)))):
         visit(up, down, torch.randn(len(where.ids), S, H), where, step, 4096.0)
-        assert held(up) == held(down) != {}
+        assert stored(up, GRADIENT) == stored(down, GRADIENT) != {}
         assert [h.digest for h in up.store.inventory()] == [h.digest for h in down.store.inventory()]
 
 
@@ -119,17 +95,17 @@ def test_what_is_not_finite_leaves_everything_as_it_was(passes: bool) -> None:
     up, down = link(DELTA, pass_nonfinite=passes)
     where, g_BSH = layout((1, 2)), torch.randn(2, S, H)
     visit(up, down, g_BSH, where, 0)
-    before = held(up)
+    before = stored(up, GRADIENT)
     g_BSH[1, 2, 3] = float("nan")
     if passes:
         assert visit(up, down, g_BSH, where, 1).isnan().sum() == 1
-        assert held(up) == held(down) == before
+        assert stored(up, GRADIENT) == stored(down, GRADIENT) == before
         visit(up, down, torch.randn(2, S, H), where, 2)
-        assert held(up) == held(down) != before
+        assert stored(up, GRADIENT) == stored(down, GRADIENT) != before
     elif down.staging.immediate:
         with pytest.raises(NonFiniteError, match="gradients"):
             visit(up, down, g_BSH, where, 1)
-        assert held(down) == before
+        assert stored(down, GRADIENT) == before
 
 
 def test_a_unit_is_that_of_a_samples_own_loss() -> None:

@@ -13,46 +13,21 @@ from pipecomp.codecs import wire
 from pipecomp.codecs.codecs import Quantized, encoded
 from pipecomp.config import Config
 from pipecomp.errors import BaseMismatchError, ConfigError, LinkError, LinkTimeoutError, NonFiniteError, WireError
-from pipecomp.stages.link.endpoint import LinkReceiver, LinkSender, Position
+from pipecomp.stages.link.endpoint import LinkSender, Position
 from pipecomp.stages.link.handshake import reconcile_stores, recv_part, send_part
 from pipecomp.stages.link.layout import Layout
 from pipecomp.stages.link.packet import EVALUATED, PacketLimits
 from pipecomp.stages.link.transport import finish_packet, loopback_pair
 from tests.lazy_staging import on_both
-from tests.limits import HANG_S
+from tests.link_fixtures import S, at_both, cached, change_headers, change_packets, layout, link, send_activation
 
 staging = pytest.fixture(autouse=True, params=["host", "double"])(on_both)
 
-B, S, H = 3, 8, 16
-
-
-def link(activations: dict, *, store: dict | None = None, seed: int = 0, timeout_s: float = 0.2, **ends):
-    config = Config.from_dict({"activations": activations, "seed": seed, **({"store": store} if store else {})})
-    a, b = loopback_pair(timeout_s=timeout_s)
-    stores: list = [None, None]
-    if config.activations.method == "aqsgd":
-        stores = [MemoryStore("link-0", bits=config.store.bits, group_size=config.activations.group_size) for _ in "ab"]
-    return LinkSender(0, config, a, stores[0], **ends), LinkReceiver(0, config, b, stores[1], **ends)
-
-
-def layout(ids=(1, 2, 3), counts=(S, S, S)) -> Layout:
-    return Layout(tuple(ids), (0,) * len(ids), tuple(counts), S)
-
-
-def pass_over(up, down, x_BSH, where, step, micro_batch=0):
-    up.send_activation(x_BSH, where, Position(step, micro_batch))
-    y_BSH, seen = down.recv_activation(Position(step, micro_batch))
-    assert seen == where
-    return y_BSH
-
-
-def held(end):
-    ids = [h.sample for h in end.store.inventory()]
-    return dict(zip(ids, end.store.get(ids), strict=True))
+B, H = 3, 16
 
 
 def assert_same_messages(up, down):
-    ours, theirs = held(up), held(down)
+    ours, theirs = cached(up), cached(down)
     assert ours.keys() == theirs.keys()
     for sample, message in ours.items():
         assert message.version == theirs[sample].version
@@ -67,7 +42,7 @@ def test_algorithm_1(bits):
     m = {}
     for step in range(5):
         x_BSH = torch.randn(B, S, H)
-        y_BSH = pass_over(up, down, x_BSH, layout(), step)
+        y_BSH = send_activation(up, down, x_BSH, layout(), step)
         for i, sample in enumerate((1, 2, 3)):
             if sample in m:
                 delta = x_BSH[i] - m[sample]
@@ -82,8 +57,8 @@ def test_algorithm_1(bits):
 
 def test_first_visit_is_per_sample():
     up, down = link({"method": "aqsgd"})
-    pass_over(up, down, torch.randn(2, S, H), layout((1, 2), (S, S)), 0)
-    pass_over(up, down, torch.randn(2, S, H), layout((2, 9), (S, S)), 1)
+    send_activation(up, down, torch.randn(2, S, H), layout((1, 2), (S, S)), 0)
+    send_activation(up, down, torch.randn(2, S, H), layout((2, 9), (S, S)), 1)
     assert (up.stats.full_samples, up.stats.delta_samples) == (3, 1)
     assert (down.stats.full_samples, down.stats.delta_samples) == (3, 1)
     assert_same_messages(up, down)
@@ -98,10 +73,10 @@ def test_a_sample_twice_in_a_micro_batch(repeated, bits):
     alone, its_peer = link({"method": "aqsgd"}, store=store)
     for step in range(3):
         x_BSH = torch.randn(B, S, H)
-        y_BSH = pass_over(up, down, x_BSH, layout(repeated), step)
+        y_BSH = send_activation(up, down, x_BSH, layout(repeated), step)
         assert_same_messages(up, down)
         for i, sample in enumerate(repeated):
-            apart = pass_over(alone, its_peer, x_BSH[i : i + 1], layout((sample,), (S,)), step, i)
+            apart = send_activation(alone, its_peer, x_BSH[i : i + 1], layout((sample,), (S,)), step, i)
             assert torch.equal(y_BSH[i], apart[0])
     assert up.stats.full_samples == len(set(repeated))
 
@@ -109,24 +84,22 @@ def test_a_sample_twice_in_a_micro_batch(repeated, bits):
 @pytest.mark.parametrize("lacks", ["sender", "receiver"])
 def test_a_new_sample_twice_in_a_micro_batch_where_one_end_keeps_none(lacks):
     """Its second visit must not build on the first: that the receiver has not kept it only the gradient will tell."""
-    config = Config.from_dict({"activations": {"method": "aqsgd"}, "store": {"on_write_error": "continue"}})
-    a, b = loopback_pair(timeout_s=0.2)
-    up, down = LinkSender(0, config, a, MemoryStore("link-0")), LinkReceiver(0, config, b, MemoryStore("link-0"))
+    up, down = link({"method": "aqsgd"}, store={"on_write_error": "continue"})
     full = {"sender": up, "receiver": down}[lacks]
     full.store.accepts_new = lambda: False
     for step in range(2):
         x_BSH = torch.randn(B, S, H)
-        assert torch.equal(pass_over(up, down, x_BSH, layout((1, 2, 1)), step), x_BSH)
+        assert torch.equal(send_activation(up, down, x_BSH, layout((1, 2, 1)), step), x_BSH)
         down.send_gradient(x_BSH, layout((1, 2, 1)), Position(step, 0))
         up.recv_gradient(layout((1, 2, 1)), Position(step, 0))
-        assert held(up) == held(down) == {}
+        assert cached(up) == cached(down) == {}
     del full.store.accepts_new
     for step in range(2, 4):
-        pass_over(up, down, torch.randn(B, S, H), layout((1, 2, 1)), step)
+        send_activation(up, down, torch.randn(B, S, H), layout((1, 2, 1)), step)
         assert_same_messages(up, down)
         down.send_gradient(torch.randn(B, S, H), layout((1, 2, 1)), Position(step, 0))
         up.recv_gradient(layout((1, 2, 1)), Position(step, 0))
-    assert held(up).keys() == {1, 2}
+    assert cached(up).keys() == {1, 2}
     assert (up.stats.full_samples, up.stats.delta_samples) == (9, 3)
 
 
@@ -149,7 +122,7 @@ def test_options_keep_both_ends_equal(options, bits):
     base = torch.randn(B, S, H)
     for step in range(4):
         x_BSH = base + 0.01 * torch.randn(B, S, H)
-        y_BSH = pass_over(up, down, x_BSH, layout(), step)
+        y_BSH = send_activation(up, down, x_BSH, layout(), step)
         errors.append(float((x_BSH - y_BSH).norm() / x_BSH.norm()))
         assert_same_messages(up, down)
     assert errors[-1] < 0.2
@@ -160,7 +133,7 @@ def test_stochastic_rounding_draws_anew_each_step_and_follows_the_seed():
 
     def run(seed):
         up, down = link({"method": "direct", "rounding": "stochastic"}, seed=seed)
-        return [pass_over(up, down, x_BSH, layout(), step) for step in range(2)]
+        return [send_activation(up, down, x_BSH, layout(), step) for step in range(2)]
 
     state = torch.get_rng_state()
     one, same, other = run(1), run(1), run(2)
@@ -176,7 +149,7 @@ def test_stochastic_rounding_draws_anew_each_step_and_follows_the_seed():
 def test_training_dtype_arrives(method, dtype):
     up, down = link({"method": method})
     x_BSH = torch.randn(B, S, H).to(dtype)
-    y_BSH = pass_over(up, down, x_BSH, layout(), 0)
+    y_BSH = send_activation(up, down, x_BSH, layout(), 0)
     assert y_BSH.dtype == dtype
     if method == "none" or (method == "aqsgd"):
         assert torch.equal(x_BSH, y_BSH)
@@ -193,20 +166,20 @@ def test_padding_costs_nothing():
     x_BSH = torch.randn(2, S, H)
     short = Layout((1, 2), (0, S - 3), (5, 3), S)
     for step in range(2):
-        pass_over(full_up, full_down, x_BSH[:1], layout((1,), (S,)), step)
-        y_BSH = pass_over(padded_up, padded_down, x_BSH, short, step)
+        send_activation(full_up, full_down, x_BSH[:1], layout((1,), (S,)), step)
+        y_BSH = send_activation(padded_up, padded_down, x_BSH, short, step)
     assert y_BSH[0, 5:].abs().max() == 0
     assert y_BSH[1, : S - 3].abs().max() == 0
     full, padded = full_up.stats.forward, padded_up.stats.forward
     assert full.bytes_raw == padded.bytes_raw == 2 * 8 * H * 4
     assert padded.bytes_sent == full.bytes_sent + 2 * 33  # one more sample's header a message
-    assert held(padded_up)[2].m_nH.shape == (3, H)
+    assert cached(padded_up)[2].m_nH.shape == (3, H)
 
 
 def test_a_sample_that_changes_its_length_is_a_first_visit_again():
     up, down = link({"method": "aqsgd"})
     for step, count in enumerate((5, 5, 6, 6)):
-        pass_over(up, down, torch.randn(1, S, H), Layout((1,), (0,), (count,), S), step)
+        send_activation(up, down, torch.randn(1, S, H), Layout((1,), (0,), (count,), S), step)
     assert (up.stats.full_samples, up.stats.delta_samples) == (2, 2)
     assert_same_messages(up, down)
 
@@ -216,7 +189,7 @@ def test_empty_and_one_token_samples(count):
     up, down = link({"method": "aqsgd"})
     where = Layout((1, 2), (0, 0), (count, S), S)
     for step in range(3):
-        pass_over(up, down, torch.randn(2, S, H), where, step)
+        send_activation(up, down, torch.randn(2, S, H), where, step)
     assert_same_messages(up, down)
 
 
@@ -233,26 +206,26 @@ def test_evaluation_does_not_touch_the_store(mode):
     assert up.stats.forward.messages == 0
     assert up.stats.evaluation.messages == 1
     assert down.stats.wait_seconds == 0.0, "reports set it beside the time of training"
-    pass_over(up, down, x_BSH, layout(), 0)
+    send_activation(up, down, x_BSH, layout(), 0)
     assert down.stats.wait_seconds > 0.0
     assert len(waited) == 1
 
 
 def test_a_delta_on_a_message_that_the_receiver_lacks_is_refused():
     up, down = link({"method": "aqsgd"})
-    pass_over(up, down, torch.randn(B, S, H), layout(), 0)
+    send_activation(up, down, torch.randn(B, S, H), layout(), 0)
     down.store.drop([2])
     up.send_activation(torch.randn(B, S, H), layout(), Position(1, 0))
-    before = held(down)
+    before = cached(down)
     with pytest.raises(BaseMismatchError, match=r"link 0, step 1.*sample 2: delta on version 2.*holds none"):
         down.recv_activation(Position(1, 0))
-    after = held(down)
+    after = cached(down)
     assert all(torch.equal(before[i].m_nH, after[i].m_nH) for i in before), "nothing may have changed"
 
 
 def test_a_delta_on_another_version_is_refused():
     up, down = link({"method": "aqsgd"})
-    pass_over(up, down, torch.randn(B, S, H), layout(), 0)
+    send_activation(up, down, torch.randn(B, S, H), layout(), 0)
     down.store.put(3, 77, torch.randn(S, H))
     up.send_activation(torch.randn(B, S, H), layout(), Position(1, 0))
     with pytest.raises(BaseMismatchError, match="sample 3: delta on version 3, this end holds version 77"):
@@ -262,13 +235,13 @@ def test_a_delta_on_another_version_is_refused():
 @pytest.mark.parametrize("staging", ["host"], indirect=True)  # on a device errors come later: test_staging.py
 def test_nan_is_an_error_before_any_message_changes():
     up, down = link({"method": "aqsgd"})
-    pass_over(up, down, torch.randn(B, S, H), layout(), 0)
+    send_activation(up, down, torch.randn(B, S, H), layout(), 0)
     x_BSH = torch.randn(B, S, H)
     x_BSH[2, 1, 1] = float("nan")
-    before = held(up)
+    before = cached(up)
     with pytest.raises(NonFiniteError, match="link 0, step 1, micro-batch 4, activations"):
         up.send_activation(x_BSH, layout(), Position(1, 4))
-    assert all(torch.equal(before[i].m_nH, m.m_nH) for i, m in held(up).items())
+    assert all(torch.equal(before[i].m_nH, m.m_nH) for i, m in cached(up).items())
 
 
 @pytest.mark.parametrize("staging", ["host"], indirect=True)  # on a device errors come later: test_staging.py
@@ -288,18 +261,18 @@ def test_bad_activations_leave_all_samples_of_the_micro_batch_alone(bad, ids):
     up, down = link({"method": "aqsgd"})
     where = layout(ids)
     for step in range(2):
-        pass_over(up, down, torch.randn(B, S, H), where, step)
-    before = held(up)
+        send_activation(up, down, torch.randn(B, S, H), where, step)
+    before = cached(up)
     x_BSH = torch.randn(B, S, H)
     x_BSH[2, S - 1, H - 1] = bad
     with pytest.raises(NonFiniteError):
         up.send_activation(x_BSH, where, Position(2, 0))
-    after = held(up)
+    after = cached(up)
     assert set(after) == set(ids)
     for sample, message in before.items():
         assert after[sample].version == message.version
         assert torch.equal(after[sample].m_nH, message.m_nH)
-    pass_over(up, down, torch.randn(B, S, H), where, 2)
+    send_activation(up, down, torch.randn(B, S, H), where, 2)
     assert_same_messages(up, down)
 
 
@@ -308,7 +281,7 @@ def test_a_step_skipped_for_an_overflow_leaves_both_ends_alike(dtype):
     """The gradient is Inf, so the optimizer skips the step; m and its versions have moved on at both ends."""
     up, down = link({"method": "aqsgd"}, pass_nonfinite=True)
     for step in range(4):
-        pass_over(up, down, torch.randn(B, S, H).to(dtype), layout(), step)
+        send_activation(up, down, torch.randn(B, S, H).to(dtype), layout(), step)
         g_BSH = torch.randn(B, S, H).to(dtype)
         if step == 1:
             g_BSH[1, 2, 3] = float("inf")
@@ -340,17 +313,6 @@ def test_cast_gradients_pass_under_loss_scaling(method, value):
     assert torch.equal(up.recv_gradient(layout(), Position(0, 0)), g_BSH)
 
 
-def tampered(up, change):
-    """Send through `up` with the header changed by `change`."""
-    sent = up.transport.send
-
-    def send(message):
-        header, data = wire.decode(finish_packet(message))
-        sent(wire.encode(change(header), data))
-
-    up.transport.send = send
-
-
 @pytest.mark.parametrize(
     ("change", "match"),
     [
@@ -371,7 +333,7 @@ def tampered(up, change):
 )
 def test_what_was_not_expected_is_named(change, match):
     up, down = link({"method": "aqsgd"})
-    tampered(up, lambda header: dataclasses.replace(header, **change))
+    change_headers(up, **change)
     up.send_activation(torch.randn(B, S, H), layout(), Position(0, 0))
     with pytest.raises(LinkError, match=match):
         down.recv_activation(Position(0, 0))
@@ -381,7 +343,7 @@ def test_what_was_not_expected_is_named(change, match):
 @pytest.mark.parametrize("change", [{"samples": ()}, {"hidden": 0}])
 def test_an_empty_packet_is_refused(change):
     up, down = link({"method": "none"})
-    tampered(up, lambda header: dataclasses.replace(header, **change))
+    change_headers(up, **change)
     up.send_activation(torch.randn(B, S, H), layout(), Position(0, 0))
     with pytest.raises(WireError, match="micro-batch 0, step 0, link 0: it is empty"):
         down.recv_activation(Position(0, 0))
@@ -391,15 +353,10 @@ def test_an_empty_packet_is_refused(change):
 @pytest.mark.parametrize("visits", [1, 2])
 def test_a_payload_of_another_length_is_refused(more, visits):
     up, down = link({"method": "aqsgd"})
-    sent, x_BSH = up.transport.send, torch.randn(B, S, H)
-
-    def send(message):
-        header, data = wire.decode(finish_packet(message))
-        sent(wire.encode(header, np.resize(data, data.size + more)))
-
+    x_BSH = torch.randn(B, S, H)
     for step in range(visits - 1):
-        pass_over(up, down, x_BSH, layout(), step)
-    up.transport.send = send
+        send_activation(up, down, x_BSH, layout(), step)
+    change_packets(up, lambda header, data: (header, np.resize(data, data.size + more)))
     before = down.store.inventory()
     up.send_activation(x_BSH, layout(), Position(visits, 0))
     with pytest.raises(WireError, match="bytes where its samples need"):
@@ -425,17 +382,13 @@ def test_a_table_of_samples_is_not_read_where_it_is_too_long(part_of, monkeypatc
 
 
 def with_value(end, at, value):
-    """Let this end's next packet have a float32 at this byte of its payload, as a rank that was taken over could."""
-    sent = end.transport.send
+    """Let this end's packets have a float32 at this byte of its payload, as a rank that was taken over could."""
 
-    def send(message):
-        header, data = wire.decode(finish_packet(message))
-        data = data.copy()
+    def change(header, data):
         data[at : at + 4] = np.frombuffer(np.float32(value).tobytes(), dtype=np.uint8)
-        end.transport.send = sent
-        sent(wire.encode(header, data))
+        return header, data
 
-    end.transport.send = send
+    change_packets(end, change)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
@@ -444,12 +397,12 @@ def test_what_decodes_to_no_number_is_not_kept(what, value):
     up, down = link({"method": "aqsgd", "backward_method": "delta"})
     before = 0 if "first" in what else 1
     for step in range(before):
-        down.send_gradient(pass_over(up, down, torch.randn(B, S, H), layout(), step), layout(), Position(step, 0))
+        down.send_gradient(send_activation(up, down, torch.randn(B, S, H), layout(), step), layout(), Position(step, 0))
         up.recv_gradient(layout(), Position(step, 0))
     at = Position(before, 0)
     if "gradient" in what:
         end, kind = up, "gradients"
-        g_BSH = pass_over(up, down, torch.randn(B, S, H), layout(), before)
+        g_BSH = send_activation(up, down, torch.randn(B, S, H), layout(), before)
         with_value(down, B * S // 8, value)  # a scale, behind a bit for each token
         down.send_gradient(g_BSH, layout(), at)
     else:
@@ -461,14 +414,14 @@ def test_what_decodes_to_no_number_is_not_kept(what, value):
         up.recv_gradient(layout(), at) if end is up else down.recv_activation(at)
         end.store.inventory()  # of a device the store knows it first
 
-    held_before = held(end)
+    held_before = cached(end)
     said = rf"link 0, step {before}, micro-batch 0, {kind} of samples \[1, 2, 3\] that decode to NaN or Inf"
     inventory = end.store.inventory()
     with pytest.raises(WireError, match=said):
         received()
     if end.staging.immediate:
         assert end.store.inventory() == inventory
-        assert all(torch.equal(held(end)[i].m_nH, held_before[i].m_nH) for i in held_before)
+        assert all(torch.equal(cached(end)[i].m_nH, held_before[i].m_nH) for i in held_before)
 
 
 def test_damaged_bytes_change_nothing():
@@ -495,7 +448,7 @@ def test_gradient_of_other_samples_is_refused():
 
 
 def test_silence_is_an_error():
-    _, down = link({"method": "none"})
+    _, down = link({"method": "none"}, timeout_s=0.2)
     with pytest.raises(LinkTimeoutError, match=r"nothing from rank 0 for 0\.2 s"):
         down.recv_activation(Position(0, 0))
 
@@ -517,33 +470,18 @@ def test_a_store_where_none_is_used():
 
 class TestAgreement:
     def both(self, up, down, settings=({}, {})):
-        import threading
-
-        results = {}
-
-        def run(name, end, setting):
-            try:
-                results[name] = reconcile_stores(end, setting)
-            except Exception as error:
-                results[name] = error
-
-        threads = [threading.Thread(target=run, args=a) for a in (("up", up, settings[0]), ("down", down, settings[1]))]
-        for t in threads:
-            t.start()
-        for t in threads:
-            t.join(HANG_S)
-        return results["up"], results["down"]
+        return at_both(up, down, lambda end: reconcile_stores(end, settings[end is down]))
 
     def trained(self):
-        up, down = link({"method": "aqsgd"}, timeout_s=3)
+        up, down = link({"method": "aqsgd"})
         for step in range(2):
-            pass_over(up, down, torch.randn(B, S, H), layout(), step)
+            send_activation(up, down, torch.randn(B, S, H), layout(), step)
         return up, down
 
     def test_equal_stores_drop_nothing(self):
         up, down = self.trained()
-        assert self.both(up, down) == (0, 0)
-        pass_over(up, down, torch.randn(B, S, H), layout(), 2)
+        assert self.both(up, down) == [0, 0]
+        send_activation(up, down, torch.randn(B, S, H), layout(), 2)
         assert up.stats.full_samples == B
         assert not up.receive_staging._arrived | down.receive_staging._arrived, (
             "of what has come nothing stays on a device"
@@ -553,19 +491,19 @@ class TestAgreement:
         up, down = self.trained()
         up.store.put(1, 99, torch.randn(S, H))  # newer here
         down.store.drop([2])  # lost there
-        down.store.put(3, held(down)[3].version, torch.randn(S, H))  # same version, other values
-        assert self.both(up, down) == (3, 2)
-        assert held(up) == held(down) == {}
-        pass_over(up, down, torch.randn(B, S, H), layout(), 2)
+        down.store.put(3, cached(down)[3].version, torch.randn(S, H))  # same version, other values
+        assert self.both(up, down) == [3, 2]
+        assert cached(up) == cached(down) == {}
+        send_activation(up, down, torch.randn(B, S, H), layout(), 2)
         assert_same_messages(up, down)
-        assert min(m.version for m in held(up).values()) > 99
+        assert min(m.version for m in cached(up).values()) > 99
 
     def test_one_value_that_differs_is_noticed(self):
         """As many samples, and their versions, are the same."""
         up, down = self.trained()
-        down.store.put(3, held(down)[3].version, torch.randn(S, H))
-        assert self.both(up, down) == (1, 1)
-        assert held(up).keys() == held(down).keys() == {1, 2}
+        down.store.put(3, cached(down)[3].version, torch.randn(S, H))
+        assert self.both(up, down) == [1, 1]
+        assert cached(up).keys() == cached(down).keys() == {1, 2}
 
     @pytest.mark.parametrize(
         ("parts", "said"),
@@ -583,7 +521,7 @@ class TestAgreement:
             send_part(up, 0, part, payload)
         with pytest.raises(WireError, match=f"rank 0 sent {said}"):
             reconcile_stores(down, {})
-        assert held(down).keys() == {1, 2, 3}
+        assert cached(down).keys() == {1, 2, 3}
 
     def test_a_version_that_leaves_none_for_packets_is_refused(self):
         up, down = self.trained()

@@ -2,45 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
-import threading
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from pipecomp.buffers import MemoryStore
 from pipecomp.buffers.base import entry_id, entry_name
-from pipecomp.codecs import wire
-from pipecomp.config import Config
 from pipecomp.errors import DriftError, WireError
-from pipecomp.stages.link.endpoint import LinkReceiver, LinkSender, Position
+from pipecomp.stages.link.endpoint import Position
 from pipecomp.stages.link.handshake import check_drift, send_part
-from pipecomp.stages.link.layout import Layout
-from pipecomp.stages.link.transport import finish_packet, loopback_pair
 from tests.lazy_staging import on_both
-from tests.limits import HANG_S
+from tests.link_fixtures import S, at_both, change_headers, layout, link
 
 staging = pytest.fixture(autouse=True, params=["host", "double"])(on_both)
 
-S, H = 8, 16
+H = 16
 HERE: dict[str, Any] = {"seed": 0, "replica": 0, "index": 0, "step": 3, "micro_batch": 2}
-
-
-def link(activations: dict[str, Any], *, index: int = 0, seed: int = 0, replica: int = 0) -> tuple[Any, Any]:
-    config = Config.from_dict({"activations": activations, "seed": seed})
-    ends = loopback_pair(timeout_s=5.0)
-    aqsgd = config.activations.method == "aqsgd"
-    stores = [MemoryStore(f"link-{index}", bits=32) if aqsgd else None for _ in "ab"]
-    return (
-        LinkSender(index, config, ends[0], stores[0], replica=replica),
-        LinkReceiver(index, config, ends[1], stores[1], replica=replica),
-    )
-
-
-def layout(samples: int) -> Layout:
-    return Layout(tuple(range(samples)), (0,) * samples, (S,) * samples, S)
 
 
 def values(samples: int) -> Tensor:
@@ -56,10 +34,10 @@ def sent(place: dict[str, Any], **options: Any) -> tuple[Tensor, Tensor]:
     place = dict(place)
     at = Position(place.pop("step"), place.pop("micro_batch"))
     up, down = link({**STOCHASTIC, **options}, **place)
-    up.send_activation(values(1), layout(1), at)
+    up.send_activation(values(1), layout(range(1)), at)
     forward, _ = down.recv_activation(at)
-    down.send_gradient(values(1), layout(1), at)
-    return forward, up.recv_gradient(layout(1), at)
+    down.send_gradient(values(1), layout(range(1)), at)
+    return forward, up.recv_gradient(layout(range(1)), at)
 
 
 @pytest.mark.parametrize("what", HERE)
@@ -81,7 +59,7 @@ def test_rounding_draws_anew_for_every_sample(first_visit: Any) -> None:
     up, down = link({"method": "aqsgd", "rounding": "stochastic", "first_visit": first_visit})
     for step in range(2):
         x_BSH = values(3) * (1 + step)
-        up.send_activation(x_BSH, layout(3), Position(step, 0))
+        up.send_activation(x_BSH, layout(range(3)), Position(step, 0))
         y_BSH, _ = down.recv_activation(Position(step, 0))
     for a, b in ((0, 1), (0, 2), (1, 2)):
         assert not torch.equal(y_BSH[a], y_BSH[b])
@@ -93,14 +71,8 @@ def test_rounding_draws_anew_for_every_sample(first_visit: Any) -> None:
 def test_a_packet_that_asks_for_too_much_memory_is_refused() -> None:
     """Whose samples have a token each, in a batch that would be padded to 2^32 − 1."""
     up, down = link({"method": "none"})
-    sent_as = up.transport.send
-
-    def send(packet: Any) -> None:
-        header, payload = wire.decode(finish_packet(packet))
-        sent_as(wire.encode(dataclasses.replace(header, tokens=2**32 - 1), payload))
-
-    up.transport.send = send
-    up.send_activation(values(1), layout(1), Position(0, 0))
+    change_headers(up, tokens=2**32 - 1)
+    up.send_activation(values(1), layout(range(1)), Position(0, 0))
     with pytest.raises(WireError, match=r"above the limit of 17179869184 bytes"):
         down.recv_activation(Position(0, 0))
 
@@ -115,25 +87,13 @@ def test_a_difference_between_both_ends_is_found_and_an_error_where_it_comes_aga
     disturbed = entry_id(1, gradient=gradient)
 
     def step(number: int, off: float = 1e-3) -> list[Any]:
-        up.send_activation(values(2), layout(2), Position(number, 0))
+        up.send_activation(values(2), layout(range(2)), Position(number, 0))
         down.recv_activation(Position(number, 0))
-        down.send_gradient(values(2), layout(2), Position(number, 0))
-        up.recv_gradient(layout(2), Position(number, 0))
+        down.send_gradient(values(2), layout(range(2)), Position(number, 0))
+        up.recv_gradient(layout(range(2)), Position(number, 0))
         (held,) = down.store.get([disturbed])
         down.store.put(disturbed, held.version, held.m_nH + off)
-        found: list[Any] = [None, None]
-
-        def check(i: int, end: Any) -> None:
-            try:
-                found[i] = check_drift(end, number)
-            except DriftError as error:
-                found[i] = error
-
-        threads = [threading.Thread(target=check, args=(i, end)) for i, end in enumerate((up, down))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(HANG_S)
+        found = at_both(up, down, lambda end: check_drift(end, number))
         assert up.changed == down.changed == set(), "what was compared is not compared again"
         return found
 
