@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from pipecomp.errors import PipecompError
+from tests.models import tokenizer_for
 from tests.recipes.recipe_runs import ROOT, Ended, run_script
 
 SCRIPT = ROOT / "recipes" / "gpt2_wikitext2" / "generate.py"
@@ -20,16 +21,12 @@ PROMPT, NEW, CASES = 6, 5, 3
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A text, and three models: two alike, one with other weights."""
-    from tokenizers import ByteLevelBPETokenizer, Tokenizer
-    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+    from transformers import GPT2Config, GPT2LMHeadModel
 
     folder = tmp_path_factory.mktemp("generate")
     lines = [f"line {i} tells that | stage {i + 1} sends what it was given to stage {i + 2} ." for i in range(20)]
     (folder / "test.txt").write_text("= Title =\n" + "\n".join(lines) + "\nshort line\n")
-    bpe = ByteLevelBPETokenizer()
-    bpe.train_from_iterator(lines, vocab_size=300, special_tokens=["<|endoftext|>"], show_progress=False)
-    end = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(bpe.to_str()), **end)
+    tokenizer = tokenizer_for(lines, bos_token="<|endoftext|>")
     for name, seed in (("one", 0), ("same", 0), ("other", 1)):
         torch.manual_seed(seed)
         config = GPT2Config(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import random
 import re
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import torch
 
 from pipecomp.report.reader import read_runs
 from pipecomp.report.recorder import METRICS, PAGE, RANKS, RUN, TRACE
+from tests.models import made_up_text
 from tests.recipes.recipe_runs import Ended, launch, launch_deepspeed, run_script
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,14 +21,6 @@ DATA = ROOT.parent / "shared" / "data"
 BLOCK, WIDTH, MICRO, ACCUMULATION, EPOCHS, BITS = 32, 64, 4, 2, 2, 4
 
 pytestmark = pytest.mark.ranks
-
-
-def made_up_text(sentences: int, seed: int) -> str:
-    draw = random.Random(seed)
-    subjects, verbs = ["the river", "a small model", "every stage", "the link"], ["sends", "keeps", "finds", "repeats"]
-    objects = ["the same message", "an old song", "what it was given", "more than before"]
-    lines = [f"{draw.choice(subjects)} {draw.choice(verbs)} {draw.choice(objects)} ." for _ in range(sentences)]
-    return "\n".join(lines) + "\n"
 
 
 @pytest.fixture(scope="module")

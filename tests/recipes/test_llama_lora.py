@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 from pipecomp.stages.partition.loading import skeleton
+from tests.models import made_up_text
 from tests.recipes.recipe_runs import ROOT, Ended, launch, launch_nodes
 
 peft = pytest.importorskip("peft")
@@ -18,14 +18,6 @@ pytestmark = pytest.mark.ranks
 
 RECIPE, BLOCK = "llama_lora", 32
 NO_LORA: dict[str, str | None] = {"lora-rank": None, "lora-targets": None}
-
-
-def made_up_text(sentences: int, seed: int) -> str:
-    draw = random.Random(seed)
-    subjects, verbs = ["the river", "a small model", "every stage", "the link"], ["sends", "keeps", "finds", "repeats"]
-    objects = ["the same message", "an old song", "what it was given", "more than before"]
-    lines = [f"{draw.choice(subjects)} {draw.choice(verbs)} {draw.choice(objects)} ." for _ in range(sentences)]
-    return "\n".join(lines) + "\n"
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from pipecomp.distributed import rendezvous
 from pipecomp.distributed.consistency import AllRanks
 from pipecomp.recipes import run
 from pipecomp.recipes.resume import DATA, what_is_trained
+from tests.models import tokenizer_for
 from tests.recipes.recipe_runs import ROOT, script
 
 peft = pytest.importorskip("peft")
@@ -27,8 +28,7 @@ LANGUAGE, ENCODERS = ("gpt2_wikitext2", "gpt2_arxiv", "llama_lora"), ("deberta_q
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every kind of training data, each in two versions, and a Llama with its tokenizer and two adapters."""
-    from tokenizers import ByteLevelBPETokenizer, Tokenizer
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     folder = tmp_path_factory.mktemp("trained")
     for name, texts in (("a", TEXTS), ("b", [TEXTS[1], *TEXTS[1:]])):
@@ -39,9 +39,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pixels[5] = ord(name)
         np.savez(folder / f"{name}.npz", x=pixels, y=np.arange(6) % 3)
     (folder / "again.txt").write_bytes((folder / "a.txt").read_bytes())
-    bpe = ByteLevelBPETokenizer()
-    bpe.train_from_iterator(TEXTS, vocab_size=300, special_tokens=["<|endoftext|>"], show_progress=False)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(bpe.to_str()), eos_token="<|endoftext|>")
+    tokenizer = tokenizer_for(TEXTS)
     settings = json.loads((ROOT / "recipes" / "llama_lora" / "llama_tiny.json").read_text())
     settings |= {"vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
     model = LlamaForCausalLM(LlamaConfig(**settings | {"max_position_embeddings": 64}))
