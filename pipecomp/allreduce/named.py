@@ -75,7 +75,8 @@ def submit_named(state: State, tensors: Mapping[str, Tensor], *, label: str = ""
     Returns:
         A function that waits for the averages, and raises their errors.
     """
-    rest, waiting = dict(tensors), list[tuple[torch.futures.Future[Tensor], list[Tensor]]]()
+    rest = dict(tensors)
+    waiting: list[tuple[torch.futures.Future[Tensor], list[Tensor]]] = []
     if state.options.method_options.by_matrix:  # needs the shapes of matrices
         for name in [name for name, x in rest.items() if x.dim() > 1]:
             x = rest.pop(name)

@@ -79,7 +79,7 @@ def test_machines_that_cannot_reach_each_other_are_told_what_to_set(model):
     """gloo would say, after 20 seconds, connectFullMesh failed."""
     for found, told in run_ranks(2, planned_apart, model, timeout_s=HANG_S).values():
         assert found is None
-        assert "gloo would take addresses that other machines cannot reach: rank 0 127.0.0.1" in told
+        assert "gloo would use addresses that other machines cannot reach: rank 0 127.0.0.1" in told
         assert "Set GLOO_SOCKET_IFNAME" in told
 
 

@@ -112,5 +112,5 @@ def test_a_network_interface_that_leads_nowhere():
         assert error.startswith("ConfigError" if rank == 1 else "LinkError: rank 1 could not start")
     for error in run_ranks(2, work.lonely_interface, timeout_s=HANG_S).values():
         assert error.startswith(
-            "LinkError: gloo would take addresses that other machines cannot reach: rank 1 127.0.1.1"
+            "LinkError: gloo would use addresses that other machines cannot reach: rank 1 127.0.1.1"
         )
