@@ -1,4 +1,4 @@
-"""The choice of the backend that runs an operation: "torch" anywhere, "native" on CPU tensors, "triton" on GPU tensors.
+"""Choice of an operation's backend: "torch" anywhere, "native" on CPU tensors, "triton" on GPU tensors.
 
 A backend is an object whose attributes are operations, each with the name and signature of its reference function. The
 reference itself runs where a backend has no implementation of its own.

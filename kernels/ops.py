@@ -370,10 +370,10 @@ def fewest_bits(items: Sequence[EncodeItem], error: float, low: int, high: int, 
 def encode_fewest(
     items: Sequence[EncodeItem], payload: Tensor, error: float, low: int, high: int, *, backend: str = "auto"
 ) -> tuple[Tensor, FiniteFlag]:
-    """Encode samples with the fewest bits that keep an error, mostly in the pass over them that finds these bits.
+    """Encode samples with the fewest bits that keep an error; most searches encode in the same pass.
 
-    On a GPU nothing waits if all samples are changes, or none is, with max scales and dense rows of up to 16,384
-    values, a small number times a power of two.
+    On a GPU nothing waits if all samples are changes or none is, scales are "max", and rows are dense, of up to
+    16,384 values, a small number times a power of two.
 
     Args:
         items: As for `encode_batch`, all with options, whose bits do not matter.

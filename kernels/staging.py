@@ -1,4 +1,4 @@
-"""Copies between the device that computes and host memory, from which bytes are sent and stored.
+"""Copies between the compute device and host memory, where bytes are sent and stored.
 
 On a GPU a copy runs beside the computation, and only the consumer of its bytes waits: a sending thread for a payload, a
 store's writer for a cached activation, the GPU itself for received data. On the host there is nothing to copy.
@@ -45,7 +45,7 @@ class Staging(Protocol):
 
     @property
     def immediate(self) -> bool:
-        """Whether copies are complete at once because source and target are the same memory."""
+        """True if copies are complete at once because source and target are the same memory."""
 
     def buffer(self, size: int) -> np.ndarray:
         """Take uint8 [size] of host memory from a pool; it returns there once nobody refers to it any more."""
@@ -57,7 +57,7 @@ class Staging(Protocol):
         """Start copying x from the device to the host, into `target` if given."""
 
     def to_device(self, x: Tensor) -> Copy:
-        """Start copying x from the host to the device. The caller changes x no more."""
+        """Start copying x from the host to the device. The caller must not change x afterwards."""
 
 
 class FinishedCopy:

@@ -1,7 +1,7 @@
-"""The errors that pipecomp raises on purpose.
+"""Errors that pipecomp raises.
 
 PipecompError
-  ConfigError          a setting: its key, its value, what is allowed
+  ConfigError          a setting: its key, its value, the allowed values
   ShapeError           a tensor's shape, dtype or device
   NonFiniteError       NaN, Inf or a value too large to quantize
   KernelError          a kernel backend that cannot run here
@@ -28,7 +28,7 @@ from typing import Any
 
 
 class PipecompError(Exception):
-    """Base of all errors that pipecomp raises on purpose."""
+    """Base class of pipecomp's errors."""
 
 
 class ConfigError(PipecompError, ValueError):
@@ -70,7 +70,7 @@ def require(ok: object, key: str, got: object, allowed: str, hint: str | None = 
 
 @contextlib.contextmanager
 def writable(key: str, path: str | os.PathLike[str], what: str = "a folder") -> Iterator[None]:
-    """Turn an OSError in the body into a ConfigError: the setting `key` needs `what` that can be written at `path`."""
+    """Turn an OSError in the body into a ConfigError: `key` needs `what` (a noun) that can be written at `path`."""
     try:
         yield
     except OSError as error:

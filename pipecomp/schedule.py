@@ -102,7 +102,7 @@ class InFlight:
 
     @property
     def observing(self) -> bool:
-        """Whether the next `observe` uses its arguments; the same on all stages."""
+        """True if the next `observe` uses its arguments; the same on all stages."""
         return self._auto and self._settled_steps is None
 
     def observe(self, waited_s: float, step_s: float) -> None:

@@ -34,7 +34,7 @@ class Direction:
     code_bits: int = 0
 
     def add(self, raw: int, sent: int, quantized: tuple[int, int] = (0, 0)) -> None:
-        """Count one packet of `sent` bytes. quantized: its quantized values, and the bits of their codes."""
+        """Count one packet of `sent` bytes. quantized: number of its quantized values, and bits of their codes."""
         self.messages += 1
         self.bytes_raw += raw
         self.bytes_sent += sent
@@ -42,7 +42,7 @@ class Direction:
         self.code_bits += quantized[1]
 
     def mean_bits(self) -> float | None:
-        """Return the mean bits of a quantized value; None without any."""
+        """Return the mean bits of a quantized value; None without quantized values."""
         return self.code_bits / self.values_quantized if self.values_quantized else None
 
 

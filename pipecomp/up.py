@@ -1,4 +1,4 @@
-"""One rank of `pipecomp up`: join, compare files, run doctor and plan, and then the training script in this process.
+"""One rank of `pipecomp up`: joins the run, compares files, checks and plans, then runs the training script.
 
 python -m pipecomp.up CHECKS SCRIPT ARGUMENTS…
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 from pipecomp.distributed import preemption
 
 if __name__ == "__main__":
-    preemption.end_quietly()  # for the many seconds that the imports below take
+    preemption.end_quietly()  # the imports below take seconds
 
 import torch.distributed as dist
 from rich.console import Console
@@ -40,68 +40,68 @@ from pipecomp.utils.tables import replace_unprintable
 _DOCTOR_S = 600.0
 
 
-def main(words: Sequence[str]) -> None:
-    """Run a rank. An error is one line on standard error, and exit status 1."""
+def main(arguments: Sequence[str]) -> None:
+    """Run the checks and the script. An error is one line on standard error, with exit status 1."""
     replace_unprintable()
     began = time.monotonic()
-    checks, command = Checks(**json.loads(words[0])), list(words[1:])
+    checks, command = Checks(**json.loads(arguments[0])), list(arguments[1:])
     console = Console()
 
-    def say(text: str) -> None:
+    def report(text: str) -> None:
         if dist.get_rank() == 0:
             console.print(f"{text} ({time.monotonic() - began:.0f} s)", highlight=False, soft_wrap=True, markup=False)
 
     try:
         start_processes(config=_config(command))
-        say(f"up: {dist.get_world_size()} ranks are connected over {dist.get_backend()}{_relayed()}")
+        report(f"up: {dist.get_world_size()} ranks are connected over {dist.get_backend()}{_relayed()}")
         compare_files(all_ranks(), command[1:])
-        say("up: all ranks have the same files")
+        report("up: all ranks have the same files")
         if checks.doctor:
-            problem = examine(lambda found: _show(console, found), store=Path("messages"), limit_s=_DOCTOR_S)
-            say("up: the doctor has found a problem" if problem else "up: the doctor has found no problem")
+            problem = examine(lambda findings: _show(console, findings), store=Path("messages"), limit_s=_DOCTOR_S)
+            report("up: the doctor found a problem" if problem else "up: the doctor found no problem")
             if problem and not checks.anyway:
-                raise PipecompError("not trained, because of the doctor's problems; --anyway trains in spite of them")
+                raise PipecompError("training not started: the doctor found problems; --anyway starts it")
         if checks.plan:
             ranks = all_ranks()
             with ranks.collective_errors():
                 _plan(console, command)
-            say("up: planned")
+            report("up: planned")
     except PipecompError as error:
         print(f"pipecomp up: rank {os.environ['RANK']}: {error}", file=sys.stderr, flush=True)
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
-    say("up: training begins")
+    report("up: training begins")
     sys.argv = command
     sys.path.insert(0, str(Path(command[0]).resolve().parent))
     runpy.run_path(command[0], run_name="__main__")
 
 
 def _relayed() -> str:
-    """Pairs of ranks whose connection is relayed, for the output; every rank must call this."""
+    """Describe the pairs of ranks that rank 0 relays, "" for none; every rank must call this."""
     mesh = current_mesh()
-    mine = [] if mesh is None else [r for r, way in mesh.routes.items() if way == RELAYED and r > mesh.rank]
-    found = all_ranks().all_gather_object(mine)
-    pairs = [f"{rank} and {other}" for rank, others in enumerate(found) for other in sorted(others)]
+    peers = [] if mesh is None else [r for r, route in mesh.routes.items() if route == RELAYED and r > mesh.rank]
+    peers_by_rank = all_ranks().all_gather_object(peers)
+    pairs = [f"{rank} and {other}" for rank, others in enumerate(peers_by_rank) for other in sorted(others)]
     return f"; {RELAYED}: {', '.join(pairs)}" if pairs else ""
 
 
-def _show(console: Console, found: list[Finding]) -> None:
-    if found:
-        print_report(found, console)
+def _show(console: Console, findings: list[Finding]) -> None:
+    if findings:
+        print_report(findings, console)
 
 
 def _config(command: Sequence[str]) -> str | None:
-    """Path of DeepSpeed's configuration among the script's arguments."""
+    """Return the path of DeepSpeed's configuration, if the script has the recipes' option for it."""
     return _value(command, "--deepspeed_config") or _value(command, "--deepspeed-config")
 
 
 def _plan(console: Console, command: Sequence[str]) -> None:
-    """Measure, and predict a step with each method; every rank must call this."""
+    """Measure all ranks and predict a step with each method; every rank must call this."""
     model, path = _value(command, "--model"), _config(command)
     if model is None or path is None:
         if dist.get_rank() == 0:
-            console.print("up: no plan, which needs --model and --deepspeed_config among the arguments", markup=False)
+            console.print("up: no plan: it needs the arguments --model and --deepspeed_config", markup=False)
         return
     ranks = all_ranks()
     try:
@@ -110,7 +110,7 @@ def _plan(console: Console, command: Sequence[str]) -> None:
             block, stages = _value(command, "--block-size"), _value(command, "--stages")
             dropout = _value(command, "--dropout")
             replicas = dist.get_world_size() // int(stages or dist.get_world_size())
-            if "train_micro_batch_size_per_gpu" not in config:  # DeepSpeed makes it of the others
+            if "train_micro_batch_size_per_gpu" not in config:  # DeepSpeed derives it from the others
                 batch, accumulation = config.get("train_batch_size"), config.get("gradient_accumulation_steps", 1)
                 config["train_micro_batch_size_per_gpu"] = batch // (accumulation * replicas) if batch else 1
             micro, accumulation = batch_sizes(config, replicas)
@@ -133,66 +133,67 @@ def _plan(console: Console, command: Sequence[str]) -> None:
 
 
 def _value(command: Sequence[str], flag: str) -> str | None:
-    """Value of an option, given as one or two words."""
-    for place, word in enumerate(command):
-        if word == flag and place + 1 < len(command):
-            return command[place + 1]
+    """Return the value of `--flag value` or `--flag=value`; None if it is missing."""
+    for index, word in enumerate(command):
+        if word == flag and index + 1 < len(command):
+            return command[index + 1]
         if word.startswith(f"{flag}="):
             return word.partition("=")[2]
     return None
 
 
-# Options of recipes for input files; several values may follow one.
-_READ = (
+# Options of recipes that name input files or folders; each may have several values.
+_INPUT_OPTIONS = (
     *("--deepspeed_config", "--deepspeed-config", "--model", "--tokenizer"),
     *("--train-file", "--eval-file", "--start", "--adapter"),
 )
-_MOST_NAMED = 5
+_MAX_LISTED = 5
 _MISSING = "missing"
 _CHUNK = 16 << 20
 
 
 def compare_files(ranks: AllRanks, arguments: Sequence[str]) -> None:
-    """Compare the content of the input files on all ranks; every rank must call this.
+    """Compare the contents of a recipe's input files between ranks; every rank must call this.
 
     Args:
-        ranks: The exchanges between the ranks.
-        arguments: Arguments of a recipe. Values that are files on no rank, such as hub names, are ignored.
+        ranks: All ranks.
+        arguments: A recipe's arguments. A value that is a file on no rank is ignored, such as a name on the hub, or
+            "train:2048".
 
     Raises:
-        DataError: On every rank, with the files and ranks, if a file differs or is missing.
+        DataError: On every rank, with the files and ranks, if a file differs or is missing on some ranks only.
     """
-    names = named(arguments)
-    told: list[dict[str, str]] = ranks.all_gather_object({name: digest(Path(name)) for name in names})
-    wrong = []
-    for name in sorted(set().union(*told)):
-        found = [of.get(name, _MISSING) for of in told]
-        if len(set(found)) > 1:
-            lack = [str(rank) for rank, value in enumerate(found) if value == _MISSING]
-            where = f"is missing on rank {', '.join(lack)}" if lack else "is not the same on all ranks"
-            wrong.append(f"{name} {where}")
-    if wrong:
+    own = {path: digest(Path(path)) for path in input_paths(arguments)}
+    digests: list[dict[str, str]] = ranks.all_gather_object(own)
+    differences = []
+    for path in sorted(set().union(*digests)):
+        values = [by_path.get(path, _MISSING) for by_path in digests]
+        if len(set(values)) > 1:
+            lacking = [str(rank) for rank, value in enumerate(values) if value == _MISSING]
+            reason = f"is missing on rank {', '.join(lacking)}" if lacking else "is not the same on all ranks"
+            differences.append(f"{path} {reason}")
+    if differences:
         ranks.leave()
-        more = f" and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""
-        raise DataError(f"the machines have different files: {'; '.join(wrong[:_MOST_NAMED])}{more}")
+        more = f" and {len(differences) - _MAX_LISTED} more" if len(differences) > _MAX_LISTED else ""
+        raise DataError(f"the machines have different files: {'; '.join(differences[:_MAX_LISTED])}{more}")
 
 
-def named(arguments: Sequence[str]) -> list[str]:
-    """Return the values of options for input files."""
-    found, reads = [], False
+def input_paths(arguments: Sequence[str]) -> list[str]:
+    """List the values of the arguments that name input files or folders."""
+    paths, is_input = [], False
     for word in arguments:
         if word.startswith("--"):
             flag, _, value = word.partition("=")
-            reads = flag in _READ
-            if reads and value:
-                found.append(value)
-        elif reads:
-            found.append(word)
-    return found
+            is_input = flag in _INPUT_OPTIONS
+            if is_input and value:
+                paths.append(value)
+        elif is_input:
+            paths.append(word)
+    return paths
 
 
 def digest(path: Path) -> str:
-    """Hash a file, or the names and contents of a folder's files; "missing" without either."""
+    """Hash a file, or all files of a folder with their names; "missing" if the path does not exist."""
     if path.is_file():
         return _hash_file(path)
     if not path.is_dir():
@@ -203,11 +204,11 @@ def digest(path: Path) -> str:
 
 
 def _hash_file(path: Path) -> str:
-    found = hashlib.sha256()
+    result = hashlib.sha256()
     with path.open("rb") as file:
-        while part := file.read(_CHUNK):
-            found.update(part)
-    return found.hexdigest()
+        while chunk := file.read(_CHUNK):
+            result.update(chunk)
+    return result.hexdigest()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The native operations: arguments become pointers and sizes for the C++ kernels.
+"""The native operations: conversion of arguments to pointers and sizes for the C++ kernels.
 
 ctypes releases the GIL for a call. A call uses as many threads as torch where there is enough work; results do not
 depend on them.

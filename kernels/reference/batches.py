@@ -29,7 +29,7 @@ FIRST_TRY = 4  # bits that the search for the fewest bits measures first; beyond
 
 
 class FiniteFlag(NamedTuple):
-    """A flag that tells whether all values of a call could be encoded, and the error if not.
+    """A flag for values of a call that could not be encoded, and their error.
 
     flag: int64 [1] on the values' device, ALL_FINITE or the position of a bad value. error: makes the exception for a
     position. has_checksum: the packet ends with its checksum already.
@@ -133,7 +133,7 @@ def _encode_all(items: Sequence[EncodeItem], payload: Tensor) -> int:
 
 
 def _encode_quantized(item: EncodeItem, part: Tensor) -> Tensor:
-    """Write one sample's part and change its m, unless a row cannot be encoded; bool [n], the rows that cannot."""
+    """Write one sample's part and change its m, unless a row cannot be encoded. Returns the bad rows, bool [n]."""
     x, m, o = item.x, item.m, item.options
     assert o is not None
     y = x.float() - m if item.delta and m is not None else x.float()
@@ -169,7 +169,7 @@ def distortion(items: Sequence[EncodeItem], bits: Sequence[int]) -> Tensor:
 
 
 def fit(items: Sequence[EncodeItem], error: float, low: int, high: int, payload: Tensor | None) -> int:
-    """Find the fewest bits that keep an error without measuring one number after the other, if the backend can.
+    """Find the fewest bits that keep an error in one search, if the backend supports it.
 
     payload: None, or uint8 [bytes] with room for all samples at `high` bits. It then begins with what `encode_batch`
     writes for them with the bits found, and every m has changed. Returns 0 if nothing was found: the caller searches
@@ -181,7 +181,7 @@ def fit(items: Sequence[EncodeItem], error: float, low: int, high: int, payload:
 def encode_fewest(
     items: Sequence[EncodeItem], error: float, low: int, high: int, payload: Tensor
 ) -> tuple[Tensor, Tensor] | None:
-    """Encode with the fewest bits, which the device chooses without telling the host, if the backend can.
+    """Encode with the fewest bits, chosen on the device without a copy to the host, if the backend supports it.
 
     payload: as for `fit`. Returns the bits, int64 [1] on the samples' device, and the flag of `encode_batch`; None,
     with nothing changed, if the backend cannot, or need not because the host is the device.

@@ -1,4 +1,4 @@
-"""Triton kernels that find the fewest bits of a packet and encode with them, without telling the host.
+"""Triton kernels that find the fewest bits of a packet and encode with them, without a copy to the host.
 
 Three launches: every row's error for each number of bits; the sums and the choice; codes of that many bits. Sums are
 made by halves, as by `reproducible.halved_sum`. Launch with enable_fp_fusion=False. Only `fit` waits for the GPU.
@@ -245,7 +245,7 @@ class _DeviceBatch:
     def _make_table(self) -> SampleTable:
         """Make the table on the device.
 
-        Of the FIELDS, scales tells whether the sample is a change, and codes leaves out what depends on the bits.
+        Two FIELDS differ: scales flags samples that are changes; codes leaves out the part that depends on the bits.
         """
         s, rows, row = self.shape, list[TableRow](), 0
         for i, v in enumerate(self._all):

@@ -1,4 +1,4 @@
-"""Triton kernels of rows and their host side: the quantizer, bit streams, top-k; and what all kernels share.
+"""Triton kernels of rows and their host side: the quantizer, bit streams, top-k; helpers of all kernels.
 
 The kernels produce the bytes of `reference.rows`. A program of the quantizer handles one chunk of a group, OCT rows of
 eight values: eight codes fill `BITS` whole bytes. Launch with enable_fp_fusion=False, or multiply and add contract to

@@ -56,7 +56,7 @@ class _LayerSpan:
 
 
 class AdaptiveAverage:
-    """Averages each layer with its own value of an option. method: with the own value. residuals: of the state."""
+    """Averages each layer with its own value of an option. method: has the own value. residuals: the state's."""
 
     saved_as = "adaptive"
 
@@ -206,7 +206,7 @@ class Planner:
         return self.values.get(layer, self._own)
 
     def begin(self, key: str, counters: Counters, gather: GatherNumbers) -> None:
-        """Begin a bucket. A step ends when a key repeats; at the end of a window this plans.
+        """Begin a bucket. A repeated key ends the step; at the end of a window, make a new plan.
 
         gather: returns the numbers of all ranks, on all ranks.
         """
@@ -219,7 +219,7 @@ class Planner:
 
     @property
     def measures(self) -> bool:
-        """Whether errors are measured in this step."""
+        """True if errors are measured in this step."""
         return self.step % self._adaptive.every >= self._adaptive.every - MEASURED
 
     def add_errors(self, layer: Name, size: Any, errors: Sequence[float]) -> None:

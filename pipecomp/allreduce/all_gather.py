@@ -30,7 +30,7 @@ from pipecomp.kernels.staging import Copy
 
 
 class LocalCode(Protocol):
-    """Conversion of one rank's values to bytes, and addition of decoded ones."""
+    """Conversion of one rank's values to bytes, and addition of the decoded values."""
 
     def encode(self, x: Tensor, start: int) -> Tensor:
         """Encode this rank's values, uint8 on their device."""

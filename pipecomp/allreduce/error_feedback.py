@@ -28,7 +28,7 @@ _SINGLE = -1  # parameter number of a tensor by itself, in files
 
 
 class Residuals:
-    """Residuals of one rank, as worker and as owner. rank, ranks: of the group that averages."""
+    """Residuals of one rank, as worker and as owner. rank, ranks: this rank and the size of the averaging group."""
 
     def __init__(self, rank: int = 0, ranks: int = 1) -> None:
         self._ranks = (ranks, rank)

@@ -1,4 +1,4 @@
-"""The seams of gradient methods: what averages buckets, and the plan of the bytes that it exchanges.
+"""Interfaces of gradient methods: averages of buckets, and plans of the bytes that they exchange.
 
 A method's options are in `pipecomp.config.gradients`; the methods are in `pipecomp.allreduce.methods`:
 
@@ -28,7 +28,7 @@ from pipecomp.config.gradients import Adaptive
 from pipecomp.stats import ring_bytes
 
 Shapes = Sequence[Sequence[int]]
-Bytes = Callable[[int], int]  # of a number of values
+Bytes = Callable[[int], int]  # number of values -> bytes
 FLOAT = 4  # bytes
 
 
@@ -88,20 +88,20 @@ class GradientMethod:
         return type(self)(self.options.replace(**changes))
 
     def average(self, residuals: Residuals) -> Average:
-        """Return what averages, with a state's residuals."""
+        """Return the method's average, which uses a state's residuals."""
         raise AssertionError(f"{type(self).__name__} implements neither `average` nor `hook`")
 
     @property
     def by_hook(self) -> bool:
-        """Whether it implements `hook`."""
+        """True if the method implements `hook`."""
         return type(self).hook is not GradientMethod.hook
 
     def hook(self, group: Any, adaptive: Adaptive | None = None) -> HookAverage | None:
-        """Return what averages DDP's buckets over torch's `group` in place of `average`; None by default."""
+        """Return a hook that averages DDP's buckets over torch's `group` in place of `average`; None by default."""
         return None
 
     def plan(self, d: int, n: int, shapes: Shapes | None = None) -> ExchangePlan:
-        """Return what the ranks exchange for a bucket. shapes: of its parameters, for methods `by_matrix`."""
+        """Return the exchanges for a bucket. shapes: its parameters' shapes, for methods `by_matrix`."""
         raise AssertionError(f"{type(self).__name__} implements no `plan`")
 
 
@@ -125,7 +125,7 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class PiecePlan:
-    """Exchanges of a piece: its codes, with owners the reduced ones, and before codes of varying size their lengths."""
+    """Exchanges of a piece: codes, reduced codes (if chunks have owners), and lengths (if codes vary in size)."""
 
     sent: Exchange
     returned: Exchange | None = None
@@ -134,9 +134,9 @@ class PiecePlan:
 
 @dataclass(frozen=True, slots=True)
 class ExchangePlan:
-    """Exchanges of a bucket: those before any piece (norms), then one or two passes over the pieces.
+    """Exchanges of a bucket: norms before any piece, then one or two passes over the pieces.
 
-    exact: whether a state sends exactly these bytes.
+    exact: True if a state sends exactly these bytes.
     """
 
     before: tuple[Exchange, ...]

@@ -203,7 +203,7 @@ def _simulate(plan: ExchangePlan, n: int, kernels: Mapping[str, float], rate: fl
 
 
 def _simulate_pieces(pieces: Sequence[PiecePlan], seconds_per_byte: Mapping[str, float], clock: _Clock) -> None:
-    """Follow `reduce_scatter.reduce_bucket`, or `all_gather.average_gathered` if nothing is returned."""
+    """Simulate `reduce_scatter.reduce_bucket`, or `all_gather.average_gathered` if nothing is returned."""
     sent: dict[int, float] = {}
     returned: dict[int, float] = {}
 

@@ -72,7 +72,7 @@ def chunks(piece: Span, n: int) -> list[Span]:
 
 
 def piece_length(n: int) -> int:
-    """Return the values of a piece, which grow with n so that owners' messages stay large."""
+    """Return the number of values of a piece; it grows with n so that owners' messages stay large."""
     return PIECE * max(1, n // 4)
 
 
@@ -100,7 +100,7 @@ def reduce_bucket(x_d: Tensor, out_d: Tensor, code: DenseCode, call: Call) -> No
 
 
 def copy_lag(call: Call) -> int:
-    """Return how many pieces later a piece is sent than quantized: one if its codes are copied to the host first."""
+    """Return the lag of sending behind quantizing, in pieces: one if codes are copied to the host first."""
     return 0 if call.staging.immediate else 1
 
 

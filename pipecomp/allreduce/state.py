@@ -207,7 +207,7 @@ class State:
         return tuple((self._number(parameter), parameter.numel()) for parameter in bucket.parameters())
 
     def _number(self, parameter: Tensor) -> int:
-        """Number parameters in the order of their first use, which is the same after a restart."""
+        """Number parameters in the order of their first use. A restart repeats that order."""
         if parameter not in self._numbers:
             self._numbers[parameter] = next(self._next_number)
         number: int = self._numbers[parameter]

@@ -453,7 +453,7 @@ def store_verify(path: str, json_file: JsonOption = None) -> None:
     console.print(f"{report.checked} values checked, {len(damaged)} damaged", highlight=False)
     if damaged:
         print_line(
-            f"`pipecomp store prune {path}` keeps the intact values and removes the rest, which is then sent as first "
+            f"`pipecomp store prune {path}` keeps the intact values and removes the rest, to be sent as first "
             "visits once; a run with --resume auto does so by itself"
         )
         raise typer.Exit(1)

@@ -33,7 +33,7 @@ def plain_errors() -> Iterator[None]:
 
 
 def print_line(text: str) -> None:
-    """Print a line to standard output as it is, for copying and reading by programs."""
+    """Print a line to standard output unformatted, so that people can copy it and programs can read it."""
     console.print(text, highlight=False, soft_wrap=True)
 
 

@@ -22,7 +22,7 @@ from pipecomp.utils.files import atomic_write_text
 _RANK_PROGRAM = "pipecomp.recipes.planned"
 _PACKAGE = Path(pipecomp.__file__).parent
 _README = "README.md"
-_OUTSIDE_LINK = re.compile(r"\[([^\]]+)\]\((?:\.\./)[^)]*\)")  # to pages that the copy does not have
+_OUTSIDE_LINK = re.compile(r"\[([^\]]+)\]\((?:\.\./)[^)]*\)")  # links to pages outside the copy
 _SHARED_FILE = re.compile(r"recipes/((?:\w+/)?\w+\.(?:py|json))")  # files of other recipes that its commands need
 _SECRET = re.compile("TOKEN|PASSWORD|SECRET|API_KEY")
 _CREDENTIALS = re.compile(r"://[^/\s]*@")

@@ -1,6 +1,6 @@
 """The section "activations": compression of activations and their gradients between stages.
 
-A number of bits is fixed, or follows an error bound (`ConstantError`). With "auto", and with a rate in `mbit_per_s`,
+A bit width is fixed or follows an error bound (`ConstantError`). With "auto" or a rate in `mbit_per_s`,
 `pipecomp.initialize` chooses the maximum when the run begins.
 """
 
@@ -73,7 +73,7 @@ _BITS_ALLOWED = f"{_BITS}, {_ERROR}, a list of these with one for each link, or 
 
 
 class Activations(Section):
-    """What crosses the links between stages (AQ-SGD, arXiv:2206.01299; docs/algorithms.md, 1).
+    """Encoding of activations and gradients between stages (AQ-SGD, arXiv:2206.01299; docs/algorithms.md, 1).
 
     Attributes:
         method: "none" sends the training dtype, "fp16" and "bf16" cast, "direct" quantizes the activation itself
@@ -140,7 +140,7 @@ class Activations(Section):
         return self
 
     def _check_rates(self) -> None:
-        """Refuse rates that have no effect."""
+        """Reject rates that have no effect."""
         for name in BITS_KEYS:
             bits = getattr(self, name)
             for link, of_link in enumerate(each_link(bits)):
@@ -163,7 +163,7 @@ class Activations(Section):
                 require(of_link.max > least, f"{key}.max", of_link.max, f"more than {least}", hint)
 
     def measured(self, key: str) -> bool:
-        """Return whether bits are chosen when a run begins. key: "forward_bits" or "backward_bits"."""
+        """Return True if bits are chosen when a run begins. key: "forward_bits" or "backward_bits"."""
         every = each_link(getattr(self, key))
         return any(
             bits == "auto" or (isinstance(bits, ConstantError) and bits.mbit_per_s is not None) for bits in every
@@ -188,7 +188,7 @@ class Activations(Section):
         return found if isinstance(found, ConstantError) else int(found)
 
     def check_links(self, links: int) -> None:
-        """Raise ConfigError if a list of bits or of rates has not one entry for each of `links` links."""
+        """Raise ConfigError unless every list of bits or rates has one entry for each of `links` links."""
         for key in FEWEST:
             got = getattr(self, key)
             rates = got.mbit_per_s if isinstance(got, ConstantError) else None
@@ -203,7 +203,7 @@ class Activations(Section):
         return values | {key: plain_bits(values[key]) for key in BITS_KEYS}
 
     def check_given(self) -> None:
-        """Refuse given keys that have no effect with the methods."""
+        """Reject keys that have no effect with the methods."""
         if self.method not in self.QUANTIZED:
             keys = _QUANTIZED_ONLY[1:] if self.eval == "direct" else _QUANTIZED_ONLY
             self.refuse_given(keys, f"only with method 'direct' or 'aqsgd', not {self.method!r}")
@@ -213,7 +213,7 @@ class Activations(Section):
             self.refuse_given(("first_visit",), f"only with method 'aqsgd', not {self.method!r}")
 
     def check_clusters(self) -> None:
-        """Refuse settings of samples' later visits, for a store that keeps clusters in place of samples."""
+        """Reject settings of later visits if the store keeps cluster centers instead of samples."""
         self.refuse_given(("first_visit",), "not with store.clusters, where no sample has a first visit")
         hint = "Cluster centers hold no gradient of a sample, so its next one cannot be sent as a change."
         allowed = "'direct' with store.clusters"

@@ -57,7 +57,7 @@ class Section(BaseModel):
         return type(self)(**{name: getattr(self, name) for name in type(self).model_fields} | changes)
 
     def refuse_given(self, keys: tuple[str, ...], allowed: str, hint: str | None = None) -> None:
-        """Raise ConfigError if one of these keys was given, other than as None or False, which have no effect."""
+        """Raise ConfigError if one of these keys is set; None and False count as unset."""
         for key in keys:
             value = getattr(self, key)
             if key in self.model_fields_set and value is not None and value is not False:
@@ -78,7 +78,7 @@ class OneOf:
 
 
 def _config_error(model: type[Section], errors: list[ErrorDetails], values: Mapping[str, Any]) -> ConfigError:
-    """Convert the errors of one key, an unknown one if there is any."""
+    """Convert the errors of one key; unknown keys come first."""
     errors = sorted(errors, key=lambda error: error["type"] != "extra_forbidden")  # unknown keys first
     first = errors[0]["loc"][:1]
     for error in errors:
@@ -95,7 +95,7 @@ def _config_error(model: type[Section], errors: list[ErrorDetails], values: Mapp
         hint = f"Did you mean {near[0]!r}?" if near else None
         return ConfigError(key, values[name], f"the keys {', '.join(fields)}", hint)
     missing = errors[0]["type"] == "missing"
-    if missing and not model.section:  # a nested object, whose place the outer model adds
+    if missing and not model.section:  # a nested object: the outer model adds its key
         optional = ", ".join(repr(key) for key in fields if key != name)
         return ConfigError("", dict(values), f"an object with {name!r}, and optionally {optional}")
     hint = "This key is required." if missing else None

@@ -1,6 +1,6 @@
-"""The section "gradients": compression of what replicas exchange, and local steps.
+"""The section "gradients": compression of the exchanges between replicas, and local steps.
 
-`METHODS` has the options of each gradient method; what a method computes and sends is in `pipecomp.allreduce.methods`.
+`METHODS` has the options of each gradient method; the methods themselves are in `pipecomp.allreduce.methods`.
 To add one, write a `MethodOptions` and give it a line in `METHODS`.
 """
 
@@ -89,7 +89,7 @@ class GlobalQsgdOptions(MethodOptions):
 
     Attributes:
         levels: "linear" or "exponential" (4 or 8 bits).
-        bits: of a value.
+        bits: bits per value.
         norm: "inf", a number p >= 1, or [q, p]: the p-norm over workers of each worker's q-norm.
         sparse: send only the values that are not rounded to zero (norm 2).
     """
@@ -124,7 +124,7 @@ class GlobalQsgdOptions(MethodOptions):
 
     @property
     def exponential(self) -> bool:
-        """Whether levels are powers of two."""
+        """True if levels are powers of two."""
         return self.levels == "exponential"
 
     @property
@@ -140,7 +140,7 @@ class GlobalQsgdOptions(MethodOptions):
 
 
 class LinearOptions(MethodOptions):
-    """`qsgd` and `qsgd_mn`. bits: of a value, linear levels."""
+    """`qsgd` and `qsgd_mn`. bits: bits per value, for linear levels."""
 
     bits: int = _width(8)
 
@@ -151,7 +151,7 @@ class LinearOptions(MethodOptions):
 
 
 class NuQsgdOptions(MethodOptions):
-    """`nuqsgd`. bits: of a value, 4 or 8, exponential levels."""
+    """`nuqsgd`. bits: bits per value, 4 or 8, for exponential levels."""
 
     bits: int = _width(4)
 
@@ -167,7 +167,7 @@ class NuQsgdOptions(MethodOptions):
 
 
 class MultiScaleOptions(MethodOptions):
-    """`qsgd_mn_ts`. bits: of the scales, the narrow one first; codes have its width."""
+    """`qsgd_mn_ts`. bits: width of each scale, ascending; codes have the first width."""
 
     bits: _ScaleWidths = (4, 8)
 
@@ -201,7 +201,7 @@ class RandomKOptions(MethodOptions):
 
 
 class GrandKOptions(RandomKOptions):
-    """`grandk_mn`. bits: of a value."""
+    """`grandk_mn`. bits: bits per value."""
 
     bits: int = _width(8)
 
@@ -213,7 +213,7 @@ class GrandKOptions(RandomKOptions):
 
 
 class GrandKMultiScaleOptions(RandomKOptions):
-    """`grandk_mn_ts`. bits: of the scales, the narrow one first."""
+    """`grandk_mn_ts`. bits: width of each scale, ascending."""
 
     bits: _ScaleWidths = (4, 8)
 
@@ -222,7 +222,7 @@ class CasqOptions(MethodOptions):
     """`casq`.
 
     Attributes:
-        bits: of a cluster's number.
+        bits: bits per cluster number.
         buckets: number of means as a share of the values.
         interval: steps between clusterings.
     """
@@ -235,7 +235,7 @@ class CasqOptions(MethodOptions):
 
 
 class DoubleSqueezeOptions(MethodOptions):
-    """`double_squeeze`. bits: of a value. group_size: values that share a scale."""
+    """`double_squeeze`. bits: bits per value. group_size: values that share a scale."""
 
     bits: int = _width(4, least=1)
     group_size: int = Field(default=128, ge=1)
@@ -259,7 +259,7 @@ class QuantizedAdamOptions(DoubleSqueezeOptions):
 
 
 class PowerSgdOptions(MethodOptions):
-    """`powersgd`. rank: of the matrices."""
+    """`powersgd`. rank: rank of the factors."""
 
     rank: int = Field(default=1, ge=1)
 
@@ -318,7 +318,7 @@ class Adaptive(Section):
             raise ConfigError(cls.section, given, "null, or an object with every, error and an option's values")
         adaptable = options.adaptable()
         if adaptable is None:
-            hint = f"With {method!r} and these options all layers are compressed alike."
+            hint = f"With {method!r} and these options, all layers are compressed in the same way."
             raise ConfigError(cls.section, dict(given), "null", hint)
         option, default = adaptable
         for key, value in given.items():
@@ -382,7 +382,7 @@ class Outer(Section):
 
     @property
     def keeps_equal_weights(self) -> bool:
-        """Whether an outer step leaves weights unchanged that are the same on all replicas."""
+        """True if an outer step does not change weights that are equal on all replicas."""
         return self.lr in (None, 1) and self.momentum == 0
 
 
@@ -390,7 +390,7 @@ NESTEROV = Outer(optimizer="nesterov")  # lr 0.7, momentum 0.9: arXiv:2311.08105
 
 
 class LocalSteps(Section):
-    """How often replicas average, and how (DiLoCo, arXiv:2311.08105; Streaming DiLoCo, arXiv:2501.18512).
+    """Interval and method of averaging between replicas (DiLoCo, arXiv:2311.08105; Streaming DiLoCo, arXiv:2501.18512).
 
     Attributes:
         local_steps: H, inner steps between averages.
@@ -434,12 +434,12 @@ class LocalSteps(Section):
 
     @property
     def shares_rows(self) -> bool:
-        """Whether replicas average numbers of each row exactly, beside their weights."""
+        """True if replicas also average statistics of each row, uncompressed."""
         return self.local_steps > 1 and (self.second_moments == "rows" or self.outer.lr is None)
 
     @property
     def ever_synchronous(self) -> bool:
-        """Whether there are intervals of one step, in which gradients are averaged."""
+        """True if some intervals have one step, so that gradients are averaged in it."""
         return self.interval(0) == 1
 
     def as_dict(self) -> dict[str, Any]:
@@ -463,7 +463,7 @@ else:
 
 
 class Gradients(_Flat):
-    """Compression of what data-parallel groups exchange, and of tied weights' gradients.
+    """Compression of exchanges in data-parallel groups, and of tied weights' gradients.
 
     The fields are `method`, the options of all methods, `adaptive`, and those of local steps, completed by defaults.
 
@@ -530,7 +530,7 @@ class Gradients(_Flat):
 
     @property
     def exchanges_in_optimizer(self) -> bool:
-        """Whether the optimizer exchanges its momentum, so that gradients stay local."""
+        """True if the optimizer exchanges its momentum, so that gradients stay local."""
         return METHODS[self.method].in_optimizer
 
     def state_options(self) -> dict[str, Any]:

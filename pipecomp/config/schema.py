@@ -54,7 +54,7 @@ class Config(Section):
         """Read the value of the "pipecomp" key.
 
         Raises:
-            ConfigError: for anything that is not exactly right, and for given settings without effect.
+            ConfigError: for invalid values, unknown keys, and settings without effect.
         """
         if not isinstance(section, Mapping):
             raise ConfigError("pipecomp", section, "an object with keys and values")

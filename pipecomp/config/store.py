@@ -15,7 +15,7 @@ RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class Store(Section):
-    """Where both ends of a link keep the cached activations of "aqsgd".
+    """Storage of the cached activations of "aqsgd" at both ends of a link.
 
     Attributes:
         backend: "lmdb" (on disk, survives restarts) or "memory".
@@ -63,7 +63,7 @@ class Store(Section):
         return self
 
     def check_given(self) -> None:
-        """Refuse given keys of files with the memory backend, and of samples with clusters."""
+        """Reject keys about files with the memory backend, and keys about samples with clusters."""
         if self.backend == "memory":
             keys = ("path", "run", "in_checkpoints", "on_write_error")
             self.refuse_given(keys, "only with backend 'lmdb', not 'memory'")

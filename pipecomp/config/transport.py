@@ -10,7 +10,7 @@ from pipecomp.config.checks import OneOf, Section
 
 
 class TransportConfig(Section):
-    """How bytes travel between stages.
+    """Transport of bytes between stages.
 
     Attributes:
         backend: "tls" encrypts all traffic between ranks and admits only machines with keys of this run; "gloo" sends
@@ -31,7 +31,7 @@ class TransportConfig(Section):
     trusted_network: bool = False
 
     def check_given(self) -> None:
-        """Refuse given keys of the other backend."""
+        """Reject keys that have no effect with the backend."""
         if self.backend == "tls":
             self.refuse_given(("trusted_network",), "only with backend 'gloo', not 'tls'")
         else:

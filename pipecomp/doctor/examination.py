@@ -41,13 +41,13 @@ def examine(
     Args:
         report: Receives the findings.
         store: Folder of the message store, which need not exist.
-        ranks: Whether to measure between ranks: those of the launcher, or without one two on this machine. None: only
-            under a launcher.
+        ranks: True to measure between ranks: the launcher's, or two on this machine without one. None: only under a
+            launcher.
         environ: Environment variables, as set by launchers.
         limit_s: Timeout of the rendezvous.
 
     Returns:
-        Whether any finding is a problem.
+        True if any finding is a problem.
 
     Example::
 

@@ -40,7 +40,7 @@ def judge(check: str, found: str, *faults: tuple[bool, str, str, str]) -> Findin
     Args:
         check: Subject of the check.
         found: The fact.
-        faults: Whether the fault applies, its verdict, its consequence, and the advice; the gravest first.
+        faults: For each fault: True if it applies, its verdict, its consequence, and the advice; gravest first.
     """
     for applies, verdict, consequence, advice in faults:
         if applies:

@@ -83,7 +83,7 @@ def check_threads(cores: int, local_ranks: int | None, omp_num_threads: str | No
         cores: Usable cores of this machine.
         local_ranks: Ranks on this machine; None if unknown.
         omp_num_threads: Value of OMP_NUM_THREADS.
-        shared: Whether a run divides the cores among its ranks if OMP_NUM_THREADS is not set, as runs on the CPU do.
+        shared: True if a run divides the cores among its ranks if OMP_NUM_THREADS is not set, as runs on the CPU do.
     """
     ranks = local_ranks or 1
     advice = f"export OMP_NUM_THREADS={max(1, cores // ranks)}"
@@ -139,7 +139,7 @@ def check_gpus(
         gpus: Those that torch sees.
         built_for: CUDA or ROCm version of this torch, None for its CPU build.
         local_ranks: Ranks on this machine that would compute on GPUs; None if unknown.
-        driver: Whether NVIDIA's driver is loaded.
+        driver: True if NVIDIA's driver is loaded.
     """
     used = 1 if local_ranks is None else local_ranks
     if not gpus and not driver:
@@ -151,7 +151,7 @@ def check_gpus(
         advice = "Check nvidia-smi and CUDA_VISIBLE_DEVICES; update the driver, or install torch for an older CUDA."
         found = f"there is an NVIDIA GPU, but torch (for CUDA {built_for}) cannot use it"
         return [Finding("GPU", WARNING, found, advice)]
-    advice = "nvidia-smi shows what uses it; CUDA_VISIBLE_DEVICES selects another GPU."
+    advice = "nvidia-smi lists the processes on it; CUDA_VISIBLE_DEVICES selects another GPU."
     unusable = f"{advice} One too old for this torch needs torch for an older CUDA. DS_ACCELERATOR=cpu avoids GPUs."
     findings = []
     for gpu in gpus:
@@ -162,7 +162,7 @@ def check_gpus(
         )
         faults = (
             (bool(gpu.error), broken, f"torch cannot compute on it: {gpu.error}", unusable),
-            (gpu.free_bytes < gpu.total_bytes / 2, WARNING, "something else uses it", advice),
+            (gpu.free_bytes < gpu.total_bytes / 2, WARNING, "another process uses it", advice),
         )
         findings.append(judge(f"GPU {gpu.number}", found, *faults))
     if local_ranks and local_ranks > len(gpus):

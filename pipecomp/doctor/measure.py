@@ -184,7 +184,7 @@ class PacketPath(NamedTuple):
         jitter_s: Mean difference between round trips of consecutive packets.
         mtu: Bytes of the largest IP packet that came back unfragmented, 0 if unknown.
         interface_mtu: MTU of the interface.
-        cut: Whether larger packets come back in fragments; None if there are none larger.
+        cut: True if larger packets come back in fragments; None if no larger ones are possible.
     """
 
     sent: int
@@ -250,7 +250,7 @@ def _open_udp(address: str) -> socket.socket:
 def _echo(udp: socket.socket, done: threading.Event) -> None:
     while not done.is_set():
         if select.select([udp], [], [], 0.05)[0]:
-            with contextlib.suppress(OSError):  # too large to send back: then it does not come through
+            with contextlib.suppress(OSError):  # too large to send back: counts as lost
                 packet, sender = udp.recvfrom(1 << 16)
                 _allow_fragments(udp, packet[-1:] == b"c")
                 udp.sendto(packet, sender)
@@ -315,7 +315,7 @@ def _largest_packet(udp: socket.socket, limit: int, wait_s: float) -> int:
 
 
 def _comes_back(udp: socket.socket, size: int, wait_s: float, *, fragments: bool) -> bool:
-    """Return whether an IP packet of this size comes back. fragments: whether it may be fragmented."""
+    """Return True if an IP packet of this size comes back. fragments: True if it may be fragmented."""
     _allow_fragments(udp, fragments)
     number = -size - (1 << 20) * fragments
     packet = _NUMBER.pack(number).ljust(size - _HEADERS[_ip_version(udp)] - 1, b".") + (b"c" if fragments else b"w")

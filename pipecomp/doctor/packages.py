@@ -59,7 +59,7 @@ KNOWN_CONFLICTS = (
 
 
 def package_findings(*, gpu: bool) -> list[Finding]:
-    """Check installed packages. gpu: whether torch sees one, so that Triton is needed."""
+    """Check installed packages. gpu: True if torch sees a GPU, so that Triton is needed."""
     installed, required = _installed()
     own = required.get("pipecomp")
     if own is None:
@@ -76,7 +76,7 @@ def check_versions(requirements: Iterable[str], installed: Mapping[str, str], *,
     Args:
         requirements: As in a package's metadata.
         installed: Versions by normalized name.
-        gpu: Whether torch sees one.
+        gpu: True if torch sees a GPU.
     """
     findings = []
     for wanted in _parse(requirements):

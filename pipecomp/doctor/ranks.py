@@ -1,8 +1,8 @@
 """Checks between the ranks of a run: they rendezvous in a key-value store, measure in turn, and hand in findings.
 
-The store comes first and is all that the rest needs: if gloo cannot connect, or a rank is gone, the others can still
-report it. With keys (PIPECOMP_KEYS) everything goes over TLS, as in training. Rank 0 assigns the turns and remembers
-lost ranks, so that nothing waits for a lost rank twice.
+The store comes first, and the rest depends on nothing else: if gloo cannot connect, or a rank is gone, the others can
+still report it. With keys (PIPECOMP_KEYS) everything goes over TLS, as in training. Rank 0 assigns the turns and
+remembers lost ranks, so that nothing waits for a lost rank twice.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ class RankSession:
         return collected
 
     def finish(self, findings: Sequence[Finding], wait_s: float) -> bool:
-        """End together after rank 0's report. Returns on every rank whether anything is a problem."""
+        """End together after rank 0's report. Returns True on every rank if any finding is a problem."""
         problem = has_problem(findings)
         if self.rank == 0:
             self._publish("problem", problem)
@@ -360,7 +360,7 @@ def check_clocks(first: RankIdentity, second: RankIdentity, measured: LinkMeasur
 
 
 def check_same_versions(identities: Sequence[RankIdentity]) -> Finding:
-    """Check whether all ranks run the same versions, which may give packets and checkpoints another meaning."""
+    """Check whether all ranks run the same versions, since versions may differ in packets and checkpoints."""
     if differ := differences([identity.versions for identity in identities]):
         found = f"{'. '.join(differ)}. Their checkpoints and packets may be incompatible"
         return Finding("same versions", WARNING, found, "Install the same versions on all machines.")

@@ -1,4 +1,4 @@
-"""Outer steps of one replica, and the weights that replicas have in common between them."""
+"""Outer steps of one replica, and the common weights of all replicas between outer steps."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ class OuterSteps:
 
     @property
     def synchronous(self) -> bool:
-        """Whether the next step averages gradients, and all replicas have the same weights."""
+        """True if the next step averages gradients, so that all replicas have the same weights."""
         return self._timetable.length == 1
 
     def start(self, step: int) -> None:

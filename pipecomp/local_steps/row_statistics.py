@@ -4,9 +4,9 @@
 `SecondMoments` shares the row means of Adam's second moments.
 
 Note: [Shared second moments]
-    The row of a token that only one replica has met is near zero in the second moments of all others, which would take
-    a step of full size when they first meet it. With common row means, each replica keeps its own moments within a row,
-    and one number per row is exchanged.
+    A token that only one replica has seen has a row near zero in the second moments of all others. They would take a
+    full-size step when they first see it. With common row means, each replica keeps its own moments within a row, and
+    one number per row is exchanged.
     Sums are computed in integers, whose result does not depend on the order, because replicas' machines differ.
 """
 
@@ -27,7 +27,7 @@ _AT_ONCE = 1 << 22  # values
 
 
 def row_sums(moved: Tensor, seed: int) -> Tensor:
-    """Summarize the movement of each row of a weight; a row has one first index.
+    """Summarize the movement of each row (first index) of a weight.
 
     Args:
         moved: of one replica.

@@ -56,8 +56,8 @@ class Adam:
         """momentum ← β1·momentum + (1 − β1)·g, in place.
 
         Args:
-            momentum: of a parameter, or of a part of it; float32.
-            g: gradient of these values, float32; of one rank alone is fine, as the update is linear in it.
+            momentum: momentum of a parameter or of a part of it, float32.
+            g: gradient of these values, float32. One rank's gradient is enough, as the update is linear in it.
             p: these values.
             options: of the parameter's group.
 
@@ -96,11 +96,11 @@ def freeze_variance(moments: Moments, bits: int) -> bool:
     move values with tiny gradients by more than 1 (unused rows of an embedding).
 
     Args:
-        moments: of the parameter; modified.
-        bits: of an exchanged value.
+        moments: the parameter's moments; modified.
+        bits: bits per exchanged value.
 
     Returns:
-        Whether it is frozen now; it is not while all gradients have been zero.
+        True if it is frozen now; False while all gradients have been zero.
     """
     unit = _typical_scale(moments["exp_avg_sq"])
     if not unit:

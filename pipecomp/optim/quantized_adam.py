@@ -65,7 +65,7 @@ class QuantizedAdam(torch.optim.Optimizer):
         eps: added to the root of the variance.
         weight_decay: see adam_w.
         freeze_step: step that freezes the variance.
-        bits: of a value of the momentum, 1 to 8.
+        bits: bits per value of the momentum, 1 to 8.
         group_size: values that share a scale.
         group: a process group, None for all ranks; one rank without torch.distributed.
         seed: of the exchange's random numbers; double_squeeze rounds to nearest and draws none.
@@ -79,7 +79,7 @@ class QuantizedAdam(torch.optim.Optimizer):
     Raises:
         ConfigError: for a wrong setting and, at the first step, if ranks differ in settings or parameters.
         ShapeError: for parameters of another dtype and sparse gradients.
-        NonFiniteError: from `step`, for a momentum that cannot be quantized (above 2**100 times what is usual).
+        NonFiniteError: from `step`, for a momentum that cannot be quantized (above 2**100 times the typical value).
         PeerLostError: from `step`, for a rank that is gone.
 
     Example:
@@ -341,7 +341,7 @@ class StepAgreement:
         return [i for i in usable if not bad or id(listed[i][0]) in self._tied]
 
     def numbers(self, own: float) -> list[float]:
-        """Return each rank's number, on all ranks."""
+        """Gather one number from each rank, in rank order."""
         with self._counted():
             rows = self._group.gather_numbers([own])
         return [number for (number,) in rows]
@@ -363,12 +363,12 @@ class StepAgreement:
 
 
 def check_alike(group: Group, listed: Listed, settings: Mapping[str, Any], steps: int) -> None:
-    """Raise ConfigError if ranks differ: they would deadlock, or train different models.
+    """Raise ConfigError if ranks differ in settings or parameters: they would deadlock, or train different models.
 
     Args:
         group: the ranks.
         listed: this rank's parameters.
-        settings: of its exchange, by name; numbers.
+        settings: numeric settings of its exchange, by name.
         steps: sum of its parameters' steps so far.
     """
     contents = sum(_sum_of_bits(p) * (i + 1) for i, (p, _) in enumerate(listed))
@@ -403,7 +403,7 @@ class AdamExchange:
         adam: updates momenta.
         tied: ids of the parameters that have buckets of their own.
         freeze_step: step that freezes the variance.
-        bits: of a value of the momentum.
+        bits: bits per value of the momentum.
         group_size: values that share a scale.
         seed: of random numbers.
 

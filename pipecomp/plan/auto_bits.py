@@ -209,7 +209,7 @@ def measure_rank(
 def decide_bits(
     config: Config, measurements: Sequence[RankMeasurement], batch: BatchShape, hidden: int, dtype: torch.dtype
 ) -> BitsDecision:
-    """Choose bits from the measurements of all ranks. Of replicas the slowest counts; given numbers stay."""
+    """Choose bits from the measurements of all ranks. The slowest replica counts; fixed numbers are not changed."""
     K = 1 + max(m.stage for m in measurements)
     by_stage = [[m for m in measurements if m.stage == k] for k in range(K)]
     a = config.activations
@@ -251,7 +251,7 @@ def decide_bits(
 
 
 def _network(a: Activations, links: Sequence[Sequence[LinkMeasurement]]) -> LinkNetwork:
-    """Make the network from measured links and given rates; a direction that has neither does not limit."""
+    """Make the network from measured links and given rates; a direction with neither is unlimited."""
     unlimited = (Channel(),) * len(links)
     measured = network_of(links) if all(links) else LinkNetwork(forward=unlimited, backward=unlimited)
 
@@ -274,7 +274,7 @@ def _chosen(a: Activations, key: str, most: Bits, links: int, fewest: int = FEWE
         return given
     if given == "auto":
         if key == "backward_bits" and a.backward_top_k is not None:
-            return most  # its error is in the values that it leaves out
+            return most  # the error comes from the dropped values
         return constant_error_bits(key, most, fewest)
 
     def limited(bits: Any, maximum: Any) -> int | ConstantError:

@@ -1,4 +1,4 @@
-"""`pipecomp plan`: from a model, a network and machines' speeds to predictions and recommended settings."""
+"""`pipecomp plan`: predictions and recommended settings for a model, a network and the machines' speeds."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def run_plan(
         console: Receives the tables.
         options: What to plan. With `stages` but no `speed`, `profile` or `measure`, only sizes are planned.
         pacer_to: Throttles links while they are measured.
-        settings: Whether to print the recommended configuration, too.
+        settings: True to print the recommended configuration, too.
 
     Returns:
         The plan as JSON values (see `as_json` and `report.sizes_as_json`); None on ranks other than 0.
@@ -119,7 +119,7 @@ def run_plan(
     return {**as_json(found, network, list(networks)), "speeds": _finite(survey.speeds)}
 
 
-# -- what is asked for
+# -- the request
 
 
 def parse_networks(bandwidth: str | None, delay: str | None) -> dict[str, LinkRates]:
@@ -183,7 +183,7 @@ def round_up(size: float) -> float:
     return float(f"{math.ceil(size / step) * step:.2g}")
 
 
-# -- what is known of the machines
+# -- speeds of the machines
 
 
 def _survey(options: PlanOptions, launch: Launch, pacer_to: PacerTo) -> SurveyResult | None:
@@ -237,7 +237,7 @@ def plan(
     Args:
         request: What to plan.
         profile: The model's seconds and memory on the slowest machine.
-        speeds: What the machines do besides the model.
+        speeds: Speeds of the machines besides the model's.
         network_of: Called as `network_of(stages, position)`; returns the network at that position.
         networks: Number of networks.
 

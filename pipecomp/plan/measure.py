@@ -128,7 +128,7 @@ def time_link(
     seconds: float = 0.3,
     staging: Staging | None = None,
 ) -> tuple[float, float]:
-    """Time encoding and decoding a packet of a micro-batch whose samples were seen before.
+    """Time the encoding and decoding of a micro-batch's packet on a later visit of its samples.
 
     The ends of a link run with activations cached in memory: quantizing, checksums and copies count, the disk does not.
 
@@ -179,7 +179,7 @@ def time_link(
 
 @dataclass(frozen=True, kw_only=True)
 class StageTime:
-    """Costs of one micro-batch on a stage; kept_bytes: what the forward keeps for the backward."""
+    """Costs of one micro-batch on a stage; kept_bytes: bytes that the forward keeps for the backward."""
 
     forward_s: float
     backward_s: float

@@ -141,7 +141,7 @@ class TrainOptions:
 
     @classmethod
     def from_json(cls, text: str) -> TrainOptions:
-        """Decode what `to_json` has encoded."""
+        """Decode the result of `to_json`."""
         given = json.loads(text)
         paths = {name: Path(given[name]) for name in ("evaluate", "out", "store") if name in given}
         return cls(**{**given, **paths, "data": [Path(file) for file in given["data"]]})

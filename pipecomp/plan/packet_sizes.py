@@ -34,7 +34,7 @@ def activation_bytes(
         counts: Real tokens of each sample.
         hidden: Values per token.
         dtype: Training precision.
-        first_visit: Whether all samples are new to the link; only "aqsgd" then sends other packets.
+        first_visit: True if all samples are new to the link; this changes packets of "aqsgd" only.
         mean_bits: Mean bits per value of packets of constant error; None for their maximum.
     """
     codecs = LinkCodecs(config.activations, link, config.store.clusters)

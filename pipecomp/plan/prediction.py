@@ -107,7 +107,7 @@ class StepPrediction:
     """Prediction of one step.
 
     Attributes:
-        job: What is trained.
+        job: The training job.
         config: Its configuration.
         step_s: Seconds of a step.
         first_epoch_s: Seconds of a step while every sample is new.
@@ -140,7 +140,7 @@ class StepPrediction:
         return self.job.batch / self.step_s
 
     def memory_bytes(self) -> list[float]:
-        """Return the bytes of each stage, with what averaging keeps: residuals, common weights, outer momentum."""
+        """Return the bytes of each stage, with the state of averaging: residuals, common weights, outer momentum."""
         local = self.config.gradients.local
         common = 0 if local is None else 8 if local.outer.momentum else 4  # bytes per parameter, in float32
         held = memory_bytes(self.job, self.slack)
@@ -350,7 +350,7 @@ def tied_seconds(job: TrainingJob, config: Config, network: LinkNetwork, speeds:
 
 
 def _hidden_seconds(step: StepSpec, network: LinkNetwork, config: Config) -> float:
-    """Return the seconds of averaging per step that overlapping fragments hide: those in which the links are idle."""
+    """Return the averaging seconds per step that overlapping fragments hide: those in which the links are idle."""
     local = config.gradients.local
     assert local is not None, "only local steps overlap"
     free = replace(step, stages=[replace(costs, reduce_s=0.0) for costs in step.stages])

@@ -257,7 +257,7 @@ def balanced(
         model: From `without_weights`.
         profile: None to balance by parameters.
         stages: Number of stages, or the cuts themselves.
-        tie: Whether tied weights stay tied.
+        tie: True to keep tied weights tied.
         slowdowns: Each stage's seconds as a multiple of the profile's.
     """
     by: dict[str, Any] = {}

@@ -204,7 +204,7 @@ def _describe_method(choice: PlanChoice) -> str:
 
 
 def tied_names(job: TrainingJob) -> str:
-    """Name the weights that several stages hold, with those stages and the weights' sizes."""
+    """List the weights that several stages hold, with the stages and the weights' sizes."""
     return ", ".join(
         f"{group.name} of stages {' and '.join(map(str, group.stages))} ({4 * values / 1e6:.1f} MB in float32)"
         for group, values in zip(job.plan.tied, job.tied, strict=True)

@@ -58,8 +58,8 @@ def aqsgd_sections(forward: Bits, backward: Bits, *, one_pass: bool, changes_bac
     Args:
         forward: Forward bits.
         backward: Backward bits.
-        one_pass: Whether no sample is seen twice. Deltas then refer to cluster centers, and gradients are not deltas.
-        changes_back: Whether gradients are sent as deltas, too.
+        one_pass: True if no sample is seen twice. Deltas then refer to cluster centers, and gradients are not deltas.
+        changes_back: True to send gradients as deltas, too.
     """
     activations = {"method": "aqsgd", "forward_bits": plain_bits(forward), "backward_bits": plain_bits(backward)}
     if one_pass:
@@ -103,7 +103,7 @@ class PlanChoice:
         backward_bits: The same for gradients.
         prediction: With these bits.
         plain: Without compression.
-        fits: Whether fewer bits would not make a step faster.
+        fits: True if fewer bits would not make a step faster.
         fewest: Forward bits below which none were tried.
     """
 
@@ -132,7 +132,7 @@ def choose_bits(
     backward: Bits = "auto",
     fewest: int = _FEWEST,
 ) -> tuple[Bits, Bits, bool]:
-    """Choose the most bits whose step takes hardly longer than with the fewest.
+    """Choose the most bits whose step is about as fast as with the fewest.
 
     All links get the same bits first. Then fast links get as many as cost no time; links that are fast in one
     direction only get more in that direction.
@@ -229,7 +229,7 @@ def choose(
 ) -> PlanChoice:
     """Choose the bits of a configuration whose method quantizes.
 
-    If the disk of the message store is the limit, gradients are not sent as deltas, which halves what it stores.
+    If the disk of the message store is the limit, gradients are not sent as deltas, which halves the stored bytes.
     `fewest` is as for `choose_bits`.
     """
     a = config.activations
@@ -295,7 +295,7 @@ def choose_local_steps(step_s: float, average_s: float) -> int | None:
         average_s: Seconds of averaging.
 
     Returns:
-        The fewest of LOCAL_STEPS that are enough, or else the most; None if every step may average.
+        The fewest LOCAL_STEPS that suffice, or else the most; None if averaging in every step is cheap enough.
     """
     if average_s <= MAX_SHARE * (step_s + average_s):
         return None
@@ -315,7 +315,7 @@ def layouts(nodes: int, stages: int | None, blocks: int) -> list[tuple[int, int]
 
 
 def divisible(found: Sequence[tuple[int, int]], batch: int, micro_batch: int | None) -> Sequence[tuple[int, int]]:
-    """Keep the layouts among whose replicas a batch can be divided; all if it cannot among any."""
+    """Keep the layouts whose number of replicas divides the batch; keep all if there are none."""
     return [(K, R) for K, R in found if batch % (R * (micro_batch or 1)) == 0] or found
 
 
@@ -329,6 +329,6 @@ def micro_batch_splits(batch: int, replicas: int, micro_batch: int | None) -> li
 
 
 def first_near_fastest(candidates: Sequence[Any], seconds: Callable[[Any], float]) -> Any:
-    """Return the first candidate that takes hardly longer than the fastest."""
+    """Return the first candidate that is about as fast as the fastest."""
     least = min(map(seconds, candidates))
     return next(one for one in candidates if seconds(one) <= NEARLY_EQUAL * least)

@@ -1,7 +1,7 @@
 """Event-driven simulation of a training step in the engine's own order, over links of given rates.
 
-A stage does one thing at a time, in the order of `train_order`. What it sends leaves at once and travels by itself; a
-link carries one packet at a time per direction, both directions at once; a receive waits for its packet only.
+A stage does one thing at a time, in the order of `train_order`. Sends do not block it. A link carries one packet at a
+time per direction, both directions at once; a receive waits for its packet only.
 
 K stages, M micro-batches, link k between stages k and k + 1.
 """
@@ -59,7 +59,7 @@ class LinkNetwork:
     Attributes:
         forward: Channel of each link k to stage k + 1.
         backward: Channel of each link k from stage k + 1.
-        shared: Whether a stage sends to both its neighbours through one channel and receives from both through another,
+        shared: True if a stage sends to both its neighbours through one channel and receives from both through another,
             as with one network card per stage.
         between: Channel between the replicas of a stage; None if unknown. With one stage it is all there is.
     """
@@ -375,7 +375,7 @@ class _Simulator:
 
 
 def measured_costs(stats: Mapping[str, Any], micro_batches: int) -> StageCosts:
-    """Return means over a rank's steps so far. stats: its `comm_stats`; micro_batches: per step."""
+    """Return a rank's mean costs over its steps so far. stats: its `comm_stats`; micro_batches: per step."""
     seconds = stats["seconds"]
     each = stats["steps"] * micro_batches
     packets = max(1, each * len(stats["links"]))  # one per direction, link and micro-batch

@@ -52,9 +52,9 @@ _log = logging.getLogger("pipecomp")
 class Dialer(NamedTuple):
     """A stream to another rank, and the ways to replace it.
 
-    route: DIRECT or RELAYED. dials: ways to make a new connection, tried in turn. awaits_peer: whether the peer makes
-    the new connection; this end uses its dials only if the peer does not come. is_gone: whether the peer certainly
-    listens no more, or the relay if nothing else leads to the peer.
+    route: DIRECT or RELAYED. dials: ways to make a new connection, tried in turn. awaits_peer: True if the peer makes
+    the new connection; this end uses its dials only if the peer does not. is_gone: returns True if the peer certainly
+    no longer listens, or the relay if nothing else leads to the peer.
     """
 
     stream: SecureStream
@@ -86,7 +86,7 @@ class ResumableConnection:
         self.last_frame = time.monotonic()
         self.reconnects, self.downtime_s = 0, 0.0
         self.closing = False
-        self.is_down = False  # whether the receiving thread waits for a new connection
+        self.is_down = False  # True while the receiving thread waits for a new connection
         self._dialer, self._send_queue, self._on_idle = dialer, send_queue, on_idle
         self._stream, self._epoch = dialer.stream, 0
         self._cause: Exception | None = None  # why the current connection was dropped
@@ -165,7 +165,7 @@ class ResumableConnection:
                 raise error
 
     def _try_all(self, stream: SecureStream, last: Exception | None) -> tuple[bool, Exception | None]:
-        """Try all ways once; return whether the peer seems gone, and the last error."""
+        """Try all dials once; return True if the peer seems gone, and the last error."""
         if self._dialer.awaits_peer:
             left = self.last_frame + self.timeout_s - time.monotonic()
             if self._wait(stream, min(_AWAIT_S if self._dialer.dials else _RETRY_S, max(0.1, left))):
@@ -246,11 +246,11 @@ class Connection:
         on_end: Callable[[Exception], None] = lambda error: None,
     ) -> None:
         self.peer = peer
-        self.hurry = False  # whether `drain` does not wait for a connection that is down
+        self.hurry = False  # True if `drain` does not wait for a connection that is down
         self.failure: Exception | None = None
         self._send_queue, self._receive_queue = SendQueue(), ReceiveQueue()
         self._acknowledged = 0  # frames of the peer
-        self._ack_due = False  # whether what arrived since is worth an acknowledgement of its own
+        self._ack_due = False  # True if enough has arrived since for an acknowledgement of its own
         self.resumable = ResumableConnection(peer, dialer, self._send_queue, timeout_s, self._on_idle)
         self._on_store_request, self._on_store_reply, self._on_end = on_store_request, on_store_reply, on_end
         self._lock = threading.Lock()
@@ -313,7 +313,7 @@ class Connection:
     # -- the end
 
     def close(self) -> None:
-        """Send what waits, then end the connection together with the peer."""
+        """Send all queued frames, then end the connection together with the peer."""
         self.close_gracefully()
         self.finish()
 
@@ -322,10 +322,10 @@ class Connection:
         self._receiver.join(wait_s)
 
     def close_gracefully(self, reason: str = "") -> None:
-        """Perform the first half of `close`: send what waits and a CLOSE frame.
+        """Perform the first half of `close`: send all queued frames and a CLOSE frame.
 
         Args:
-            reason: Why this rank ends; if given, messages on their way are not waited for.
+            reason: Reason for ending; if set, messages in transit are not waited for.
         """
         if reason:
             self.resumable.closing = True
@@ -350,7 +350,7 @@ class Connection:
             done: Waits at most so many seconds; returns whether the condition holds.
 
         Returns:
-            Whether the condition holds. False if nothing moves for `timeout_s`, except while the connection is down,
+            True if the condition holds. False if nothing moves for `timeout_s`, except while the connection is down,
             since it is then resumed or fails by itself; with `hurry`, False after a few seconds.
         """
         since, before = time.monotonic(), self._send_queue.acknowledged
@@ -367,7 +367,7 @@ class Connection:
         return self._send_queue.wait_acknowledged(wait_s)
 
     def fail(self, error: Exception) -> None:
-        """End the connection and everything on its way with `error`."""
+        """End the connection and everything in transit with `error`."""
         with self._lock:
             if self.failure is not None:
                 return
@@ -419,12 +419,12 @@ class Connection:
                 self.fail(explained)
 
     def _send_reason(self, reason: object) -> None:
-        """Tell the peer why this end fails, without waiting for a new connection."""
+        """Send the peer the reason for this end's failure, without waiting for a new connection."""
         self._send_queue.send_control(*_close_frame(reason))
         self._send_queue.wait_written(_REASON_S)
 
     def _on_idle(self) -> None:
-        """Have arrived frames acknowledged; called on the receiving thread before it waits."""
+        """Acknowledge the frames that have arrived; called on the receiving thread before it waits."""
         if self._ack_due or self.resumable.received - self._acknowledged >= _ACK_FRAMES:
             self._ack_due = False
             self._send_queue.wake()

@@ -87,7 +87,7 @@ class Invitation:
         self.address = self._listener.address
 
     def wait(self, minutes: float = MINUTES) -> bool:
-        """Wait for the machine to join; return whether it has within `minutes`."""
+        """Wait for the machine to join; return True if it has within `minutes`."""
         return self._joined.wait(60 * minutes)
 
     def close(self) -> None:

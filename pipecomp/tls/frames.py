@@ -2,8 +2,8 @@
 
     frame: kind u8, 3 zero bytes, content length u32, stream u64, tag u64, message length u64, content (little-endian)
 
-TLS protects frames against strangers: none can be read, changed, dropped or repeated. What a rank of the run itself
-sends is checked here and by the receiver. A stream's messages travel as DATA frames, between those of other streams.
+TLS protects frames against strangers: none can be read, changed, dropped or repeated. Frames from a rank of the run are
+checked here and by the receiver. A stream's messages travel as DATA frames, between those of other streams.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class FrameKind(enum.IntEnum):
     DATA = 1  # a piece of a message
     READY = 2  # a receive of `total` bytes is posted for this stream and tag
     CREDIT = 3  # the receive window of this stream grows by `total` bytes, counted as `queues.window_cost` does
-    NOTICE = 4  # JSON for the stream's user: why it ends
+    NOTICE = 4  # JSON for the stream's user: the reason for its end
     STORE_REQUEST = 5  # JSON: a request to the key-value store, numbered by `tag`
     STORE_REPLY = 6  # JSON: its reply
     ACK = 7  # `total` numbered frames have arrived; also the keep-alive
@@ -39,7 +39,7 @@ class FrameKind(enum.IntEnum):
 
     @property
     def numbered(self) -> bool:
-        """Whether frames of this kind are kept until acknowledged, and sent again on a new connection."""
+        """True if frames of this kind are kept until acknowledged, and sent again on a new connection."""
         return self not in (FrameKind.ACK, FrameKind.CLOSE)
 
 

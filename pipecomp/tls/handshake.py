@@ -114,7 +114,7 @@ class Credentials:
 
 
 class RankInfo(NamedTuple):
-    """This rank, as it identifies itself to others. session: of one start of all ranks; empty until rank 0 tells it."""
+    """This rank, as it identifies itself to others. session: id of a start of the run, empty until rank 0 sends it."""
 
     credentials: Credentials
     rank: int
@@ -227,7 +227,7 @@ def receive_request(
 
 
 def accept(incoming: IncomingConnection, own: RankInfo, received: int = 0) -> None:
-    """Accept a connection. received: frames of its that have arrived here."""
+    """Accept a connection. received: number of its frames that have arrived here."""
     incoming.stream.deadline = time.monotonic() + _REPLY_S
     revoked = own.credentials.revocation_list
     reply = {"rank": own.rank, "session": own.session, "received": received, "revoked": revoked}

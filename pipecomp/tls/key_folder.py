@@ -214,7 +214,7 @@ def next_rank(folder: KeyFolder) -> int:
 
 
 def revoke_machine(path: str | os.PathLike[str], machine: str) -> None:
-    """Revoke a machine's certificate: ranks that know the new revocation list refuse it.
+    """Revoke a machine's certificate: ranks that know the new revocation list reject it.
 
     Ranks exchange their lists at the start of a run. The machine with this folder should therefore take part, or
     `revoked.pem` be copied to one that does.

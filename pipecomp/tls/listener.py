@@ -1,6 +1,6 @@
 """A listening port that is safe to expose to strangers.
 
-# Note: what a stranger can make the listener do
+# Note: cost of unauthenticated connections
 A connection costs one socket until its first byte arrives, and a thread only if that byte begins a TLS handshake. At
 most `max_pending` connections may be unauthenticated at a time, silent ones included, and each for at most
 PENDING_TIMEOUT_S; beyond the limit the oldest is closed. Idle connections and garbage therefore neither keep members of
@@ -61,7 +61,7 @@ class Address(NamedTuple):
 
     @property
     def is_wildcard(self) -> bool:
-        """Whether the address means all interfaces; nobody can connect to such an address."""
+        """True if the address means all interfaces; nobody can connect to such an address."""
         return self.host == ALL_INTERFACES or (self.ip is not None and self.ip.is_unspecified)
 
     def __str__(self) -> str:

@@ -40,7 +40,7 @@ class JoinConfig(NamedTuple):
 
     address: rank 0's. listen: where this rank listens. By default rank 0 listens at `address`, or at all interfaces if
     its machine resolves `address` to a loopback address only; the others listen at their address towards rank 0, with a
-    free port. quiet: whether ranks other than rank 0 do not listen.
+    free port. quiet: True if only rank 0 listens.
     """
 
     rank: int
@@ -69,7 +69,7 @@ class Mesh:
         self._listener: Listener | None = None
         self._relay: Relay | None = None
         self._routes: Routes | None = None
-        self._complete = self._closed = False  # whether rank 0 has seen all ranks; whether it admits none any more
+        self._complete = self._closed = False  # all ranks have joined; no further rank is admitted
         self._peer_listeners: list[PeerListener] = []  # of rank 0
         self._rejected = 0
         self._streams: dict[int, int] = {}
@@ -93,7 +93,7 @@ class Mesh:
         """End all connections; rank 0, which serves the store and the relay, closes last.
 
         Args:
-            reason: Why this rank does not go on, sent to the others. If given, nothing is waited for.
+            reason: Reason for the end, sent to the others. If set, nothing is waited for.
         """
         with self._changed:
             self._closed = True
@@ -224,7 +224,7 @@ class Mesh:
         assert routes is not None
         if others:
             with ThreadPoolExecutor(len(others)) as pool:
-                # Added at once, for the peer accepts silence only for a part of its timeout.
+                # Added at once: the peer accepts silence only for a part of its timeout.
                 for future in [pool.submit(lambda r=rank: self._add(r, routes.find(r))) for rank in others]:  # type: ignore[misc]
                     future.result()
 
@@ -264,7 +264,7 @@ class Mesh:
 
 
 def default_listen(address: Address, world: int) -> Address:
-    """Return where rank 0 listens by default, given the address at which the others reach it.
+    """Return rank 0's default listening address, given the address at which the others reach it.
 
     A machine often resolves its own name to 127.0.1.1, as Debian does, where no other machine can connect. With several
     ranks it listens at all interfaces then.

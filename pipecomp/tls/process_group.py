@@ -1,6 +1,6 @@
 """torch.distributed over the mesh: collectives on host memory, and a process group for the backend name "tls".
 
-Everything that calls torch's collectives uses it: DeepSpeed's reductions, DDP's buckets, pipecomp's own. Every rank
+All users of torch's collectives go through it: DeepSpeed's reductions, DDP's buckets, pipecomp's own. Every rank
 sends to every other directly. A long sum consists of a reduce-scatter and an all-gather over 1/n of the values each:
 every rank sends 2 (n - 1)/n of them, as in a ring, but waits for two messages instead of 2 (n - 1). All ranks add in
 the order of ranks, so the result has the same bits everywhere.

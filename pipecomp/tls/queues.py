@@ -8,8 +8,7 @@ Neither end can make the other allocate memory that was not agreed:
   straight into the receiver's buffer.
 - An open stream has a sink instead of posted receives. Its sender may send as much as the sink has granted (CREDIT), so
   a slow sink holds the sender back; a single message is limited by the sink's `most_bytes`.
-- What was sent and is not acknowledged stays with the sender, up to MAX_UNACKNOWLEDGED_BYTES, to be sent again after a
-  cut.
+- The sender keeps unacknowledged frames, up to MAX_UNACKNOWLEDGED_BYTES, to send them again after a cut.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class Transfer:
 
     @property
     def done(self) -> bool:
-        """Whether the transfer has ended."""
+        """True if the transfer has ended."""
         return self._done.is_set()
 
     def finish(self, error: Exception | None = None) -> None:
@@ -193,7 +192,7 @@ class ReceiveQueue:
         return True
 
     def fail(self, error: Exception) -> None:
-        """End everything that waits with `error`."""
+        """End all pending transfers with `error`."""
         with self._lock:
             self._error = self._error or error
             waiting = [transfer for posted in self._posted.values() for transfer in posted]
@@ -211,7 +210,7 @@ class ReceiveQueue:
         if sink is not None:
             if total > sink.most_bytes:
                 raise WireError(f"a packet of {total} bytes, allowed: {sink.most_bytes}")
-            if self._window[key[0]] <= 0:  # the last message may exceed what is left of the window
+            if self._window[key[0]] <= 0:  # the last message may exceed the rest of the window
                 raise WireError(f"a packet of {total} bytes beyond the receive window of {ROOM_BYTES} bytes")
             self._window[key[0]] -= window_cost(total)
             return _PartialMessage(total, None)
@@ -258,7 +257,7 @@ class _MessageQueue:
     messages: deque[Transfer] = field(default_factory=deque)
     posted: deque[int] = field(default_factory=deque)  # lengths of the peer's receives
     sent: int = 0  # bytes of the first message
-    scheduled: bool = False  # whether it takes part in the round-robin
+    scheduled: bool = False  # True while it takes part in the round-robin
 
 
 class _SentFrame(NamedTuple):
@@ -290,7 +289,7 @@ class SendQueue:
         self._epoch = 0  # number of the current TCP connection
         self._last_sent: Transfer | None = None  # ends when the frames taken last are written
         self._woken = False
-        self._writing = False  # whether frames were taken that the kernel may not have accepted yet
+        self._writing = False  # True while the kernel may not have accepted all frames taken
         self._error: Exception | None = None
         self._changed = threading.Condition()
 
@@ -477,7 +476,7 @@ class SendQueue:
             return self._changed.wait_for(lambda: self._error is not None or not pending(), wait_s)
 
     def fail(self, error: Exception) -> None:
-        """End everything that waits with `error`."""
+        """End all pending transfers with `error`."""
         with self._changed:
             self._error = self._error or error
             waiting = [message for queue in self._queues.values() for message in queue.messages]

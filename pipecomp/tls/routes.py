@@ -119,7 +119,7 @@ def wait_for_keys(store: Any, keys: dict[int, str], wait_s: float, problem: str)
         store: The key-value store.
         keys: Rank -> the key that it writes.
         wait_s: Limit for all of them.
-        problem: What a rank whose key is missing has failed to do; completes "rank N".
+        problem: Failure of a rank whose key is missing; completes "rank N".
 
     Raises:
         LinkTimeoutError: Names the first rank whose key is missing.
@@ -210,7 +210,7 @@ class Routes:
     def _connect_relayed(self, other: int, wait_s: float, received: int) -> tuple[SecureStream, int]:
         """Connect through rank 0 within `wait_s`; return the stream and the number of frames that the other end has."""
         try:
-            request = ConnectRequest(handshake.RELAY, 0, other)  # rank 0 replies once the other end has come
+            request = ConnectRequest(handshake.RELAY, 0, other)  # rank 0 replies once the other end has connected
             outer, _ = connect(self._first, self._own, request, wait_s=_DIRECT_S, reply_s=wait_s)
             try:
                 return self._handshake_inside(outer, other, received)
@@ -271,7 +271,7 @@ class Routes:
 class Relay:
     """Rank 0's relay: joins two ranks that cannot reach each other.
 
-    # Note: what the relay can read
+    # Note: confidentiality of relayed traffic
     Both ranks ask for the relay under TLS, with their certificates. TLS with rank 0 then ends, and the two ranks
     authenticate each other over the joined sockets. The relay carries ciphertext only; rank 0 cannot take the place of
     either rank, since its certificate does not allow their numbers.
@@ -285,11 +285,11 @@ class Relay:
         self._threads: list[threading.Thread] = []
 
     def join(self, incoming: IncomingConnection) -> None:
-        """Keep a rank's connection until the other rank comes, then forward bytes both ways."""
+        """Hold a rank's connection until the other rank connects, then forward bytes both ways."""
         pair = min(incoming.rank, incoming.to), max(incoming.rank, incoming.to)
         with self._lock:
             for sock in self._joined.pop(pair, ()):
-                close_socket(sock)  # one rank has lost the connection before; this tells the other
+                close_socket(sock)  # one rank has lost the connection; closing it informs the other
             other = self._waiting.pop(pair, None)
             if other is None or other.rank == incoming.rank:  # the first one, or the same one again
                 self._waiting[pair] = incoming

@@ -1,7 +1,7 @@
 """torch's key-value store over the mesh: rank 0 holds the table, the others send it requests on their connections.
 
-The connection on which a request arrives decides what it may write: a rank's heartbeat, its stop notice, its address
-and its reports at the start of a run are its own.
+Write access depends on the connection: only the rank itself may write its heartbeat, its stop notice, its address and
+its reports at the start of a run.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ class PendingRequests:
         return reply
 
     def complete(self, number: int, value: Any) -> None:
-        """Take a reply; it is ignored if nobody waits for it any more."""
+        """Take a reply; it is ignored if nobody waits for it."""
         future = self._waiting.get(number)
         if future is not None:
             with contextlib.suppress(InvalidStateError):  # a second reply, or the connection has failed meanwhile

@@ -114,7 +114,7 @@ class SecureStream:
         try:
             self._run(self._tls.do_handshake)
         except ssl.SSLError:
-            self._write(self._outgoing.read())  # the alert tells the other end why
+            self._write(self._outgoing.read())  # the alert carries the reason to the other end
             raise
 
     def peer_certificate(self) -> bytes:
@@ -228,7 +228,7 @@ class SecureStream:
 
         # Note: SO_RCVLOWAT
         On a slow link every packet would wake the receiving thread, which then competes for the interpreter. The bound
-        is one TLS record below what is expected, since OpenSSL holds an incomplete record back. A socket without a
+        is one TLS record below the expected bytes, since OpenSSL holds an incomplete record back. A socket without a
         timeout is woken for every packet: its `recv` takes the few bytes that are there, then sleeps until `least`
         more have come, which may be more than is on its way.
         """

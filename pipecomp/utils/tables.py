@@ -15,7 +15,7 @@ COMPACT: dict[str, Any] = {"box": None, "padding": (0, 2, 0, 0)}
 
 
 def replace_unprintable() -> None:
-    """Print "?" for characters that the locale cannot encode, such as arrows, in place of raising an error."""
+    """Print "?" for characters that the locale cannot encode, such as arrows, instead of raising an error."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")

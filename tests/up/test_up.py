@@ -31,7 +31,7 @@ from pipecomp.tls.certificates import generate_key, read_identity
 from pipecomp.tls.enrollment import authority_fingerprint
 from pipecomp.tls.key_folder import MACHINE, KeyFolder, create_keys, issue_certificate, list_machines
 from pipecomp.tls.listener import ALL_INTERFACES, Address
-from pipecomp.up import digest, named
+from pipecomp.up import digest, input_paths
 from tests.limits import HANG_S, until
 from tests.soak.signal_rounds import RECIPE, ROOT, make_work
 
@@ -183,7 +183,7 @@ time.sleep({HANG_S})"""
 
 def test_which_arguments_name_files() -> None:
     words = "--train-file a b --seed 3 --model=m --metrics out.jsonl --eval-file c --no-report --adapter d"
-    assert named(words.split()) == ["a", "b", "m", "c", "d"]
+    assert input_paths(words.split()) == ["a", "b", "m", "c", "d"]
 
 
 def test_a_folder_is_known_by_all_of_its_files(tmp_path: Path) -> None:
@@ -269,7 +269,7 @@ def test_two_machines_come_to_a_trained_model(machines: tuple[Machine, Machine])
     assert [first.end(), second.end()] == [0, 0], first.said() + second.said()
     said = first.said()
     steps = ["machine-2 has joined", "connected over tls", "the same files", "under TLS with this run's keys"]
-    steps += ["the doctor has found no problem", "Predicted seconds", "up: planned", "up: training begins", "step 3/3"]
+    steps += ["the doctor found no problem", "Predicted seconds", "up: planned", "up: training begins", "step 3/3"]
     places = [said.index(step) for step in steps]
     assert places == sorted(places)
     assert "gloo interface" not in said
@@ -321,9 +321,9 @@ def test_a_problem_that_the_doctor_finds_ends_the_start_but_with_anyway(
     with contextlib.nullcontext() if anyway else pytest.raises(SystemExit, match="1"):
         up.main([checks, str(script)])
     said, told = capsys.readouterr()
-    assert "up: the doctor has found a problem" in said
+    assert "up: the doctor found a problem" in said
     assert ("it trains" in said) is anyway
-    refused = "pipecomp up: rank 0: not trained, because of the doctor's problems; --anyway trains in spite of them\n"
+    refused = "pipecomp up: rank 0: training not started: the doctor found problems; --anyway starts it\n"
     assert told == ("" if anyway else refused)
 
 

@@ -116,7 +116,7 @@ def require_distributed(method: str, group: Any) -> Any:
 
 
 class SingleTensorBucket:
-    """A tensor as a bucket of DDP, for hooks. number: of its error-feedback residual."""
+    """A single tensor in the form of a DDP bucket, for hooks. number: index of its error-feedback residual."""
 
     def __init__(self, tensor: Tensor, number: int) -> None:
         self._tensor, self._number = tensor, number

@@ -1,4 +1,4 @@
-"""DoubleSqueeze: workers and owners both quantize what they send to b bits, with error feedback on both sides.
+"""DoubleSqueeze: workers and owners both send b-bit codes, with error feedback on both sides.
 
 Each worker quantizes g + e and sends chunks to their owners; the owner averages, adds its own residual, quantizes again
 and sends to all. Nearest rounding with a scale for each group of values bounds the residuals by the largest value over

@@ -52,7 +52,7 @@ class GrandKMnTs(GradientMethod):
 
 
 def _limits_and_norm(n: int) -> tuple[Exchange, ...]:
-    """The smallest and the largest value, then the norm."""
+    """Plan the exchange of the smallest and the largest value, then of the norm."""
     return to_all(16, n), to_all(8, n)
 
 

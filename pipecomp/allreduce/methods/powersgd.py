@@ -114,7 +114,7 @@ def new_state(rank: int, group: Any) -> Any:
 
 
 def run_torch_hook(state: Any, bucket: Any, counters: Counters) -> Future:
-    """Run torch's hook. A mean that is not finite restores its memory, which NaN would never leave."""
+    """Run torch's hook. If the mean is not finite, restore the hook's memory: NaN would stay in it forever."""
     kept, place = (state.error_dict, state.p_memory_dict, state.q_memory_dict), bucket.index()
     error, p, q = (memory.get(place) for memory in kept)
     before = error, p, None if q is None else q.clone()  # torch changes Q in place, and makes P anew
@@ -132,7 +132,7 @@ def run_torch_hook(state: Any, bucket: Any, counters: Counters) -> Future:
 
 
 def sent_values(shapes: Iterable[Sequence[int]], rank: int) -> tuple[int, int]:
-    """Return the values in all-reduces: of uncompressed parameters, and of the matrices P and Q."""
+    """Return the number of values in all-reduces: uncompressed parameters, and the matrices P and Q."""
     flat = factors = 0
     for shape in shapes:
         rows, columns = matrix(shape)
@@ -150,7 +150,7 @@ def matrix(shape: Sequence[int]) -> tuple[int, int]:
 
 
 def columns_of(shape: Sequence[int], rank: int) -> int:
-    """Return the columns of P and Q; 0 if they would not be smaller than the parameter. It is sent whole then."""
+    """Return the number of columns of P and Q; 0 for a parameter that is sent whole because they are no smaller."""
     rows, columns = matrix(shape)
     r = min(rows, columns, rank)
     return r if len(shape) > 1 and (rows + columns) * r < rows * columns else 0
