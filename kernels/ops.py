@@ -395,8 +395,8 @@ def encode_fewest(
     filled, tensors = _choosable(items, error, low, high)
     if filled:
         on_device = dispatch.implementation(batches.encode_fewest, backend, *tensors)
-        if (found := on_device(items, error, low, high, payload)) is not None:
-            return found[0], FiniteFlag(found[1], batches.non_finite_error(items))
+        if (result := on_device(items, error, low, high, payload)) is not None:
+            return result[0], FiniteFlag(result[1], batches.non_finite_error(items))
         bits, encoded = _search_bits(filled, tensors, error, low, high, payload, backend)
     chosen = torch.full((1,), bits, dtype=torch.int64, device=payload.device)
     if encoded:

@@ -71,9 +71,9 @@ def as_micro_batch(batch: Any, ids: Sequence[int] | None = None, *, number_from:
     if not isinstance(batch, Mapping):
         raise DataError(f"a batch is a {type(batch).__name__}; expected a mapping with input_ids, or a pair")
     fields = {key: value for key, value in batch.items() if value is not None}
-    found = fields.pop(ID_KEY, None)
-    if ids is None and found is not None:
-        ids = [_whole(i) for i in found]
+    own_ids = fields.pop(ID_KEY, None)
+    if ids is None and own_ids is not None:
+        ids = [_whole(i) for i in own_ids]
     labels = next((fields.pop(k) for k in LABEL_KEYS if k in fields), None)
     main = next((fields[key] for key in INPUT_KEYS if isinstance(fields.get(key), Tensor)), None)
     if main is None:
@@ -215,7 +215,7 @@ def default_collate(samples: list[Mapping[str, Any]]) -> dict[str, Tensor]:
     """Stack samples that are mappings of equally long lists, numbers or tensors."""
     if not isinstance(samples[0], Mapping):
         raise DataError(f"a sample is a {type(samples[0]).__name__}; expected a mapping, or give a collate_fn")
-    found = {}
+    batch = {}
     for key in samples[0]:
         try:
             rows = [torch.as_tensor(s[key]) for s in samples]
@@ -225,10 +225,10 @@ def default_collate(samples: list[Mapping[str, Any]]) -> dict[str, Tensor]:
                 f"collate_fn ({type(error).__name__}: {error})"
             ) from error
         try:
-            found[key] = torch.stack(rows)
+            batch[key] = torch.stack(rows)
         except RuntimeError as error:
             raise DataError(f"samples of unequal length need a collate_fn that pads them ({error})") from error
-    return found
+    return batch
 
 
 def count_samples(data: Any, what: str) -> int:
@@ -324,27 +324,27 @@ def dataset_facts(data: Any, name: str) -> dict[str, Any]:
 
 
 def _digest(sample: Any) -> str:
-    found = hashlib.sha256()
-    _add(found, sample)
-    return found.hexdigest()
+    digest = hashlib.sha256()
+    _add(digest, sample)
+    return digest.hexdigest()
 
 
-def _add(found: Any, value: Any) -> None:
+def _add(digest: Any, value: Any) -> None:
     """Hash a value, independently of the order of mappings; of unknown objects only the type."""
     if isinstance(value, Mapping):
         for key in sorted(value, key=str):
-            found.update(f"{key}:".encode())
-            _add(found, value[key])
+            digest.update(f"{key}:".encode())
+            _add(digest, value[key])
     elif isinstance(value, (list, tuple)):
-        found.update(f"[{len(value)}".encode())
+        digest.update(f"[{len(value)}".encode())
         for item in value:
-            _add(found, item)
+            _add(digest, item)
     elif isinstance(value, torch.Tensor):
         flat = value.detach().cpu().contiguous().view(-1)
-        found.update(f"{flat.dtype}{tuple(value.shape)}".encode() + flat.view(torch.uint8).numpy().tobytes())
+        digest.update(f"{flat.dtype}{tuple(value.shape)}".encode() + flat.view(torch.uint8).numpy().tobytes())
     elif isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufcSU":
-        found.update(f"{value.dtype}{value.shape}".encode() + value.tobytes())
+        digest.update(f"{value.dtype}{value.shape}".encode() + value.tobytes())
     elif value is None or isinstance(value, (bool, int, float, str, bytes)):
-        found.update(f"{value!r},".encode())
+        digest.update(f"{value!r},".encode())
     else:
-        found.update(type(value).__name__.encode())
+        digest.update(type(value).__name__.encode())

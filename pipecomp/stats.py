@@ -175,11 +175,11 @@ def ring_bytes(size: int, n: int) -> int:
 def code_bits(ranks: Iterable[Mapping[str, Any]]) -> dict[str, list[int]]:
     """Return, by link, the bits and number of all quantized values: forward, then backward. ranks: as `Traffic.of`."""
     ends = {(rank["replica"], name): link for rank in ranks for name, link in rank["links"].items()}
-    found: dict[str, list[int]] = {}
+    result: dict[str, list[int]] = {}
     for (_, name), link in sorted(ends.items()):
         now = [link[way][key] for way in DIRECTIONS[:2] for key in ("code_bits", "values_quantized")]
-        found[name] = [a + b for a, b in zip(found.get(name, [0] * 4), now, strict=True)]
-    return found
+        result[name] = [a + b for a, b in zip(result.get(name, [0] * 4), now, strict=True)]
+    return result
 
 
 class BitsMeter:
@@ -238,12 +238,12 @@ class Traffic:
         """Sum `engine.gather_comm_stats()`. Both endpoints of a link count the same packets, so one is used."""
         links: dict[str, Counter[str]] = defaultdict(Counter)
         groups: dict[str, Counter[str]] = defaultdict(Counter)
-        seen: set[tuple[int, str]] = set()
+        counted: set[tuple[int, str]] = set()
         kinds = ("bytes_raw", "bytes_sent")
         for rank in ranks:
             for name, link in rank["links"].items():
-                if (rank["replica"], name) not in seen:
-                    seen.add((rank["replica"], name))
+                if (rank["replica"], name) not in counted:
+                    counted.add((rank["replica"], name))
                     links[name].update({f"{d}_{kind}": link[d][kind] for d in DIRECTIONS for kind in kinds})
             for name, group in rank["groups"].items():
                 groups[name].update({kind: group[kind] for kind in kinds})

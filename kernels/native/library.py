@@ -144,8 +144,8 @@ PROTOTYPES: dict[str, tuple[type | None, list[type]]] = {  # by function: its re
 def library_path() -> Path | None:
     """Find the newest library in the folder of `pipecomp.kernels`; None if it was never built."""
     folder = Path(__file__).resolve().parents[1]
-    found = [p for p in folder.glob("_native*") if p.suffix in (".so", ".dylib", ".pyd")]
-    return max(found, key=lambda p: p.stat().st_mtime, default=None)
+    paths = [p for p in folder.glob("_native*") if p.suffix in (".so", ".dylib", ".pyd")]
+    return max(paths, key=lambda p: p.stat().st_mtime, default=None)
 
 
 class Library:

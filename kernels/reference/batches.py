@@ -95,8 +95,8 @@ def non_finite_error(items: Sequence[EncodeItem]) -> Callable[[int], NonFiniteEr
 
     def error(flag: int) -> NonFiniteError:
         plain, delta = kinds[flag >> 32]
-        found = NonFiniteError("NaN or Inf") if plain else rows.non_finite("a - m" if delta else "x", flag & MASK32)
-        return found if len(kinds) == 1 else NonFiniteError(f"{found}, of the packet's sample {flag >> 32}")
+        failure = NonFiniteError("NaN or Inf") if plain else rows.non_finite("a - m" if delta else "x", flag & MASK32)
+        return failure if len(kinds) == 1 else NonFiniteError(f"{failure}, of the packet's sample {flag >> 32}")
 
     return error
 

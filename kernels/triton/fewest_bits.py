@@ -75,8 +75,8 @@ def truncate(steps):
 def load_group(x, m, delta, N: tl.constexpr):
     """Load values to be quantized, float32: x, or x - m if delta is 1."""
     at, ok = tile_of(N)
-    held = tl.load(m + at, mask=ok & (at < delta * N), other=0.0)
-    return to_float(tl.load(x + at, mask=ok, other=0)) - held
+    base = tl.load(m + at, mask=ok & (at < delta * N), other=0.0)
+    return to_float(tl.load(x + at, mask=ok, other=0)) - base
 
 
 @triton.jit
@@ -146,9 +146,9 @@ def distortion_kernel(
             v = load_group(x_row + FULL * GROUP, m_row + FULL * GROUP, delta, TAIL)
             measure_group(v, own + FULL, LOW, COUNT, GROUPS, TAIL, STOCHASTIC)
         tl.debug_barrier()  # other threads of this program have stored the sums
-        place, there = tile_of(GROUPS)
+        place, valid = tile_of(GROUPS)
         for b in range(COUNT):
-            tl.store(out + b * ROWS, halved(tl.load(own + b * GROUPS + place, mask=there, other=0.0), GROUPS))
+            tl.store(out + b * ROWS, halved(tl.load(own + b * GROUPS + place, mask=valid, other=0.0), GROUPS))
 
 
 @triton.jit(do_not_specialize=["limit", "ROWS", "LOW", "HIGH", "FIRST_TRY"])

@@ -65,9 +65,9 @@ def linear_encode_kernel(
     v = to_float(tl.load(g + at, mask=ok, other=0))
     s = tl.load(levels + tl.load(index + at, mask=ok, other=0).to(tl.int32)) if INDEXED else tl.load(levels)
     y = relative(v, divisor) * s
-    whole = y.to(tl.int32)
-    up = uniform(random_bits(start + tl.where(ok, at, 0), keys)) < y - whole.to(tl.float32)
-    level = tl.minimum(whole + up.to(tl.int32), offset)
+    floor = y.to(tl.int32)
+    up = uniform(random_bits(start + tl.where(ok, at, 0), keys)) < y - floor.to(tl.float32)
+    level = tl.minimum(floor + up.to(tl.int32), offset)
     c = tl.where(v < 0.0, offset - level, offset + level)
     store_codes(codes, octet, lane, c, ok, size_bytes, BITS)
 

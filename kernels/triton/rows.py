@@ -52,9 +52,9 @@ def operation(function: Callable[P, R]) -> Callable[P, R]:
 def first_tensor(values: Any) -> Tensor | None:
     """Find the first tensor in values, or in lists and tuples among them."""
     for value in values:
-        found = first_tensor(value) if isinstance(value, (list, tuple)) else value
-        if isinstance(found, Tensor):
-            return found
+        tensor = first_tensor(value) if isinstance(value, (list, tuple)) else value
+        if isinstance(tensor, Tensor):
+            return tensor
     return None
 
 
@@ -413,11 +413,11 @@ def launch_quantize(x: Tensor, m: Tensor | None, options: QuantizerOptions) -> t
         if options.scale == "rms":
             safe = torch.where(usable, most, 1.0)
             squares_kernel[s.grid(BLOCK)](x, base, safe, sums, *strides, m is not None, BLOCK, enable_fp_fusion=False)
-        whole = torch.full((s.groups,), s.group, dtype=torch.int64, device=x.device)
-        whole[-1] = s.H - (s.groups - 1) * s.group
-        found = reference.finish_scales(most, sums, whole.repeat(s.rows), options)
-        scales.copy_(found.reshape(scales.shape))
-        bad_rows = ~(found <= layout.SCALE_MAX).reshape(s.rows, s.groups).all(-1)
+        counts = torch.full((s.groups,), s.group, dtype=torch.int64, device=x.device)
+        counts[-1] = s.H - (s.groups - 1) * s.group
+        computed = reference.finish_scales(most, sums, counts.repeat(s.rows), options)
+        scales.copy_(computed.reshape(scales.shape))
+        bad_rows = ~(computed <= layout.SCALE_MAX).reshape(s.rows, s.groups).all(-1)
         row = torch.arange(s.rows, device=x.device)
         bad.copy_(torch.where(bad_rows, row, ALL_FINITE).min().reshape(1))
     octet_rows = triton.next_power_of_2(-(-s.group // 8)) if fused else OCT  # of one program

@@ -137,8 +137,8 @@ class AdaptiveAverage:
         with call.counters.part("quantize"):
             for part in parts:
                 y = self._divided(x_d, part)
-                found = [average.squared_error(y, call) * part.scale**2 for average in self._averages.values()]
-                self._planner.add_errors(part.layer, part.count, found)
+                errors = [average.squared_error(y, call) * part.scale**2 for average in self._averages.values()]
+                self._planner.add_errors(part.layer, part.count, errors)
 
     def _code_bytes(self, value: Any, d: int, n: int) -> float:
         """Return the bytes of a layer's codes through a rank's link, without norms."""
@@ -235,8 +235,8 @@ class Planner:
         flat, values = [sum(column) for column in zip(*rows, strict=True)], self._adaptive.values
         errors = [flat[i : i + len(values)] for i in range(0, len(flat), len(values))]
         costs = [[self._code_bytes(v, self._sizes[layer], len(rows)) for v in values] for layer in self._errors]
-        found = choose_values(errors, costs, values.index(self._own), self._adaptive.error)
-        self.values = {layer: values[i] for layer, i in zip(self._errors, found, strict=True)}
+        indices = choose_values(errors, costs, values.index(self._own), self._adaptive.error)
+        self.values = {layer: values[i] for layer, i in zip(self._errors, indices, strict=True)}
         self._errors = {}
 
     def state_dict(self) -> dict[Any, Any]:
@@ -278,10 +278,10 @@ def choose_values(
     limit = factor * _total(errors, [own] * len(errors))
     if not limit:
         return [own] * len(errors)
-    found = _fewest_bytes(error_LV / limit, cost_LV)
-    if factor >= 1 and (found is None or _total(costs, found) >= _total(costs, [own] * len(errors))):
+    indices = _fewest_bytes(error_LV / limit, cost_LV)
+    if factor >= 1 and (indices is None or _total(costs, indices) >= _total(costs, [own] * len(errors))):
         return [own] * len(errors)  # it fits, and another plan can only seem better by rounding
-    return [int(i) for i in error_LV.argmin(dim=1)] if found is None else found
+    return [int(i) for i in error_LV.argmin(dim=1)] if indices is None else indices
 
 
 def _total(rows: Sequence[Sequence[float]], plan: Sequence[int]) -> float:
@@ -294,18 +294,18 @@ def _fewest_bytes(share_LV: Tensor, cost_LV: Tensor) -> list[int] | None:
     steps = max(STEPS, STEPS_PER_LAYER * layers)
     need_LV = (share_LV * steps).ceil().clamp(max=steps + 1).long().tolist()
     least = torch.zeros(steps + 1, dtype=torch.float64)  # bytes of the layers so far, by steps used
-    taken = torch.zeros(layers, steps + 1, dtype=torch.uint8)
+    choices = torch.zeros(layers, steps + 1, dtype=torch.uint8)
     for layer in range(layers):
         options = torch.full((values, steps + 1), torch.inf, dtype=torch.float64)
         for value, need in enumerate(need_LV[layer]):
             if need <= steps:
                 options[value, need:] = least[: steps + 1 - need] + cost_LV[layer, value]
         least, index = options.min(dim=0)
-        taken[layer] = index.to(torch.uint8)
+        choices[layer] = index.to(torch.uint8)
     if not bool(least[steps].isfinite()):
         return None
     plan, left = [0] * layers, steps
     for layer in reversed(range(layers)):
-        plan[layer] = int(taken[layer, left])
+        plan[layer] = int(choices[layer, left])
         left -= need_LV[layer][plan[layer]]
     return plan

@@ -100,14 +100,14 @@ class SparseCode:
         d = x.numel()
         codes = ops.unpack_bits(self._inner.encode(x, start), self._bits, d)
         index = torch.nonzero(codes != self._zero).flatten()
-        kept = codes[index]
+        nonzero = codes[index]
         if self._signs_only:
-            kept = (kept > self._zero).to(torch.int32)
+            nonzero = (nonzero > self._zero).to(torch.int32)
         count = torch.tensor([index.numel()], dtype=torch.int32, device=x.device).view(torch.uint8)
         if not index.numel():
             return count
         positions = ops.pack_positions(index.to(torch.int32), d)
-        return torch.cat([count, positions, ops.pack_bits(kept, 1 if self._signs_only else self._bits)])
+        return torch.cat([count, positions, ops.pack_bits(nonzero, 1 if self._signs_only else self._bits)])
 
     def encoded_bytes(self, count: int) -> None:
         """The size depends on the values."""
@@ -124,10 +124,10 @@ class SparseCode:
             raise WireError(f"sparse gradient of {codes.numel()} bytes for {count} of {d} values")
         middle = 4 + ops.position_bytes(d, count)[1]
         index = ops.unpack_positions(codes[4:middle], d, count).to(torch.int64)
-        kept = ops.unpack_bits(codes[middle:], width, count)
+        nonzero = ops.unpack_bits(codes[middle:], width, count)
         if self._signs_only:
-            kept = kept * 2
-        dense = ops.pack_bits(kept, self._bits)
+            nonzero = nonzero * 2
+        dense = ops.pack_bits(nonzero, self._bits)
         values = torch.zeros(count, device=out.device, dtype=torch.float32)
         self._inner.add(dense, norm, values)
         out.index_add_(0, index, values)

@@ -39,9 +39,9 @@ class Residuals:
 
     def worker(self, key: str, slices: Slices | None, d: int, device: torch.device) -> Tensor:
         """Return a bucket's residual, float32 [d], to be updated in place; zeros at first."""
-        found = self._buckets.get(key)
-        if found is not None and found[0] == slices and found[1].numel() == d:
-            return _record_use(found[1])
+        bucket = self._buckets.get(key)
+        if bucket is not None and bucket[0] == slices and bucket[1].numel() == d:
+            return _record_use(bucket[1])
         parts = _parts(key, slices, d)
         e_d = torch.zeros(d, device=device, dtype=torch.float32)
         if slices is not None and key in self._pieces:  # an old file: residuals of buckets
@@ -61,8 +61,8 @@ class Residuals:
     def _place_in(self, key: str, slices: Slices | None, e_d: Tensor) -> None:
         """Make e the residual of a bucket, and drop other buckets with one of its parameters."""
         parts = _parts(key, slices, e_d.numel())
-        for other, (theirs, other_d) in list(self._buckets.items()):
-            if _overlap(parts, _parts(other, theirs, other_d.numel())):
+        for other, (other_slices, other_d) in list(self._buckets.items()):
+            if _overlap(parts, _parts(other, other_slices, other_d.numel())):
                 del self._buckets[other]
         self._pieces |= zip(dict(parts), _split(e_d, parts), strict=True)
         self._buckets[key] = (slices, e_d)
@@ -183,5 +183,5 @@ def _slices_to_file(slices: Slices | None, count: int) -> Slices:
 
 def _slices_of_file(slices: Iterable[Sequence[Any]]) -> Slices | None:
     """Convert slices of a file; None for a tensor by itself."""
-    found = tuple((name, count) for name, count in slices)
-    return None if found and found[0][0] == _SINGLE else found
+    parsed = tuple((name, count) for name, count in slices)
+    return None if parsed and parsed[0][0] == _SINGLE else parsed

@@ -53,14 +53,14 @@ def _connect(ranks: list[int], timeout_s: float, *, shared: bool) -> _GroupConne
     if _cache.world is not dist.group.WORLD:
         _cache = _ConnectionCache(dist.group.WORLD)
     key = (tuple(ranks), timeout_s)
-    found = _cache.shared.get(key) if shared else None
-    if found is None:
+    connections = _cache.shared.get(key) if shared else None
+    if connections is None:
         # Never destroyed: torch would reuse its name, and with it stale addresses.
-        found = _GroupConnections(*record_sockets(partial(_create_process_group, ranks, timeout_s)))
+        connections = _GroupConnections(*record_sockets(partial(_create_process_group, ranks, timeout_s)))
         if shared:
-            _cache.shared[key] = found
-    found.channels = (found.channels + 1) % _CHANNELS
-    return found
+            _cache.shared[key] = connections
+    connections.channels = (connections.channels + 1) % _CHANNELS
+    return connections
 
 
 def _create_process_group(ranks: list[int], timeout_s: float) -> Any:
@@ -73,7 +73,7 @@ def _create_process_group(ranks: list[int], timeout_s: float) -> Any:
     """
     name = f"pipecomp {ranks} {_cache.made[tuple(ranks)]}"
     _cache.made[tuple(ranks)] += 1
-    made, _ = distributed_c10d._new_process_group_helper(
+    group, _ = distributed_c10d._new_process_group_helper(
         len(ranks),
         ranks.index(dist.get_rank()),
         ranks,
@@ -82,8 +82,8 @@ def _create_process_group(ranks: list[int], timeout_s: float) -> Any:
         distributed_c10d.GroupName(name),
         timeout=datetime.timedelta(seconds=timeout_s),
     )
-    distributed_c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
-    return made
+    distributed_c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+    return group
 
 
 def host_backend() -> str:

@@ -26,13 +26,13 @@ class _MailReceive:
     def wait(self) -> None:
         """Fill the target. Raises RuntimeError, as torch does."""
         try:
-            found = _box(self._mail, self._key).get(timeout=self._timeout_s)
+            message = _box(self._mail, self._key).get(timeout=self._timeout_s)
         except queue.Empty:
             raise RuntimeError(f"nothing arrived within {self._timeout_s:g} s") from None
         del self._mail[self._key]
-        if found.numel() != self._target.numel():
-            raise RuntimeError(f"{found.numel()} bytes arrived, {self._target.numel()} were expected")
-        self._target.copy_(found)
+        if message.numel() != self._target.numel():
+            raise RuntimeError(f"{message.numel()} bytes arrived, {self._target.numel()} were expected")
+        self._target.copy_(message)
 
 
 def _box(mail: Mail, key: Key) -> queue.SimpleQueue[Tensor]:

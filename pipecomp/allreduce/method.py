@@ -145,10 +145,10 @@ class ExchangePlan:
 
     def exchanges(self) -> list[Exchange]:
         """Return all exchanges in order."""
-        found = list(self.before)
+        result = list(self.before)
         for piece in (p for pieces in self.passes for p in pieces):
-            found += [e for e in (piece.lengths, piece.sent, piece.returned) if e is not None]
-        return found
+            result += [e for e in (piece.lengths, piece.sent, piece.returned) if e is not None]
+        return result
 
 
 def packed(bits: int) -> Bytes:
@@ -172,13 +172,13 @@ def scattered(d: int, n: int, encoded: Bytes, reduced: Bytes | None = None) -> t
     pieces = []
     for span in spans(0, d, piece_length(n)):
         counts = [chunk.count for chunk in chunks(span, n)]
-        there = [encoded(count) for count in counts]
+        sizes = [encoded(count) for count in counts]
         back = [(reduced or encoded)(count) for count in counts]
         # An owner receives its chunk from n - 1 ranks, and sends the reduced one to as many.
-        out, returned = tuple(sum(there) - own for own in there), tuple((n - 1) * own for own in back)
+        out, returned = tuple(sum(sizes) - own for own in sizes), tuple((n - 1) * own for own in back)
         pieces.append(
             PiecePlan(
-                Exchange(out, max(*out, (n - 1) * max(there))),
+                Exchange(out, max(*out, (n - 1) * max(sizes))),
                 Exchange(returned, max(*returned, sum(back) - min(back))),
             )
         )

@@ -155,11 +155,11 @@ def compression_pays(beta: float, gamma: float, omega: float, rho: float) -> boo
     return beta * (1 - omega * rho) < 2 * omega * (rho - 1) * gamma
 
 
-def _kernels(given: Mapping[str, float]) -> dict[str, float]:
-    for name, seconds in given.items():
+def _kernels(measured: Mapping[str, float]) -> dict[str, float]:
+    for name, seconds in measured.items():
         require(name in PARTS, f"kernel_seconds.{name}", seconds, f"only {', '.join(KERNELS)}")
         require(seconds >= 0, f"kernel_seconds.{name}", seconds, "0 or more")
-    return {part: given.get(part, 0.0) for part in KERNELS}
+    return {part: measured.get(part, 0.0) for part in KERNELS}
 
 
 def plan_of(options: Gradients, d: int, n: int, shapes: Shapes | None = None) -> ExchangePlan:

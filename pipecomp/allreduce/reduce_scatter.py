@@ -115,18 +115,18 @@ def scatter(piece: Span, encoded: list[Copy], code: DenseCode, call: Call) -> Pe
     """Send each chunk's codes to its owner."""
     with call.counters.part("quantize"):
         outgoing = [copy.wait() for copy in encoded]
-    mine = chunks(piece, call.group.size)[call.group.rank].count
-    return call.group.exchange(outgoing, [code.encoded_bytes(mine)] * call.group.size)
+    own_count = chunks(piece, call.group.size)[call.group.rank].count
+    return call.group.exchange(outgoing, [code.encoded_bytes(own_count)] * call.group.size)
 
 
 def reduce_own(piece: Span, scattered: Pending, code: DenseCode, call: Call) -> Pending:
     """Reduce this rank's chunk and send it to all."""
     owned = chunks(piece, call.group.size)
-    mine = owned[call.group.rank]
+    own = owned[call.group.rank]
     with call.counters.part("wait"):
         parts = scattered.wait()
     with call.counters.part("reduce"):
-        reduced = code.reduce(parts, mine.count, mine.start)
+        reduced = code.reduce(parts, own.count, own.start)
     with call.counters.part("wait"):
         scattered.finish()
     return call.group.gather(reduced, [code.reduced_bytes(chunk.count) for chunk in owned])

@@ -313,8 +313,8 @@ class State:
             "calls": self._calls,
             "memory": self.memory.state_dict(),
         }
-        if (kept := self._stateful()) is not None:
-            state[kept.saved_as] = kept.state_dict()
+        if (stateful := self._stateful()) is not None:
+            state[stateful.saved_as] = stateful.state_dict()
         return state
 
     def load_state_dict(self, state: dict[str, Any], device: torch.device | str = "cpu") -> None:
@@ -327,15 +327,15 @@ class State:
         Raises:
             ConfigError: for the dict of another state.
         """
-        mine = {"options": self.options.as_dict(), "rank": self.group.rank, "ranks": self.group.size}
-        for key, value in mine.items():
+        own = {"options": self.options.as_dict(), "rank": self.group.rank, "ranks": self.group.size}
+        for key, value in own.items():
             if state.get(key) != value:
                 raise ConfigError(f"state.{key}", state.get(key), f"{value}, as this state has")
         self.forget()
         self._calls = state["calls"]
         self.memory.load_state_dict(state["memory"], torch.device(device))
-        if (kept := self._stateful()) is not None and kept.saved_as in state:
-            kept.load_state_dict(state[kept.saved_as], torch.device(device))
+        if (stateful := self._stateful()) is not None and stateful.saved_as in state:
+            stateful.load_state_dict(state[stateful.saved_as], torch.device(device))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write `state_dict` atomically to a file of this rank's own; call it between steps."""

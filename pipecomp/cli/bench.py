@@ -61,12 +61,12 @@ def bench_one_gpu(
     from pipecomp.bench.gpu import bench_gpu, failed
     from pipecomp.bench.gpu_page import PAGE, verdicts
 
-    found = bench_gpu(folder, say=lambda text: console.print(text, highlight=False))
-    write_json(json_file, found)
-    for wanted, value, met in verdicts(found):
-        console.print(f"{'yes' if met else 'NO'}: {wanted}: {value}", highlight=False)
-    cut = found["steps"].get("cut")
+    results = bench_gpu(folder, say=lambda text: console.print(text, highlight=False))
+    write_json(json_file, results)
+    for goal, value, met in verdicts(results):
+        console.print(f"{'yes' if met else 'NO'}: {goal}: {value}", highlight=False)
+    cut = results["steps"].get("cut")
     missing = f"; some step measurements are missing: {cut}" if cut else ""
-    console.print(f"{folder / PAGE}, {found['seconds']:.0f} s{missing}", highlight=False)
-    if any(failed(part) for part in found.values()):
+    console.print(f"{folder / PAGE}, {results['seconds']:.0f} s{missing}", highlight=False)
+    if any(failed(part) for part in results.values()):
         raise typer.Exit(1)

@@ -116,15 +116,15 @@ def demo(
                     print_status(f"{what} …")
             bar.update(tasks[what], completed=step, loss="" if loss is None else f"loss {loss:.3f}")
 
-        found = run_demo(settings, show)
-    console.print(result_table(found))
-    for note in table_notes(found):
+        result = run_demo(settings, show)
+    console.print(result_table(result))
+    for note in table_notes(result):
         console.print(note, highlight=False)
     print_line(f"\nWrote {out}/demo.json and {out}/losses.png")
     runs = [Path(out) / method for method in settings.methods]
     print_line(f"Report: {try_write_report(runs, Path(out) / 'report.html')}")
-    if found["sentence"] is not None:
-        console.print(f"\n{found['sentence']}", style="bold", highlight=False)
+    if result["sentence"] is not None:
+        console.print(f"\n{result['sentence']}", style="bold", highlight=False)
     if quick:
         console.print("--quick is too short to compare methods: run without it.", highlight=False)
 
@@ -238,8 +238,8 @@ def plan(options: PlanOptions, json_file: JsonOption = None) -> None:
     from pipecomp.netlab.software import throttle_to
     from pipecomp.plan.command import run_plan
 
-    if (found := run_plan(console, options, throttle_to)) is not None:
-        write_json(json_file, found)
+    if (result := run_plan(console, options, throttle_to)) is not None:
+        write_json(json_file, result)
 
 
 @app.command()
@@ -290,8 +290,10 @@ def up(
     from pipecomp.tls.listener import ALL_INTERFACES, Address
 
     check_minutes(minutes)
-    given = (at, fingerprint, code)
-    require(None not in given or given == (None, None, None), "at", at, "together with --fingerprint and --code")
+    invitation = (at, fingerprint, code)
+    require(
+        None not in invitation or invitation == (None, None, None), "at", at, "together with --fingerprint and --code"
+    )
     if at is None:
         bind = Address.parse(listen or str(Address(ALL_INTERFACES, _UP_PORT)), "listen")
         shown = up_launcher.own_address(bind.port) if bind.is_wildcard else bind
@@ -304,7 +306,7 @@ def up(
         up_launcher.join_run(keys, at, fingerprint, code, say=typer.echo)
     else:
         options = ["--machines", str(machines), "--procs", str(procs)]
-        options += [f"--no-{name}" for name, wanted in (("doctor", doctor), ("plan", plan)) if not wanted]
+        options += [f"--no-{name}" for name, enabled in (("doctor", doctor), ("plan", plan)) if not enabled]
         options += ["--anyway"] if anyway else []
         up_launcher.invite_machines(run, keys, bind, options, minutes=minutes, say=typer.echo)
         listen = str(bind)
@@ -414,10 +416,10 @@ def store_info(path: str, json_file: JsonOption = None) -> None:
     """Show a message store's contents by rank and link: run, samples, bytes, bits, versions."""
     from pipecomp.buffers.admin import info
 
-    found = info(path)
-    write_json(json_file, [dataclasses.asdict(line) for line in found])
+    lines = info(path)
+    write_json(json_file, [dataclasses.asdict(line) for line in lines])
     headings = ("rank", "link", "samples", "bits", "stored MB", "file MB", "versions", "configuration")
-    for run in dict.fromkeys(line.run for line in found):
+    for run in dict.fromkeys(line.run for line in lines):
         rows = (
             (
                 str(line.rank),
@@ -429,7 +431,7 @@ def store_info(path: str, json_file: JsonOption = None) -> None:
                 "–" if line.versions is None else f"{line.versions[0]} to {line.versions[1]}",
                 line.configuration,
             )
-            for line in found
+            for line in lines
             if line.run == run
         )
         console.print(f"run {run}" if run else "not used by a run", highlight=False)

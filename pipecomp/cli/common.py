@@ -72,9 +72,9 @@ def takes_options(command: Callable[..., None]) -> Callable[..., None]:
     parameters += [other.replace(kind=inspect.Parameter.KEYWORD_ONLY) for other in others]
 
     @functools.wraps(command)
-    def run(**given: Any) -> None:
-        options = kind(**{name: given.pop(name) for name in own})
-        command(options, **given)
+    def run(**values: Any) -> None:
+        options = kind(**{name: values.pop(name) for name in own})
+        command(options, **values)
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

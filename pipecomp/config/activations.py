@@ -184,18 +184,18 @@ class Activations(Section):
             raise ConfigError(f"activations.{key}", bits_text(got), f"{_BITS} or {_ERROR}", hint)
         if isinstance(got, tuple):
             require(link < len(got), f"activations.{key}", list(got), f"a number for link {link} too")
-        found = bits_of_link(got, link)
-        return found if isinstance(found, ConstantError) else int(found)
+        setting = bits_of_link(got, link)
+        return setting if isinstance(setting, ConstantError) else int(setting)
 
     def check_links(self, links: int) -> None:
         """Raise ConfigError unless every list of bits or rates has one entry for each of `links` links."""
         for key in FEWEST:
             got = getattr(self, key)
             rates = got.mbit_per_s if isinstance(got, ConstantError) else None
-            for name, found in ((key, got), (f"{key}.mbit_per_s", rates)):
-                if isinstance(found, tuple):
+            for name, entries in ((key, got), (f"{key}.mbit_per_s", rates)):
+                if isinstance(entries, tuple):
                     allowed = f"one number, or {links}: one for each link between {links + 1} stages"
-                    require(len(found) == links, f"activations.{name}", list(found), allowed)
+                    require(len(entries) == links, f"activations.{name}", list(entries), allowed)
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
@@ -227,16 +227,16 @@ def each_link(setting: Any) -> tuple[Any, ...]:
 
 def per_link(settings: Iterable[Any]) -> Any:
     """Combine one setting per link; return a single one if all are equal."""
-    found = tuple(settings)
-    return found[0] if len(set(found)) == 1 else found
+    values = tuple(settings)
+    return values[0] if len(set(values)) == 1 else values
 
 
 def bits_of_link(bits: Bits, link: int) -> int | str | ConstantError:
     """Return a link's bits: a number, "auto", or a ConstantError with the rate of that link."""
-    found = bits[link] if isinstance(bits, tuple) else bits
-    if isinstance(found, ConstantError) and isinstance(found.mbit_per_s, tuple):
-        return found.replace(mbit_per_s=found.mbit_per_s[link])
-    return found
+    setting = bits[link] if isinstance(bits, tuple) else bits
+    if isinstance(setting, ConstantError) and isinstance(setting.mbit_per_s, tuple):
+        return setting.replace(mbit_per_s=setting.mbit_per_s[link])
+    return setting
 
 
 def bits_text(bits: Bits) -> str:

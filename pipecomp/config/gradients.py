@@ -109,10 +109,10 @@ class GlobalQsgdOptions(MethodOptions):
 
     @model_validator(mode="before")
     @classmethod
-    def _set_sparse_defaults(cls, given: dict[str, Any]) -> dict[str, Any]:
-        if given.get("sparse") is not True:
-            return given
-        return {"norm": 2, "bits": 2 if given.get("levels") == "linear" else 4, **given}
+    def _set_sparse_defaults(cls, values: dict[str, Any]) -> dict[str, Any]:
+        if values.get("sparse") is not True:
+            return values
+        return {"norm": 2, "bits": 2 if values.get("levels") == "linear" else 4, **values}
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -308,44 +308,46 @@ class Adaptive(Section):
     values: tuple[Any, ...]
 
     @classmethod
-    def from_mapping(cls, given: object, options: MethodOptions, method: str) -> Adaptive:
+    def from_mapping(cls, section: object, options: MethodOptions, method: str) -> Adaptive:
         """Read the section, such as {"every": 100, "error": 1.0, "bits": [2, 3, 4]}; all keys are optional.
 
         Raises:
             ConfigError: for keys and values that are not allowed or have no effect with this method.
         """
-        if not isinstance(given, Mapping):
-            raise ConfigError(cls.section, given, "null, or an object with every, error and an option's values")
+        if not isinstance(section, Mapping):
+            raise ConfigError(cls.section, section, "null, or an object with every, error and an option's values")
         adaptable = options.adaptable()
         if adaptable is None:
             hint = f"With {method!r} and these options, all layers are compressed in the same way."
-            raise ConfigError(cls.section, dict(given), "null", hint)
+            raise ConfigError(cls.section, dict(section), "null", hint)
         option, default = adaptable
-        for key, value in given.items():
+        for key, value in section.items():
             if key not in ("every", "error", option):
                 raise ConfigError(f"{cls.section}.{key}", value, f"the keys every, error, {option} with {method!r}")
-        values = _candidates(options, option, given.get(option, default))
-        return cls(option=option, values=values, **{key: given[key] for key in ("every", "error") if key in given})
+        values = _candidates(options, option, section.get(option, default))
+        return cls(option=option, values=values, **{key: section[key] for key in ("every", "error") if key in section})
 
     def as_dict(self) -> dict[str, Any]:
         """Return the complete section."""
         return {"every": self.every, "error": self.error, self.option: self.values}
 
 
-def _candidates(options: MethodOptions, option: str, given: Any) -> tuple[Any, ...]:
+def _candidates(options: MethodOptions, option: str, values: Any) -> tuple[Any, ...]:
     """Return the method's own value and the given ones, each validated as the method's option."""
     key, own = f"{Adaptive.section}.{option}", getattr(options, option)
-    if not isinstance(given, (list, tuple)):
-        raise ConfigError(key, given, "a list")
-    found = {own}
-    for value in given:
+    if not isinstance(values, (list, tuple)):
+        raise ConfigError(key, values, "a list")
+    candidates = {own}
+    for value in values:
         try:
-            found.add(getattr(options.replace(**{option: value}), option))
+            candidates.add(getattr(options.replace(**{option: value}), option))
         except ConfigError as error:
-            raise ConfigError(key, given, f"a list of values, each {error.allowed}", error.hint) from error
-        require(type(value) is type(own), key, given, f"values of the type of {option} itself, {own}")
-    require(len(found) > 1, key, given, f"other values than {own}", "All layers have this value without adaptive.")
-    return tuple(sorted(found))
+            raise ConfigError(key, values, f"a list of values, each {error.allowed}", error.hint) from error
+        require(type(value) is type(own), key, values, f"values of the type of {option} itself, {own}")
+    require(
+        len(candidates) > 1, key, values, f"other values than {own}", "All layers have this value without adaptive."
+    )
+    return tuple(sorted(candidates))
 
 
 # -- local steps
@@ -368,9 +370,9 @@ class Outer(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _set_nesterov_defaults(cls, given: Any) -> Any:
-        nesterov = isinstance(given, Mapping) and given.get("optimizer") == "nesterov"
-        return {"lr": 0.7, "momentum": 0.9, **given} if nesterov else given
+    def _set_nesterov_defaults(cls, values: Any) -> Any:
+        nesterov = isinstance(values, Mapping) and values.get("optimizer") == "nesterov"
+        return {"lr": 0.7, "momentum": 0.9, **values} if nesterov else values
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -488,28 +490,28 @@ class Gradients(_Flat):
 
     @model_validator(mode="before")
     @classmethod
-    def _complete(cls, given: dict[str, Any]) -> dict[str, Any]:
+    def _complete(cls, values: dict[str, Any]) -> dict[str, Any]:
         """Validate the options of the method, of adaptive compression and of local steps, and fill in defaults."""
-        name = given.get("method", "none")
+        name = values.get("method", "none")
         known = isinstance(name, str) and name in METHODS
         require(known, "method", name, ", ".join(map(repr, METHODS)))
-        schema, present = METHODS[name], {key: value for key, value in given.items() if value is not None}
+        schema, present = METHODS[name], {key: value for key, value in values.items() if value is not None}
         for key in _OPTIONS:
             if key in present and key not in schema.model_fields:
                 users = ", ".join(repr(other) for other, takes in METHODS.items() if key in takes.model_fields)
                 raise ConfigError(key, present[key], f"only with {users}, not {name!r}")
         options = schema(**{key: present[key] for key in schema.model_fields if key in present})
-        found = {**given, **options.model_dump()}
+        completed = {**values, **options.model_dump()}
         if "adaptive" in present:
-            found["adaptive"] = Adaptive.from_mapping(present["adaptive"], options, name).as_dict()
+            completed["adaptive"] = Adaptive.from_mapping(present["adaptive"], options, name).as_dict()
         local = {key: present[key] for key in _LOCAL_KEYS if key in present}
         if "local_steps" in local:
             hint = "The optimizer averages its momentum in every step."
             require(not schema.in_optimizer, "local_steps", local["local_steps"], f"null with {name!r}", hint)
-            found |= LocalSteps(**local).as_dict()
+            completed |= LocalSteps(**local).as_dict()
         for key in () if "local_steps" in local else local:
             raise ConfigError(key, local[key], "only with gradients.local_steps")
-        return found
+        return completed
 
     @property
     def method_options(self) -> MethodOptions:
@@ -525,8 +527,8 @@ class Gradients(_Flat):
     @property
     def local(self) -> LocalSteps | None:
         """The settings of local steps; None if gradients are averaged in every step."""
-        found = {name: getattr(self, name) for name in _LOCAL_KEYS if getattr(self, name) is not None}
-        return LocalSteps(**found) if found else None
+        settings = {name: getattr(self, name) for name in _LOCAL_KEYS if getattr(self, name) is not None}
+        return LocalSteps(**settings) if settings else None
 
     @property
     def exchanges_in_optimizer(self) -> bool:

@@ -128,11 +128,11 @@ def read_json_object(key: str, path: str | os.PathLike) -> dict[str, Any]:
         ConfigError: with `key` and the path, for a file that cannot be read or holds no JSON object.
     """
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(key, str(path), f"a file that can be read ({error.strerror})") from error
     except ValueError as error:
         raise ConfigError(key, str(path), f"valid JSON ({error})") from error
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise ConfigError(key, str(path), "a JSON object")
-    return found
+    return value

@@ -108,20 +108,20 @@ def check_software_lab(environ: Mapping[str, str]) -> list[Finding]:
         return []
     lab = ThrottleSettings.read(text)
     slowed = "rates and delays" if any(rate is not None for rate in (*lab.up, *lab.down)) else "delays"
-    found = f"pipecomp netlab simulates {slowed} for training only: the figures above are this machine's own"
-    return [Finding("netlab", WARNING, found, "comm_stats() of a training run shows its links.")]
+    fact = f"pipecomp netlab simulates {slowed} for training only: the figures above are this machine's own"
+    return [Finding("netlab", WARNING, fact, "comm_stats() of a training run shows its links.")]
 
 
 def _examine_local_ranks() -> list[Finding]:
     try:
-        found = run_ranks(_LOCAL_RANKS, _measure_local_rank, timeout_s=_LOCAL_LIMIT_S)[0]
+        findings = run_ranks(_LOCAL_RANKS, _measure_local_rank, timeout_s=_LOCAL_LIMIT_S)[0]
     except ConfigError as error:
         advice = {"TMPDIR": "export TMPDIR=/tmp", "ulimit -n": "ulimit -n 65536"}.get(error.key, MOUNT_SHM)
         return [Finding("ranks", PROBLEM, str(error), advice)]
     except RankFailedError as error:
         advice = "Two ranks on this machine could not communicate over the loopback interface: see the lines above."
         return [Finding("ranks", PROBLEM, str(error).strip().splitlines()[-1], advice)]
-    return [Finding(*values) for values in found]
+    return [Finding(*values) for values in findings]
 
 
 def _measure_local_rank(rank: int, world: int, note: Callable[[Any], None]) -> list[Finding]:

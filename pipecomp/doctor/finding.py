@@ -34,18 +34,18 @@ class Finding(NamedTuple):
     advice: str = ""
 
 
-def judge(check: str, found: str, *faults: tuple[bool, str, str, str]) -> Finding:
+def judge(check: str, fact: str, *faults: tuple[bool, str, str, str]) -> Finding:
     """Make the finding for the first fault that applies, "ok" if none does.
 
     Args:
         check: Subject of the check.
-        found: The fact.
+        fact: The fact.
         faults: For each fault: True if it applies, its verdict, its consequence, and the advice; gravest first.
     """
     for applies, verdict, consequence, advice in faults:
         if applies:
-            return Finding(check, verdict, f"{found}: {consequence}", advice)
-    return Finding(check, OK, found)
+            return Finding(check, verdict, f"{fact}: {consequence}", advice)
+    return Finding(check, OK, fact)
 
 
 def has_problem(findings: Iterable[Finding]) -> bool:

@@ -96,14 +96,14 @@ def check_threads(cores: int, local_ranks: int | None, omp_num_threads: str | No
             each = f": each computes with {format_count(max(1, cores // ranks), 'thread')}" if cores > 1 else ""
             return judge("threads", f"{unset}, and {several}{each}", turns)
         if ranks > 1:
-            found = f"{unset} and {several}: each starts {cores} threads, which slow each other down"
-            return Finding("threads", WARNING, found, advice)
+            fact = f"{unset} and {several}: each starts {cores} threads, which slow each other down"
+            return Finding("threads", WARNING, fact, advice)
         hint = "" if local_ranks else "With R ranks on this machine, set it to the number of cores divided by R."
         return Finding("threads", OK, f"{unset}: a single rank uses {format_count(cores, 'core')}", hint)
     first = omp_num_threads.split(",")[0].strip()
     if not first.isdecimal() or int(first) < 1:
-        found = f"OMP_NUM_THREADS={omp_num_threads} is not a number of threads and has no effect"
-        return Finding("threads", WARNING, found, advice)
+        fact = f"OMP_NUM_THREADS={omp_num_threads} is not a number of threads and has no effect"
+        return Finding("threads", WARNING, fact, advice)
     busy = int(first) * ranks
     idle = f"{cores - busy} of them idle (torchrun sets 1 by default)"
     return judge(
@@ -149,14 +149,14 @@ def check_gpus(
         return [Finding("GPU", WARNING, "there is an NVIDIA GPU, but the installed torch is the CPU build", advice)]
     if not gpus:
         advice = "Check nvidia-smi and CUDA_VISIBLE_DEVICES; update the driver, or install torch for an older CUDA."
-        found = f"there is an NVIDIA GPU, but torch (for CUDA {built_for}) cannot use it"
-        return [Finding("GPU", WARNING, found, advice)]
+        fact = f"there is an NVIDIA GPU, but torch (for CUDA {built_for}) cannot use it"
+        return [Finding("GPU", WARNING, fact, advice)]
     advice = "nvidia-smi lists the processes on it; CUDA_VISIBLE_DEVICES selects another GPU."
     unusable = f"{advice} One too old for this torch needs torch for an older CUDA. DS_ACCELERATOR=cpu avoids GPUs."
     findings = []
     for gpu in gpus:
         broken = PROBLEM if gpu.number < used else WARNING
-        found = (
+        fact = (
             f"{gpu.name}, {format_bytes(gpu.free_bytes)} of {format_bytes(gpu.total_bytes)} free, "
             f"compute capability {gpu.capability[0]}.{gpu.capability[1]}, torch for {built_for}"
         )
@@ -164,15 +164,15 @@ def check_gpus(
             (bool(gpu.error), broken, f"torch cannot compute on it: {gpu.error}", unusable),
             (gpu.free_bytes < gpu.total_bytes / 2, WARNING, "another process uses it", advice),
         )
-        findings.append(judge(f"GPU {gpu.number}", found, *faults))
+        findings.append(judge(f"GPU {gpu.number}", fact, *faults))
     if local_ranks and local_ranks > len(gpus):
         findings.append(_shared_gpu(f"{local_ranks} ranks for {len(gpus)} GPUs on this machine"))
     return findings
 
 
-def _shared_gpu(found: str) -> Finding:
+def _shared_gpu(fact: str) -> Finding:
     advice = "Start at most one rank per GPU, or accept that all data travels over gloo, through host memory."
-    return Finding(GPU_SHARING, WARNING, f"{found}: they share its memory and time, and NCCL refuses to run", advice)
+    return Finding(GPU_SHARING, WARNING, f"{fact}: they share its memory and time, and NCCL refuses to run", advice)
 
 
 def check_shared_gpus(users: Iterable[tuple[int, str]]) -> list[Finding]:
@@ -189,7 +189,7 @@ def check_shared_gpus(users: Iterable[tuple[int, str]]) -> list[Finding]:
 
 def list_gpus() -> list[GpuStatus]:
     """List the GPUs that torch sees, and try each; full and unsupported ones are listed, too."""
-    found = []
+    gpus = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         properties = torch.cuda.get_device_properties(index)
         free, error = 0, ""
@@ -199,8 +199,8 @@ def list_gpus() -> list[GpuStatus]:
         except RuntimeError as failed:
             error = str(failed).strip().partition("\n")[0]
         capability = (properties.major, properties.minor)
-        found.append(GpuStatus(index, properties.name, properties.total_memory, free, capability, error))
-    return found
+        gpus.append(GpuStatus(index, properties.name, properties.total_memory, free, capability, error))
+    return gpus
 
 
 def has_driver() -> bool:
@@ -237,13 +237,13 @@ def check_interfaces(interfaces: Mapping[str, Interface], launch: Launch) -> Fin
         if interface.up and interface.addresses:
             speed = f", {interface.speed_mbit} Mbit/s" if interface.speed_mbit else ""
             shown.append(f"{interface.name} {interface.addresses[0]} (MTU {interface.mtu}{speed})")
-    found = ", ".join(shown) or "none is up"
+    fact = ", ".join(shown) or "none is up"
     if any(interface.usable for interface in interfaces.values()):
-        return Finding("interfaces", OK, found)
+        return Finding("interfaces", OK, fact)
     if launch.several_machines is not False and launch.started:
         advice = "Bring a network interface up; give a container a network (docker run --network=host)."
-        return Finding("interfaces", WARNING, f"{found}: no way to another machine", advice)
-    return Finding("interfaces", OK, f"{found}: enough for ranks on this machine, no way to another")
+        return Finding("interfaces", WARNING, f"{fact}: no way to another machine", advice)
+    return Finding("interfaces", OK, f"{fact}: enough for ranks on this machine, no way to another")
 
 
 def check_gloo(
@@ -265,42 +265,42 @@ def check_gloo(
             interface = interfaces.get(name)
             if interface is None or not interface.addresses or not interface.up:
                 what = "there is no such interface" if interface is None else "it is down or has no address"
-                found = f"{GLOO_VARIABLE}={variable}, but {name}: {what}. Every run will fail"
-                return Finding(_GLOO, PROBLEM, found, export)
+                fact = f"{GLOO_VARIABLE}={variable}, but {name}: {what}. Every run will fail"
+                return Finding(_GLOO, PROBLEM, fact, export)
         addresses = [interfaces[name].addresses[0] for name in names]
         pairs = ", ".join(f"{name} ({address})" for name, address in zip(names, addresses, strict=True))
-        found = f"uses {pairs}, set by {GLOO_VARIABLE}"
+        fact = f"uses {pairs}, set by {GLOO_VARIABLE}"
     elif choice.address is None:
         addresses = ["127.0.0.1"]
-        found = f"uses the loopback interface: the host name {choice.hostname} has no address of this machine"
+        fact = f"uses the loopback interface: the host name {choice.hostname} has no address of this machine"
     else:
         addresses = [choice.address]
         holder = next((i.name for i in interfaces.values() if choice.address in i.addresses), None)
         name = holder or ("the loopback interface" if is_loopback(choice.address) else "an unknown interface")
-        found = f"uses {name}: the host name {choice.hostname} is {choice.address}"
+        fact = f"uses {name}: the host name {choice.hostname} is {choice.address}"
     if not all(is_loopback(address) for address in addresses):
-        return Finding(_GLOO, OK, found)
+        return Finding(_GLOO, OK, fact)
     if not variable and choice.address is not None:
         export += f" (or give {choice.hostname} its own address in /etc/hosts, where it is {choice.address})"
     if launch.several_machines:
         advice = f"{export}, on every machine with the name of the interface that leads to the others"
         cost = "Other machines cannot be reached there: a run with several fails at the start"
-        return Finding(_GLOO, WARNING, f"{found}. {cost}", advice)
+        return Finding(_GLOO, WARNING, f"{fact}. {cost}", advice)
     advice = f"With several machines: {export}, with the name of the interface that leads to the others"
     one_machine = launch.several_machines is False
-    return Finding(_GLOO, OK, f"{found}. Enough for ranks on this machine", "" if one_machine else advice)
+    return Finding(_GLOO, OK, f"{fact}. Enough for ranks on this machine", "" if one_machine else advice)
 
 
 def check_master(master: str, address: str | None, launch: Launch) -> Finding:
     """Check MASTER_ADDR. address: the one that it resolves to here, if any."""
     if address is None:
         advice = "Set MASTER_ADDR to an IP address of rank 0's machine, or add the name to /etc/hosts."
-        found = f"MASTER_ADDR={master} does not resolve here: ranks cannot connect"
-        return Finding("rank 0's address", PROBLEM, found, advice)
-    found = f"MASTER_ADDR={master}" + ("" if address == master else f" is {address}")
+        fact = f"MASTER_ADDR={master} does not resolve here: ranks cannot connect"
+        return Finding("rank 0's address", PROBLEM, fact, advice)
+    fact = f"MASTER_ADDR={master}" + ("" if address == master else f" is {address}")
     advice = "Set MASTER_ADDR to an address of rank 0's machine that the others can reach."
     unreachable = is_loopback(address) and bool(launch.several_machines)
-    return judge("rank 0's address", found, (unreachable, WARNING, "other machines cannot reach that", advice))
+    return judge("rank 0's address", fact, (unreachable, WARNING, "other machines cannot reach that", advice))
 
 
 def check_tunnels(interfaces: Mapping[str, Interface], tunnels: Sequence[str], outer: str | None) -> list[Finding]:
@@ -322,19 +322,19 @@ def check_tunnels(interfaces: Mapping[str, Interface], tunnels: Sequence[str], o
     for name in tunnels:
         mtu, room = interfaces[name].mtu, below.mtu - _ENCAPSULATION
         advice = f"ip link set dev {name} mtu {room - 20} (or MTU = {room - 20} in its configuration), on both machines"
-        found = f"MTU {mtu} inside, {below.mtu} on {below.name} around it, {_ENCAPSULATION} bytes or more between"
-        findings.append(judge(f"tunnel {name}", found, (mtu > room, WARNING, consequence, advice)))
+        fact = f"MTU {mtu} inside, {below.mtu} on {below.name} around it, {_ENCAPSULATION} bytes or more between"
+        findings.append(judge(f"tunnel {name}", fact, (mtu > room, WARNING, consequence, advice)))
     return findings
 
 
 def list_tunnels(interfaces: Mapping[str, Interface]) -> list[str]:
     """List the tunnels that are up, such as WireGuard's, Tailscale's and OpenVPN's; Linux only."""
-    found = []
+    names = []
     for interface in interfaces.values():
         kind = Path("/sys/class/net", interface.name, "type")
         if interface.usable and kind.is_file() and int(kind.read_text()) == _ARPHRD_NONE:
-            found.append(interface.name)
-    return found
+            names.append(interface.name)
+    return names
 
 
 def resolve(name: str) -> str | None:
@@ -374,8 +374,8 @@ def check_open_files(limit: int | None) -> Finding:
     """Check the limit of open files per process; None for no limit."""
     few = limit is not None and limit < _OPEN_FILES
     advice = f"ulimit -n {4 * _OPEN_FILES}, before starting the launcher"
-    found = f"{'no limit' if limit is None else limit} per process"
-    return judge("open files", found, (few, WARNING, "too few for the sockets of many ranks and data workers", advice))
+    fact = f"{'no limit' if limit is None else limit} per process"
+    return judge("open files", fact, (few, WARNING, "too few for the sockets of many ranks and data workers", advice))
 
 
 def check_address_space(limit_bytes: int | None) -> Finding:
@@ -394,8 +394,8 @@ def check_locked_memory(limit_bytes: int | None, *, gpu: bool) -> Finding:
     """Check the limit of locked memory, which GPU transfers need; None for no limit."""
     small = gpu and limit_bytes is not None and limit_bytes < _LOCKED
     advice = "ulimit -l unlimited; in a container: --ulimit memlock=-1"
-    found = _format_limit(limit_bytes) + ("" if gpu else " (matters only with GPUs)")
-    return judge("locked memory", found, (small, WARNING, "NCCL may fail where the network has RDMA", advice))
+    fact = _format_limit(limit_bytes) + ("" if gpu else " (matters only with GPUs)")
+    return judge("locked memory", fact, (small, WARNING, "NCCL may fail where the network has RDMA", advice))
 
 
 def check_shared_memory(free_bytes: int | None) -> Finding:
@@ -408,8 +408,8 @@ def check_shared_memory(free_bytes: int | None) -> Finding:
     consequence = "data workers and NCCL use it, and crash when it is full"
     advice = "In a container: --shm-size=2g or --ipc=host; elsewhere remove old files there."
     small = free_bytes < _SHM_BYTES
-    found = f"{format_bytes(free_bytes)} free in /dev/shm"
-    return judge("shared memory", found, (small, WARNING, consequence, advice))
+    fact = f"{format_bytes(free_bytes)} free in /dev/shm"
+    return judge("shared memory", fact, (small, WARNING, consequence, advice))
 
 
 def _format_limit(limit_bytes: int | None) -> str:

@@ -335,8 +335,8 @@ def check_path(ranks: tuple[int, int], path: PacketPath | None) -> list[Finding]
     """Check loss, jitter and size of packets between two ranks; path: None if it could not be measured."""
     check = f"packets {ranks[0]}–{ranks[1]}"
     if path is None or not path.came:
-        found = "UDP does not get through, so that loss, jitter and the largest packet are not known"
-        return [Finding(check, OK, found, "Training needs TCP only; a firewall may block UDP.")]
+        fact = "UDP does not get through, so that loss, jitter and the largest packet are not known"
+        return [Finding(check, OK, fact, "Training needs TCP only; a firewall may block UDP.")]
     lost = 1 - path.came / path.sent
     limit = tcp_limit_bit_s(path.mtu or 1500, path.round_trip_s, lost)
     lossy = (
@@ -366,10 +366,10 @@ def _check_mtu(check: str, path: PacketPath) -> list[Finding]:
     advice = f"ip link set dev NAME mtu {path.mtu or 576}, on both machines, for the interface that leads to the other."
     consequence = fragmented if path.cut else dropped
     if path.mtu == 0:
-        found = f"the interface takes {path.interface_mtu} bytes, and no size that was tried comes through unfragmented"
-        return [Finding(check, WARNING, f"{found}: {consequence}", advice)]
-    found = f"{path.mtu} bytes come through whole, the interface takes {path.interface_mtu}"
-    return [judge(check, found, (path.mtu < path.interface_mtu, WARNING, consequence, advice))]
+        fact = f"the interface takes {path.interface_mtu} bytes, and no size that was tried comes through unfragmented"
+        return [Finding(check, WARNING, f"{fact}: {consequence}", advice)]
+    fact = f"{path.mtu} bytes come through whole, the interface takes {path.interface_mtu}"
+    return [judge(check, fact, (path.mtu < path.interface_mtu, WARNING, consequence, advice))]
 
 
 def tcp_limit_bit_s(mtu: int, round_trip_s: float, lost: float) -> float:

@@ -63,8 +63,8 @@ def package_findings(*, gpu: bool) -> list[Finding]:
     installed, required = _installed()
     own = required.get("pipecomp")
     if own is None:
-        found = "not installed but run from a folder: the versions of packages that it needs are unknown"
-        findings = [Finding("pipecomp", WARNING, found, "pip install -e . in that folder, or make setup")]
+        fact = "not installed but run from a folder: the versions of packages that it needs are unknown"
+        findings = [Finding("pipecomp", WARNING, fact, "pip install -e . in that folder, or make setup")]
     else:
         findings = check_versions(own, installed, gpu=gpu)
     return [*findings, check_conflicts(installed, required), check_imports(try_imports(IMPORTED, gpu=gpu))]
@@ -79,19 +79,20 @@ def check_versions(requirements: Iterable[str], installed: Mapping[str, str], *,
         gpu: True if torch sees a GPU.
     """
     findings = []
-    for wanted in _parse(requirements):
-        name = canonicalize_name(wanted.name)
-        for_extra = wanted.marker is not None and "extra" in str(wanted.marker)
-        if not (name == "triton" if for_extra else (wanted.marker is None or wanted.marker.evaluate({"extra": ""}))):
+    for requirement in _parse(requirements):
+        name = canonicalize_name(requirement.name)
+        for_extra = requirement.marker is not None and "extra" in str(requirement.marker)
+        applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        if not (name == "triton" if for_extra else applies):
             continue
-        version, allowed = installed.get(name), _versions(wanted)
-        install = f"pip install '{wanted.name}{wanted.specifier}'"
+        version, allowed = installed.get(name), _versions(requirement)
+        install = f"pip install '{requirement.name}{requirement.specifier}'"
         if version is None and for_extra:
-            found = f"not installed; {'the kernels for GPU tensors need it' if gpu else 'only GPUs need it'}"
-            findings.append(Finding(name, WARNING if gpu else OK, found, install if gpu else ""))
+            fact = f"not installed; {'the kernels for GPU tensors need it' if gpu else 'only GPUs need it'}"
+            findings.append(Finding(name, WARNING if gpu else OK, fact, install if gpu else ""))
         elif version is None:
             findings.append(Finding(name, PROBLEM, f"not installed; pipecomp needs {allowed}", install))
-        elif not wanted.specifier.contains(version, prereleases=True):
+        elif not requirement.specifier.contains(version, prereleases=True):
             verdict = WARNING if for_extra and not gpu else PROBLEM
             findings.append(Finding(name, verdict, f"{version}; pipecomp needs {allowed}", install))
         else:
@@ -124,18 +125,18 @@ def check_conflicts(installed: Mapping[str, str], required: Mapping[str, Sequenc
     for package, requirements in sorted(required.items()):
         if package == "pipecomp":
             continue
-        for wanted in _parse(requirements):
-            name = canonicalize_name(wanted.name)
+        for requirement in _parse(requirements):
+            name = canonicalize_name(requirement.name)
             if (
                 name not in TESTED
                 or name not in installed
-                or not (wanted.marker is None or wanted.marker.evaluate({"extra": ""}))
+                or not (requirement.marker is None or requirement.marker.evaluate({"extra": ""}))
             ):
                 continue
-            if not wanted.specifier.contains(installed[name], prereleases=True):
+            if not requirement.specifier.contains(installed[name], prereleases=True):
                 breaks |= canonicalize_name(package) in _ALSO_IMPORTED
                 which = f"{package} {installed.get(package, '')}".strip()
-                bad.append(f"{which} needs {name} {_versions(wanted)}, installed is {installed[name]}")
+                bad.append(f"{which} needs {name} {_versions(requirement)}, installed is {installed[name]}")
                 advice.append(f"pip install -U {package}, or pip uninstall {package} if nothing needs it")
     if bad:
         verdict = PROBLEM if breaks else WARNING
@@ -146,12 +147,12 @@ def check_conflicts(installed: Mapping[str, str], required: Mapping[str, Sequenc
 def check_imports(errors: Mapping[str, str] | None) -> Finding:
     """Check that the packages can be imported. errors: by module; None if the imports took too long."""
     if errors is None:
-        found = f"importing the packages took over {_IMPORT_TIMEOUT_S:.0f} s, as it will in every run"
-        return Finding("imports", WARNING, found, "Check this machine's load and the disk that Python is on.")
+        fact = f"importing the packages took over {_IMPORT_TIMEOUT_S:.0f} s, as it will in every run"
+        return Finding("imports", WARNING, fact, "Check this machine's load and the disk that Python is on.")
     if errors:
-        found = "; ".join(f"import {name} fails: {error}" for name, error in errors.items())
+        fact = "; ".join(f"import {name} fails: {error}" for name, error in errors.items())
         top = " ".join(dict.fromkeys(name.split(".")[0] for name in errors))
-        return Finding("imports", PROBLEM, found, f"pip install --force-reinstall {top}")
+        return Finding("imports", PROBLEM, fact, f"pip install --force-reinstall {top}")
     return Finding("imports", OK, "all packages can be imported")
 
 
@@ -190,13 +191,13 @@ def _installed() -> tuple[dict[str, str], dict[str, list[str]]]:
     """Return versions and requirements of all installed packages, by normalized name."""
     versions: dict[str, str] = {}
     requirements: dict[str, list[str]] = {}
-    for found in importlib.metadata.distributions():
-        name = found.metadata["Name"]
+    for package in importlib.metadata.distributions():
+        name = package.metadata["Name"]
         if name:  # a half-removed package has none
             key = str(canonicalize_name(name))
             # The first on sys.path is the one that is imported.
-            versions.setdefault(key, found.version)
-            requirements.setdefault(key, list(found.requires or ()))
+            versions.setdefault(key, package.version)
+            requirements.setdefault(key, list(package.requires or ()))
     return versions, requirements
 
 

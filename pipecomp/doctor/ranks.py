@@ -173,8 +173,8 @@ class RankSession:
     def _check_turn(self, pair: Sequence[int], result: Any) -> list[Finding]:
         """Check the result of a turn: [of `lead` or its error, of `lead_path`], an error, or None."""
         a, b = self.identities[pair[0]], self.identities[pair[1]]
-        found, path = result if isinstance(result, list) else (result, None)
-        measured = LinkMeasurement(*found) if isinstance(found, list) else found
+        link, path = result if isinstance(result, list) else (result, None)
+        measured = LinkMeasurement(*link) if isinstance(link, list) else link
         findings = [check_pair(a, b, measured, self._transport)]
         if a.machine != b.machine and isinstance(result, list):
             findings += check_path((a.rank, b.rank), None if path is None else PacketPath(*path))
@@ -220,14 +220,14 @@ class RankSession:
         collected = list(own)
         for identity in self.identities[1:]:
             where = f"rank {identity.rank} on {identity.host}"
-            found = [Finding(*values) for values in self._ask(identity.rank, f"found/{identity.rank}", wait_s, [])]
-            collected += [f._replace(found=f"{where}: {f.found}") for f in found if f.verdict != OK]
+            findings = [Finding(*values) for values in self._ask(identity.rank, f"found/{identity.rank}", wait_s, [])]
+            collected += [f._replace(found=f"{where}: {f.found}") for f in findings if f.verdict != OK]
             if identity.rank in self._lost:
                 advice = "Look at the output of that rank, and whether its machine is still up."
                 collected.append(Finding(where, PROBLEM, "it no longer answers", advice))
-            elif found:
-                count = sum(f.verdict == OK for f in found)
-                collected.append(Finding(where, OK, f"{count} of {len(found)} checks of its machine are ok"))
+            elif findings:
+                count = sum(f.verdict == OK for f in findings)
+                collected.append(Finding(where, OK, f"{count} of {len(findings)} checks of its machine are ok"))
         return collected
 
     def finish(self, findings: Sequence[Finding], wait_s: float) -> bool:
@@ -324,8 +324,8 @@ def check_pair(
     check = f"ranks {first.rank} and {second.rank}"
     where = f"{first.host} and {second.host}" if first.machine != second.machine else f"both on {first.host}"
     if measured is None:
-        found = f"{where}: not measured, as earlier pairs took too long"
-        return Finding(check, WARNING, found, "Look at the slow ranks, then measure again with fewer ranks.")
+        fact = f"{where}: not measured, as earlier pairs took too long"
+        return Finding(check, WARNING, fact, "Look at the slow ranks, then measure again with fewer ranks.")
     if isinstance(measured, str):
         advice = _firewall_advice(first, second, transport)
         return Finding(check, PROBLEM, f"{where}: no data came through: {measured}", advice)
@@ -350,20 +350,20 @@ def check_clocks(first: RankIdentity, second: RankIdentity, measured: LinkMeasur
     """Check whether the clocks of two machines agree."""
     ahead, error = measured.clock_ahead_s, measured.clock_error_s
     fast, slow = (second, first) if ahead > 0 else (first, second)
-    found = f"rank {fast.rank}'s is {format_time(abs(ahead))} ahead of rank {slow.rank}'s (± {format_time(error)})"
+    fact = f"rank {fast.rank}'s is {format_time(abs(ahead))} ahead of rank {slow.rank}'s (± {format_time(error)})"
     consequence = (
         "training itself needs no clocks, but times in logs and traces cannot be compared, and a machine whose clock "
         "is far behind rejects keys"
     )
     advice = "timedatectl set-ntp true, on both machines"
-    return judge("clocks", found, (abs(ahead) > _SKEW_S + error, WARNING, consequence, advice))
+    return judge("clocks", fact, (abs(ahead) > _SKEW_S + error, WARNING, consequence, advice))
 
 
 def check_same_versions(identities: Sequence[RankIdentity]) -> Finding:
     """Check whether all ranks run the same versions, since versions may differ in packets and checkpoints."""
     if differ := differences([identity.versions for identity in identities]):
-        found = f"{'. '.join(differ)}. Their checkpoints and packets may be incompatible"
-        return Finding("same versions", WARNING, found, "Install the same versions on all machines.")
+        fact = f"{'. '.join(differ)}. Their checkpoints and packets may be incompatible"
+        return Finding("same versions", WARNING, fact, "Install the same versions on all machines.")
     return Finding("same versions", OK, f"the same on all {len(identities)} ranks")
 
 
@@ -374,8 +374,8 @@ def check_joined(errors: Mapping[int, str], identities: Sequence[RankIdentity], 
         return Finding(check, OK, f"all {len(identities)} ranks are connected")
     who = ("rank " if len(errors) == 1 else "ranks ") + ", ".join(map(str, sorted(errors)))
     error = max(errors.values(), key=lambda text: "remote=" in text)  # the connecting side names the address
-    found = f"ranks share a store, but {who} cannot connect to the others: {error}"
-    return Finding(check, PROBLEM, found, _firewall_advice(identities[0], identities[1], transport))
+    fact = f"ranks share a store, but {who} cannot connect to the others: {error}"
+    return Finding(check, PROBLEM, fact, _firewall_advice(identities[0], identities[1], transport))
 
 
 def _firewall_advice(first: RankIdentity, second: RankIdentity, transport: str) -> str:
@@ -391,14 +391,14 @@ def _firewall_advice(first: RankIdentity, second: RankIdentity, transport: str) 
 
 def check_rank_0(launch: Launch) -> Finding:
     """Make the finding for a rank 0 that was lost after the rendezvous."""
-    found = f"rank 0 at {launch.master} no longer answers, so this is only about rank {launch.rank}'s machine"
-    return Finding("rendezvous", PROBLEM, found, "Look at the output of rank 0, and whether its machine is still up.")
+    fact = f"rank 0 at {launch.master} no longer answers, so this is only about rank {launch.rank}'s machine"
+    return Finding("rendezvous", PROBLEM, fact, "Look at the output of rank 0, and whether its machine is still up.")
 
 
 def check_rendezvous(launch: Launch, error: Exception, limit_s: float) -> Finding:
     """Make the finding for ranks that did not rendezvous. error: from `RankSession`."""
     if isinstance(error.__cause__, PipecompError) and not isinstance(error.__cause__, LinkTimeoutError):
-        found = f"rank {launch.rank} cannot join the others: {error}"
-        return Finding("rendezvous", PROBLEM, found, "Fix that first, then start all ranks again.")
-    found = f"the {launch.world} ranks did not join in {limit_s:.0f} s: {error}"
-    return Finding("rendezvous", PROBLEM, found, f"Start all ranks within {limit_s:.0f} s of each other.")
+        fact = f"rank {launch.rank} cannot join the others: {error}"
+        return Finding("rendezvous", PROBLEM, fact, "Fix that first, then start all ranks again.")
+    fact = f"the {launch.world} ranks did not join in {limit_s:.0f} s: {error}"
+    return Finding("rendezvous", PROBLEM, fact, f"Start all ranks within {limit_s:.0f} s of each other.")

@@ -72,11 +72,11 @@ def check_space(path: Path, free_bytes: int) -> Finding:
 def check_file_system(path: Path, kind: str | None) -> Finding:
     """Check the file system. kind: its name in the system's table of mounts, None if unknown."""
     if kind in _NETWORK:
-        found = f"{path} is on a network file system ({kind}): LMDB's locks and memory maps cannot be trusted there"
-        return Finding("file system", WARNING, found, _ANOTHER_PATH)
+        fact = f"{path} is on a network file system ({kind}): LMDB's locks and memory maps cannot be trusted there"
+        return Finding("file system", WARNING, fact, _ANOTHER_PATH)
     if kind in _IN_MEMORY:
-        found = f"{path} is on {kind}, in memory: the store takes memory, and restarting the machine empties it"
-        return Finding("file system", WARNING, found, _ANOTHER_PATH)
+        fact = f"{path} is on {kind}, in memory: the store takes memory, and restarting the machine empties it"
+        return Finding("file system", WARNING, fact, _ANOTHER_PATH)
     return Finding("file system", OK, kind or "unknown")
 
 
@@ -84,8 +84,8 @@ def check_speed(speed: DiskSpeed) -> Finding:
     """Check the disk's speed, without the system's cache."""
     consequence = "training waits if activations arrive faster than that"
     advice = "Use another disk, or store.bits 8 for a quarter of the bytes."
-    found = f"writes {speed.write / 1e6:.0f} MB/s with fsync, reads {speed.read / 1e6:.0f} MB/s"
-    return judge("disk speed", found, (min(speed) < _SLOW_BYTES_S, WARNING, consequence, advice))
+    fact = f"writes {speed.write / 1e6:.0f} MB/s with fsync, reads {speed.read / 1e6:.0f} MB/s"
+    return judge("disk speed", fact, (min(speed) < _SLOW_BYTES_S, WARNING, consequence, advice))
 
 
 def check_lmdb(problem: str | None) -> Finding:
@@ -97,9 +97,9 @@ def check_lmdb(problem: str | None) -> Finding:
 
 def check_writable(folder: Path, error: OSError) -> Finding:
     """Make the finding for a folder that cannot be written."""
-    found = f"cannot write in {folder}: {error.strerror or error}"
+    fact = f"cannot write in {folder}: {error.strerror or error}"
     advice = f"Change its permissions (chmod, chown), or choose another store.path; you are user {os.getuid()}."
-    return Finding("store folder", PROBLEM, found, advice)
+    return Finding("store folder", PROBLEM, fact, advice)
 
 
 def existing_parent(path: Path) -> Path:
@@ -110,13 +110,13 @@ def existing_parent(path: Path) -> Path:
 
 def file_system(folder: Path, mounts: Iterable[tuple[str, str]]) -> str | None:
     """Return the kind of a folder's file system. mounts: (folder, kind) in the order of mounting."""
-    found, depth = None, -1
+    result, depth = None, -1
     real = folder.resolve()
     for where, kind in mounts:
         mount = Path(where)
         if real.is_relative_to(mount) and len(mount.parts) >= depth:
-            found, depth = kind, len(mount.parts)
-    return found
+            result, depth = kind, len(mount.parts)
+    return result
 
 
 def measure_disk(folder: Path) -> DiskSpeed:
@@ -210,9 +210,9 @@ def _store(folder: Path) -> str | None:
                 store.put_many([(7, 1, m_nH.clone())])
                 environment.commit()
                 environment.flush()
-            (found,) = store.get([7])
+            (value,) = store.get([7])
             environment.close()
-            if found is None or not torch.equal(found.m_nH, m_nH):
+            if value is None or not torch.equal(value.m_nH, m_nH):
                 return "the values read are not the values stored"
     except StoreError as error:
         return str(error).replace(str(folder), "…")

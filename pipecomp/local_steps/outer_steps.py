@@ -40,12 +40,12 @@ class CommonWeights:
 
     def outer_gradients(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return the difference of common and own weights, the outer gradient; new tensors."""
-        found = {}
+        gradients = {}
         for name in names:
             common, own = self._common[name], self._weights[name].detach()
             # Half-precision weights started from rounded common ones; the rounding is not a movement.
-            found[name] = common - own if own.dtype == common.dtype else common.to(own.dtype) - own.to(common.dtype)
-        return found
+            gradients[name] = common - own if own.dtype == common.dtype else common.to(own.dtype) - own.to(common.dtype)
+        return gradients
 
     @torch.no_grad()
     def step(self, gradients: Mapping[str, Tensor], sums: Mapping[str, Tensor]) -> None:
@@ -112,8 +112,8 @@ class CommonWeights:
 
     def momentum(self) -> dict[str, Tensor]:
         """Return the outer optimizer's momentum, by name, of weights with an outer step."""
-        found = {name: self._sgd.state[common].get("momentum_buffer") for name, common in self._common.items()}
-        return {name: buffer for name, buffer in found.items() if buffer is not None}
+        buffers = {name: self._sgd.state[common].get("momentum_buffer") for name, common in self._common.items()}
+        return {name: buffer for name, buffer in buffers.items() if buffer is not None}
 
     def full_precision(self) -> dict[str, Tensor]:
         """Return the common weights that a half-precision file of the model cannot represent."""
@@ -386,8 +386,8 @@ class OuterSteps:
 
     def fits(self, shared: Mapping[str, Any]) -> bool:
         """Return whether a state has the same intervals and fragments, so that an interval can be continued."""
-        mine, saved = self._options.as_dict(), dict(shared["options"])
-        return {**saved, "outer": None} == {**mine, "outer": None}
+        own, saved = self._options.as_dict(), dict(shared["options"])
+        return {**saved, "outer": None} == {**own, "outer": None}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any], step: int) -> None:

@@ -65,13 +65,13 @@ def row_rates(mean: Tensor, sums: Tensor, replicas: int) -> Tensor:
     if replicas == 1:
         return torch.ones_like(squares)
     lengths = _exact_sums(rows.square())
-    found = _exact_sums(lengths[None]) * _directions(*rows.shape)
-    share = torch.where(found > 0, _exact_sums(along.square()[None]) / found, 1.0).clamp(
+    totals = _exact_sums(lengths[None]) * _directions(*rows.shape)
+    share = torch.where(totals > 0, _exact_sums(along.square()[None]) / totals, 1.0).clamp(
         max=1.0
     )  # the share that is not noise
-    there = lengths * share  # 0 if nothing has moved, even if the mean holds an error-feedback residual
-    rates = (squares / there).sqrt().clamp(1.0, math.sqrt(replicas))
-    return torch.where(there > 0, rates, 1.0) * AHEAD
+    noise_free = lengths * share  # 0 if nothing has moved, even if the mean holds an error-feedback residual
+    rates = (squares / noise_free).sqrt().clamp(1.0, math.sqrt(replicas))
+    return torch.where(noise_free > 0, rates, 1.0) * AHEAD
 
 
 def _directions(rows: int, values: int) -> int:
@@ -84,12 +84,12 @@ def _rows(x: Tensor) -> Tensor:
 
 def _exact_sums(x: Tensor) -> Tensor:
     """Sum each row of non-negative values, to the same bits in any order; float64."""
-    found = []
+    parts = []
     for part in x.split(max(1, _AT_ONCE // max(1, x.shape[1]))):
         top = part.amax(1, keepdim=True)
-        whole = torch.where(top > 0, part / top, 0.0).mul_(_UNIT).round_().long().sum(1)
-        found.append(whole.double() * (top[:, 0].double() / _UNIT))
-    return torch.cat(found) if found else x.new_zeros(0, dtype=torch.float64)
+        units = torch.where(top > 0, part / top, 0.0).mul_(_UNIT).round_().long().sum(1)
+        parts.append(units.double() * (top[:, 0].double() / _UNIT))
+    return torch.cat(parts) if parts else x.new_zeros(0, dtype=torch.float64)
 
 
 class SecondMoments:
@@ -111,17 +111,17 @@ class SecondMoments:
             may have trained, and all must exchange the same tensors.
         """
         states = self._states()
-        there = [state for state in states.values() if state]
-        if there and not any("exp_avg_sq" in state for state in there):
+        nonempty = [state for state in states.values() if state]
+        if nonempty and not any("exp_avg_sq" in state for state in nonempty):
             return {}
-        found = {}
+        means = {}
         for name in names:
             weight = self._weights[name]
             v = states[weight].get("exp_avg_sq") if weight in states else None
             rows = weight.shape[0] if weight.dim() else 1
             zeros = torch.zeros(rows, device=weight.device, dtype=torch.float32)
-            found[name] = zeros if v is None else v.detach().float().reshape(rows, -1).mean(1)
-        return found
+            means[name] = zeros if v is None else v.detach().float().reshape(rows, -1).mean(1)
+        return means
 
     @torch.no_grad()
     def scale_to(self, own: Mapping[str, Tensor], means: Mapping[str, Tensor]) -> None:
@@ -141,9 +141,9 @@ class SecondMoments:
             if v is None:
                 continue
             now = v.detach().float().reshape(len(mean), -1).mean(1)
-            wanted = mean + (now - own[name]).clamp_min(0.0)
-            there = (own[name] > _LEAST) & (now > _LEAST)
-            factor = torch.where(there, wanted / now.clamp_min(_LEAST), 1.0)
-            more = torch.where(there, 0.0, mean)
+            target = mean + (now - own[name]).clamp_min(0.0)
+            scalable = (own[name] > _LEAST) & (now > _LEAST)
+            factor = torch.where(scalable, target / now.clamp_min(_LEAST), 1.0)
+            more = torch.where(scalable, 0.0, mean)
             shape = (-1, *(1,) * (v.dim() - 1)) if v.dim() else ()
             v.mul_(factor.view(shape)).add_(more.view(shape))

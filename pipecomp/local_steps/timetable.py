@@ -68,12 +68,12 @@ def fragments_of(weights: Mapping[str, Tensor], tied: Set[str], count: int) -> l
         hint = "Each fragment needs a trained weight of the stage; tied weights count as one."
         raise ConfigError("gradients.fragments", count, f"at most {most}", hint)
     total, before = sum(weights[name].numel() for name in order), 0
-    found: list[list[str]] = [[] for _ in range(count)]
+    fragments: list[list[str]] = [[] for _ in range(count)]
     for place, name in enumerate(order):
         middle = before + weights[name].numel() / 2
         before += weights[name].numel()
-        wanted = 0 if name in tied else int(middle * count / max(1, total))
-        filled = next((k for k in range(count) if not found[k]), count)  # the first empty fragment
+        target = 0 if name in tied else int(middle * count / max(1, total))
+        filled = next((k for k in range(count) if not fragments[k]), count)  # the first empty fragment
         last = count - (len(order) - place)  # leaves enough weights for the remaining fragments
-        found[min(max(wanted, last), filled, count - 1)].append(name)
-    return found
+        fragments[min(max(target, last), filled, count - 1)].append(name)
+    return fragments

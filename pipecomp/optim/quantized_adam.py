@@ -221,8 +221,8 @@ class QuantizedAdam(torch.optim.Optimizer):
 
     def _own_norm(self, parameters: list[Tensor], unscale: float | None) -> float:
         """Return the L2 norm of this rank's own gradients."""
-        held = [p for p in parameters if p.grad is not None]
-        return self._norm(held, [cast(Tensor, p.grad) for p in held]) * (unscale or 1.0)
+        with_gradient = [p for p in parameters if p.grad is not None]
+        return self._norm(with_gradient, [cast(Tensor, p.grad) for p in with_gradient]) * (unscale or 1.0)
 
     def _norm(self, parameters: list[Tensor], gradients: list[Tensor]) -> float:
         """Return the L2 norm of these parameters' gradients, the same on all ranks for the same gradients."""
@@ -319,14 +319,14 @@ class StepAgreement:
             PeerLostError: for a rank that is gone.
         """
         flags = torch.full((len(listed) + 1,), _NONE, dtype=torch.uint8)
-        held = [i for i, (p, _) in enumerate(listed) if p.grad is not None and p.numel()]
-        gradients = [cast(Tensor, listed[i][0].grad) for i in held]
+        present = [i for i, (p, _) in enumerate(listed) if p.grad is not None and p.numel()]
+        gradients = [cast(Tensor, listed[i][0].grad) for i in present]
         if any(g.layout != torch.strided for g in gradients):
             raise ShapeError("a sparse gradient: make the embedding with sparse=False")
-        if held:
+        if present:
             norms = torch._foreach_norm(gradients, math.inf)
             largest = torch.stack([norm.to(norms[0].device, torch.float32) for norm in norms]).cpu()
-            flags[held] = torch.where(largest * (unscale or 1) <= LARGEST_GRADIENT, _USABLE, _BAD).to(torch.uint8)
+            flags[present] = torch.where(largest * (unscale or 1) <= LARGEST_GRADIENT, _USABLE, _BAD).to(torch.uint8)
         if found_inf is not None and float(found_inf):
             flags[-1] = _BAD
         flags = self._largest(flags)
@@ -372,24 +372,24 @@ def check_alike(group: Group, listed: Listed, settings: Mapping[str, Any], steps
         steps: sum of its parameters' steps so far.
     """
     contents = sum(_sum_of_bits(p) * (i + 1) for i, (p, _) in enumerate(listed))
-    mine = {
+    own = {
         "params": len(listed),
         "values": sum(p.numel() for p, _ in listed),
         **settings,
         "steps so far": steps,
         "contents of params": contents % 2**50,
     }
-    rows = group.gather_numbers([float(value) for value in mine.values()])
+    rows = group.gather_numbers([float(value) for value in own.values()])
     for rank, row in enumerate(rows):
-        for (key, value), other in zip(mine.items(), row, strict=True):
+        for (key, value), other in zip(own.items(), row, strict=True):
             if value != other:
                 raise ConfigError(key, value, f"the same on all ranks (rank {rank} of the group has {other:.0f})")
 
 
 def _sum_of_bits(p: Tensor) -> int:
     """Return a checksum of all values, the same on any device."""
-    whole = torch.int32 if p.dtype == torch.float32 else torch.int16
-    return int(p.detach().reshape(-1).view(whole).sum(dtype=torch.int64))
+    integer = torch.int32 if p.dtype == torch.float32 else torch.int16
+    return int(p.detach().reshape(-1).view(integer).sum(dtype=torch.int64))
 
 
 # -- averages
@@ -457,7 +457,7 @@ class AdamExchange:
         return {i: parts[0] if len(parts) == 1 else torch.cat(parts) for i, parts in means.items()}
 
     def average_momenta(
-        self, listed: Listed, kept: Mapping[Tensor, Moments], changed: list[int], unscale: float | None
+        self, listed: Listed, state: Mapping[Tensor, Moments], changed: list[int], unscale: float | None
     ) -> None:
         """Update the momenta of frozen parameters with this rank's gradients and average them, in place.
 
@@ -467,7 +467,7 @@ class AdamExchange:
 
         Args:
             listed: all parameters.
-            kept: their moments.
+            state: their moments.
             changed: parameters that this step changes, frozen or not.
             unscale: factor of gradients; None for 1.
 
@@ -482,25 +482,25 @@ class AdamExchange:
             values_d = new_values(bucket, listed[bucket[0].owner][0].device)
             for piece, part in views(bucket, values_d):
                 p, options = listed[piece.owner]
-                part.copy_(_momentum(kept[p], piece))
+                part.copy_(_momentum(state[p], piece))
                 if piece.owner in active:
                     gradient, values = _gradient(p, piece), p.reshape(-1)[piece.start : piece.end]
                     g = torch.zeros_like(part) if gradient is None else gradient.to(torch.float32)
                     self._adam.update_momentum(part, g if unscale is None else g * unscale, values, options)
-                part.div_(kept[p]["unit"])
+                part.div_(state[p]["unit"])
             submitted.append((bucket, self.momenta.submit(values_d, f"momentum {number}", out=values_d)))
         means = [(bucket, future.wait()) for bucket, future in submitted]
         if any(bool(momentum_d.isnan().any()) for _, momentum_d in means):
             raise NonFiniteError("momentum too large to quantize; parameters and momentum are as before this step")
         for bucket, momentum_d in means:
             for piece, part in views(bucket, momentum_d):
-                moments = kept[listed[piece.owner][0]]
+                moments = state[listed[piece.owner][0]]
                 _momentum(moments, piece).copy_(part.mul_(moments["unit"]))
 
-    def freeze(self, listed: Listed, kept: Mapping[Tensor, Moments], chosen: list[int]) -> None:
+    def freeze(self, listed: Listed, state: Mapping[Tensor, Moments], chosen: list[int]) -> None:
         """Freeze the variance of chosen parameters with enough steps; later steps exchange their momenta."""
-        enough = [i for i in chosen if kept[listed[i][0]]["step"] >= self._freeze_step]
-        done = [i for i in enough if freeze_variance(kept[listed[i][0]], self._bits)]
+        enough = [i for i in chosen if state[listed[i][0]]["step"] >= self._freeze_step]
+        done = [i for i in enough if freeze_variance(state[listed[i][0]], self._bits)]
         if done:
             self._frozen.append(done)
 
@@ -536,8 +536,8 @@ class AdamExchange:
                 raise ConfigError(f"exchange.{key}", state[key], f"{value}, as this optimizer has")
         memories, own = state["memories"], self._group
         if memories is not None and (memories["rank"], memories["ranks"]) != (own.rank, own.size):
-            found = f"those of rank {memories['rank']} of {memories['ranks']}"
-            raise ConfigError("exchange.memories", found, f"those of rank {own.rank} of {own.size}, or None")
+            saved = f"those of rank {memories['rank']} of {memories['ranks']}"
+            raise ConfigError("exchange.memories", saved, f"those of rank {own.rank} of {own.size}, or None")
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
         """Restore the return value of `state_dict`; residuals that are None start empty. device: of the parameters."""

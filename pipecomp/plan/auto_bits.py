@@ -269,10 +269,10 @@ def _network(a: Activations, links: Sequence[Sequence[LinkMeasurement]]) -> Link
 
 def _chosen(a: Activations, key: str, most: Bits, links: int, fewest: int = FEWEST["forward_bits"]) -> Bits:
     """Return a direction's setting with the chosen maximum of bits per link. fewest: of "auto" forward."""
-    given = getattr(a, key)
+    setting = getattr(a, key)
     if not a.measured(key):
-        return given
-    if given == "auto":
+        return setting
+    if setting == "auto":
         if key == "backward_bits" and a.backward_top_k is not None:
             return most  # the error comes from the dropped values
         return constant_error_bits(key, most, fewest)
@@ -280,7 +280,7 @@ def _chosen(a: Activations, key: str, most: Bits, links: int, fewest: int = FEWE
     def limited(bits: Any, maximum: Any) -> int | ConstantError:
         return bits.at_most(maximum) if isinstance(bits, ConstantError) else int(bits)
 
-    return per_link(limited(bits_of_link(given, k), bits_of_link(most, k)) for k in range(links))
+    return per_link(limited(bits_of_link(setting, k), bits_of_link(most, k)) for k in range(links))
 
 
 def _bits_text(bits: Bits, direction: str) -> str:

@@ -111,12 +111,12 @@ def run_plan(
             return survey.network
         return chain(stages, *rates[position])
 
-    found = plan(request, survey.profile, survey.speeds, network_of, len(rates))
-    network = network_of(found.choice.prediction.job.plan.num_stages, 0)
-    report.print_plan(found, network, list(networks), console)
+    result = plan(request, survey.profile, survey.speeds, network_of, len(rates))
+    network = network_of(result.choice.prediction.job.plan.num_stages, 0)
+    report.print_plan(result, network, list(networks), console)
     if settings:
-        report.print_settings(found.choice, console)
-    return {**as_json(found, network, list(networks)), "speeds": _finite(survey.speeds)}
+        report.print_settings(result.choice, console)
+    return {**as_json(result, network, list(networks)), "speeds": _finite(survey.speeds)}
 
 
 # -- the request
@@ -133,11 +133,11 @@ def parse_networks(bandwidth: str | None, delay: str | None) -> dict[str, LinkRa
         ConfigError: A rate or the delay cannot be parsed.
     """
     latency_s = 0.0 if delay is None else parse_time("delay", delay, MAX_DELAY_S)
-    found = {}
+    networks = {}
     for name in DEFAULT_RATES if bandwidth is None else bandwidth.split(","):
         rates = [parse_rate("bandwidth", link.strip()) for link in name.split("/")]
-        found["/".join(map(format_nominal_rate, rates))] = (tuple(rate * TCP_SHARE for rate in rates), latency_s)
-    return found
+        networks["/".join(map(format_nominal_rate, rates))] = (tuple(rate * TCP_SHARE for rate in rates), latency_s)
+    return networks
 
 
 def parse_speeds(speed: str | None) -> tuple[float, ...]:
@@ -208,22 +208,22 @@ def _survey(options: PlanOptions, launch: Launch, pacer_to: PacerTo) -> SurveyRe
 def _read_profile(options: PlanOptions, file: Path) -> SurveyResult:
     allowed = "a file from pipecomp plan --measure --json"
     try:
-        found = json.loads(file.read_text())
-        require(isinstance(found, dict), "profile", str(file), allowed)
-        noted: dict[str, Any] = {
-            name: math.inf if value is None else value for name, value in found.get("speeds", {}).items()
+        content = json.loads(file.read_text())
+        require(isinstance(content, dict), "profile", str(file), allowed)
+        stored: dict[str, Any] = {
+            name: math.inf if value is None else value for name, value in content.get("speeds", {}).items()
         }
-        speeds = MachineSpeeds(**noted)
+        speeds = MachineSpeeds(**stored)
     except ConfigError:
         raise
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise ConfigError("profile", str(file), allowed) from error
-    dtype, one_pass = found.get("dtype", options.dtype), found.get("one_pass", options.one_pass)
+    dtype, one_pass = content.get("dtype", options.dtype), content.get("one_pass", options.one_pass)
     require(dtype == options.dtype, "dtype", options.dtype, str(dtype), "The profile was measured in that precision")
     require(
         one_pass == options.one_pass, "one-pass", options.one_pass, str(one_pass), "The profile was measured for that"
     )
-    return SurveyResult(profile=Profile.from_dict(found.get("profile")), speeds=speeds)
+    return SurveyResult(profile=Profile.from_dict(content.get("profile")), speeds=speeds)
 
 
 # -- planning
@@ -329,9 +329,9 @@ def plan_sizes(request: PlanRequest, profile: Profile) -> TrainingJob:
     return job
 
 
-def as_json(found: report.PlanResult, network: LinkNetwork, names: Sequence[str]) -> dict[str, Any]:
+def as_json(result: report.PlanResult, network: LinkNetwork, names: Sequence[str]) -> dict[str, Any]:
     """Return the plan as JSON values; bits per second are null where nothing limits them."""
-    p = found.choice.prediction
+    p = result.choice.prediction
     links = [
         {"forward": _finite(out), "backward": _finite(back)}
         for out, back in zip(network.forward, network.backward, strict=True)
@@ -343,16 +343,16 @@ def as_json(found: report.PlanResult, network: LinkNetwork, names: Sequence[str]
         "links": links,
         "bits": [list(p.config.activations.bits(k)) for k in range(len(links))],
         "chosen": as_row(p),
-        "plain": as_row(found.choice.plain),
-        "pays": found.choice.pays,
-        "averages": [{"method": method, "seconds": seconds} for method, seconds in found.averages],
-        "tied": [{"method": method, "seconds": seconds} for method, seconds in found.tied],
+        "plain": as_row(result.choice.plain),
+        "pays": result.choice.pays,
+        "averages": [{"method": method, "seconds": seconds} for method, seconds in result.averages],
+        "tied": [{"method": method, "seconds": seconds} for method, seconds in result.tied],
         "methods": [
             {"name": name, "network": at, **as_row(prediction)}
-            for name, predictions in found.rows
+            for name, predictions in result.rows
             for at, prediction in zip(names, predictions, strict=True)
         ],
-        "config": report.configuration(found.choice),
+        "config": report.configuration(result.choice),
         "dtype": report.DTYPE_NAMES[p.job.dtype],
         "one_pass": p.config.store.clusters is not None,
         "profile": p.job.profile.as_dict(),

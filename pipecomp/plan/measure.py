@@ -93,13 +93,13 @@ def measure_links(stage: int, to_previous: Transport | None, to_next: Transport 
     Raises:
         LinkError: The other end sends something else; also whatever the transports raise.
     """
-    found = None
+    measurement = None
     for turn in (0, 1):
         if to_next is not None and stage % 2 == turn:
-            found = lead(TransportPeer(to_next))
+            measurement = lead(TransportPeer(to_next))
         elif to_previous is not None and stage % 2 != turn:
             follow(TransportPeer(to_previous))
-    return found
+    return measurement
 
 
 def network_of(links: Sequence[Sequence[LinkMeasurement]]) -> LinkNetwork:
@@ -199,29 +199,29 @@ def time_stage(stage: Stage, samples: int, tokens: int, *, seconds: float = 0.5)
     labels_BS = torch.zeros((samples, tokens), dtype=torch.int64, device=device)
     forward: list[float] = []
     backward: list[float] = []
-    training, kept = stage.training, SavedTensorBytes(parameters)
+    training, saved = stage.training, SavedTensorBytes(parameters)
     stage.train()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         end = time.perf_counter() + seconds
         while len(forward) <= _MIN_RUNS or (len(forward) < _MAX_RUNS and time.perf_counter() < end):
             inputs = example(stage, samples, tokens, dtype, device)
             began = _now(device)
-            with contextlib.nullcontext() if forward else kept.counting():
+            with contextlib.nullcontext() if forward else saved.counting():
                 out = stage(inputs)
             result = out["hidden_states"] if isinstance(out, dict) else out
             if stage.is_last and per_token:
                 result = default_loss(stage.config)(result, labels_BS)
             middle = _now(device)
-            wanted = [*parameters, *(x for x in inputs.values() if x is not None and x.requires_grad)]
+            sources = [*parameters, *(x for x in inputs.values() if x is not None and x.requires_grad)]
             # Note: not backward(), which would leave gradients and trigger the hooks of an optimizer.
-            torch.autograd.grad([result], wanted, [torch.ones_like(result)], allow_unused=True)
+            torch.autograd.grad([result], sources, [torch.ones_like(result)], allow_unused=True)
             forward.append(middle - began)
             backward.append(_now(device) - middle)
     stage.train(training)
     return StageTime(
         forward_s=statistics.median(forward[1:]),
         backward_s=statistics.median(backward[1:]),
-        kept_bytes=float(kept.bytes),
+        kept_bytes=float(saved.bytes),
     )
 
 
@@ -410,7 +410,7 @@ def survey_ranks(
     mesh = current_mesh() if dist.get_backend() == BACKEND else None
     try:
         link = _measure_row(rank, R, length, pacer_to, mesh)
-        seen = gathered((link, survey_machine(model, tokens, dtype, samples, store, one_pass=one_pass)))
+        measurements = gathered((link, survey_machine(model, tokens, dtype, samples, store, one_pass=one_pass)))
         dist.barrier()
     finally:
         if not joined:
@@ -419,9 +419,9 @@ def survey_ranks(
                 mesh.close()
     if rank != 0:
         return None
-    links = [[seen[k * R + r][0] for r in range(R)] for k in range(length - 1)]
+    links = [[measurements[k * R + r][0] for r in range(R)] for k in range(length - 1)]
     network = network_of(links) if links else None
-    machines = [survey for _, survey in seen]
+    machines = [survey for _, survey in measurements]
     profile = slowest_profile([m.profile for m in machines])
     whole_s = sum(profile.block_seconds())
     return SurveyResult(
@@ -446,7 +446,7 @@ def _measure_row(rank: int, R: int, K: int, pacer_to: PacerTo, mesh: Mesh | None
         return GlooTransport(group, timeout_s=_TIMEOUT_S, pacer=pacer_to(peer))
 
     transports = [transport(rank - R), transport(rank + R)]
-    found = measure_links(rank // R, *transports)
+    measurement = measure_links(rank // R, *transports)
     dist.barrier()
     for opened in filter(None, transports):
         opened.close()
@@ -455,7 +455,7 @@ def _measure_row(rank: int, R: int, K: int, pacer_to: PacerTo, mesh: Mesh | None
         # Note: torch names some groups by how many each rank has. If these stayed, a middle rank would have more than
         # those at the ends, and would wait forever for them when all replicas make a group later.
         dist.destroy_process_group(group)
-    return found
+    return measurement
 
 
 def slowest_profile(profiles: Sequence[Profile]) -> Profile:

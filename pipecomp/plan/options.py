@@ -135,16 +135,16 @@ class TrainOptions:
 
     def to_json(self) -> str:
         """Encode the options that differ from their defaults."""
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
         defaults = {field.name: field.default for field in fields(self)}
-        return json.dumps({name: value for name, value in given.items() if value != defaults[name]}, default=str)
+        return json.dumps({name: value for name, value in values.items() if value != defaults[name]}, default=str)
 
     @classmethod
     def from_json(cls, text: str) -> TrainOptions:
         """Decode the result of `to_json`."""
-        given = json.loads(text)
-        paths = {name: Path(given[name]) for name in ("evaluate", "out", "store") if name in given}
-        return cls(**{**given, **paths, "data": [Path(file) for file in given["data"]]})
+        values = json.loads(text)
+        paths = {name: Path(values[name]) for name in ("evaluate", "out", "store") if name in values}
+        return cls(**{**values, **paths, "data": [Path(file) for file in values["data"]]})
 
 
 def require_dropout(key: str, dropout: float | None) -> None:

@@ -373,19 +373,19 @@ def average_seconds(
     """
     if n == 1 or d == 0:
         return 0.0
-    given = config.gradients.state_options()
-    if given["method"] == "none":
+    options = config.gradients.state_options()
+    if options["method"] == "none":
         d = d * dtype.itemsize // 4
-    kernels = {part: d * s for part, s in speeds.average.items()} if given["method"] != "none" else {}
-    found = predict_average(
+    kernels = {part: d * s for part, s in speeds.average.items()} if options["method"] != "none" else {}
+    prediction = predict_average(
         d=d,
         n=n,
         bandwidth_bit_per_s=min(network.slowest, 1e15),
         latency_s=network.latency_s,
         kernel_seconds=kernels,
-        **given,
+        **options,
     )
-    return float(found.total_s)
+    return float(prediction.total_s)
 
 
 def as_row(p: StepPrediction) -> dict[str, Any]:

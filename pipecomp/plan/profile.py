@@ -130,12 +130,12 @@ class Profile:
 
     def stage_seconds(self, plan: SplitPlan, samples: int) -> list[tuple[float, float]]:
         """Return forward and backward seconds of each stage on a micro-batch of `samples`."""
-        found = []
+        seconds = []
         for k, (lo, hi) in enumerate(pairwise(plan.cuts)):
             parts = [*self.blocks[lo:hi], *_ends(self, k, plan.num_stages)]
             forward, backward = (sum(getattr(p, name) for p in parts) for name in ("forward_s", "backward_s"))
-            found.append((self.call_s[0] + samples * forward, self.call_s[1] + samples * backward))
-        return found
+            seconds.append((self.call_s[0] + samples * forward, self.call_s[1] + samples * backward))
+        return seconds
 
     def kept_bytes(self, plan: SplitPlan, samples: int) -> list[float]:
         """Return the bytes that each stage keeps per micro-batch in flight, without `again_bytes`."""
@@ -158,8 +158,8 @@ def seconds(cost: PartCost) -> float:
 
 def without_weights(model: Any, dtype: torch.dtype = torch.float32) -> Any:
     """Build a model on the meta device from a Hugging Face model, config, folder or hub name."""
-    found = resolve(model)
-    return skeleton(Source(config=found.config, model_class=found.model_class), dtype)
+    source = resolve(model)
+    return skeleton(Source(config=source.config, model_class=source.model_class), dtype)
 
 
 def representative_stages(model: Any) -> tuple[SplitPlan, list[int]]:
@@ -219,19 +219,19 @@ def count(model: Any, tokens: int, dtype: torch.dtype = torch.float32) -> Profil
     check_tokens(model, tokens)
     # Note: fake tensors, since model code reads values of tensors on the meta device, but not of fake ones.
     with FakeTensorMode(allow_non_fake_inputs=True):
-        whole = without_weights(model, dtype)
-        plan, chosen = representative_stages(whole)
-        costs = {k: _count_stage(take_stage(whole, plan, k), tokens, dtype) for k in chosen}
-    return profile_from_stages(costs, plan, hidden=int(whole.config.hidden_size), tokens=tokens)
+        model_skeleton = without_weights(model, dtype)
+        plan, chosen = representative_stages(model_skeleton)
+        costs = {k: _count_stage(take_stage(model_skeleton, plan, k), tokens, dtype) for k in chosen}
+    return profile_from_stages(costs, plan, hidden=int(model_skeleton.config.hidden_size), tokens=tokens)
 
 
 def _count_stage(stage: Stage, tokens: int, dtype: torch.dtype) -> PartCost:
-    kept = SavedTensorBytes(stage.parameters())
-    with FlopCounterMode(display=False) as operations, kept.counting():
+    saved = SavedTensorBytes(stage.parameters())
+    with FlopCounterMode(display=False) as operations, saved.counting():
         logits = stage(example(stage, 1, tokens, dtype, "meta"))
         if stage.is_last and architecture_of(stage.config).heads[stage.plan.model_class].per_token:
             default_loss(stage.config)(logits.float(), torch.zeros((1, tokens), dtype=torch.int64, device="meta"))
-    return PartCost(flops=float(operations.get_total_flops()), kept_bytes=float(kept.bytes))
+    return PartCost(flops=float(operations.get_total_flops()), kept_bytes=float(saved.bytes))
 
 
 def example(stage: Stage, samples: int, tokens: int, dtype: torch.dtype, device: Any) -> dict[str, Any]:

@@ -52,15 +52,15 @@ class PlanResult:
     rows: list[tuple[str, list[StepPrediction]]]
 
 
-def print_plan(found: PlanResult, network: LinkNetwork, names: Sequence[str], console: Console) -> None:
+def print_plan(result: PlanResult, network: LinkNetwork, names: Sequence[str], console: Console) -> None:
     """Print a plan. `network` is the one planned for, `names` are those of all."""
-    p = found.choice.prediction
-    console.print(stage_seconds_table(found.choice.taken))
+    p = result.choice.prediction
+    console.print(stage_seconds_table(result.choice.taken))
     if p.job.plan.num_stages > 1:
-        console.print(link_table(network, p, found.choice.plain))
-    console.print(method_table(found.rows, names))
+        console.print(link_table(network, p, result.choice.plain))
+    console.print(method_table(result.rows, names))
     console.print(p.job.text(), highlight=False)
-    for sentence in advice(found.choice, found.averages, found.tied, found.tied_plain_s):
+    for sentence in advice(result.choice, result.averages, result.tied, result.tied_plain_s):
         console.print(sentence, highlight=False)
 
 
@@ -196,9 +196,9 @@ def _describe_method(choice: PlanChoice) -> str:
         return f"AQ-SGD with {bits}, as changes from {clusters} cluster centers, since no sample is seen twice"
     directions = "both ways" if _changes_back(choice) else "forward"
     errors = " and ".join(
-        f"{'/'.join(dict.fromkeys(f'{bits.error:g}' for bits in found))} {direction}"
+        f"{'/'.join(dict.fromkeys(f'{bits.error:g}' for bits in constant))} {direction}"
         for direction, setting in zip(("forward", "back"), _recommended_bits(choice), strict=True)
-        if (found := [bits for bits in each_link(setting) if isinstance(bits, ConstantError)])
+        if (constant := [bits for bits in each_link(setting) if isinstance(bits, ConstantError)])
     )
     return f"AQ-SGD with changes {directions} and at most {bits} (fewer in packets that keep errors of {errors})"
 
@@ -227,13 +227,13 @@ def _tied_alternative(p: StepPrediction, other: tuple[str, float]) -> str:
     method, seconds = other
     used = p.config.gradients.method
     how = "uncompressed" if used == "none" else f"with {used}"
-    taken = (
+    advice = (
         f"Of this step, {p.tied_s:.3g} s are for the gradients of tied weights, which stages sum in every step, "
         f"{how}: {tied_names(p.job)}. Fewer bits for activations do not shorten that. "
     )
     if seconds >= p.tied_s:
-        return taken + _UNTIED
-    return f"{taken}With gradients.method {method} (--gradients {method}) it takes {seconds:.3g} s; {_UNTIED}"
+        return advice + _UNTIED
+    return f"{advice}With gradients.method {method} (--gradients {method}) it takes {seconds:.3g} s; {_UNTIED}"
 
 
 # -- configuration

@@ -307,25 +307,25 @@ def choose_local_steps(step_s: float, average_s: float) -> int | None:
 
 def layouts(nodes: int, stages: int | None, blocks: int) -> list[tuple[int, int]]:
     """List (stages, replicas) for a number of nodes. ConfigError if there are none."""
-    wanted: Iterable[int] = range(1, nodes + 1) if stages is None else (stages,)
+    counts: Iterable[int] = range(1, nodes + 1) if stages is None else (stages,)
     require(stages is None or stages <= blocks, "stages", stages, f"at most {blocks}: the model has so many blocks")
-    found = [(K, nodes // K) for K in wanted if nodes % K == 0 and blocks >= K]
-    require(found, "stages", stages, f"a divisor of {nodes} nodes")
-    return found
+    pairs = [(K, nodes // K) for K in counts if nodes % K == 0 and blocks >= K]
+    require(pairs, "stages", stages, f"a divisor of {nodes} nodes")
+    return pairs
 
 
-def divisible(found: Sequence[tuple[int, int]], batch: int, micro_batch: int | None) -> Sequence[tuple[int, int]]:
+def divisible(pairs: Sequence[tuple[int, int]], batch: int, micro_batch: int | None) -> Sequence[tuple[int, int]]:
     """Keep the layouts whose number of replicas divides the batch; keep all if there are none."""
-    return [(K, R) for K, R in found if batch % (R * (micro_batch or 1)) == 0] or found
+    return [(K, R) for K, R in pairs if batch % (R * (micro_batch or 1)) == 0] or pairs
 
 
 def micro_batch_splits(batch: int, replicas: int, micro_batch: int | None) -> list[tuple[int, int]]:
     """List (samples per micro-batch, micro-batches) of a batch, few micro-batches first. ConfigError if none."""
     each, rest = divmod(batch, replicas)
     sizes = [micro_batch] if micro_batch is not None else [b for b in range(each, 0, -1) if each % b == 0]
-    found = [(b, each // b) for b in sizes if rest == 0 and each and each % b == 0]
-    require(found, "batch", batch, f"a multiple of {replicas} replicas × micro-batches of {micro_batch or 1}")
-    return found
+    splits = [(b, each // b) for b in sizes if rest == 0 and each and each % b == 0]
+    require(splits, "batch", batch, f"a multiple of {replicas} replicas × micro-batches of {micro_batch or 1}")
+    return splits
 
 
 def first_near_fastest(candidates: Sequence[Any], seconds: Callable[[Any], float]) -> Any:

@@ -201,9 +201,9 @@ def check_available(entries: list[dict[str, Any]], machine: str, ranks: tuple[in
             continue
         if entry["machine"] == machine:
             raise KeysError(f"there is a machine {machine!r} already. Use another name, or revoke it first")
-        taken = set(certs.parse_ranks("ranks", entry["ranks"])) & set(ranks)
-        if taken:
-            ranks_text = certs.format_ranks(taken)
+        conflicts = set(certs.parse_ranks("ranks", entry["ranks"])) & set(ranks)
+        if conflicts:
+            ranks_text = certs.format_ranks(conflicts)
             raise KeysError(f"machine {entry['machine']!r} may run rank {ranks_text} already. Use others, or revoke it")
 
 

@@ -38,8 +38,8 @@ def tcp_sockets() -> frozenset[int]:
 def record_sockets(make: Callable[[], _Made]) -> tuple[_Made, frozenset[int]]:
     """Call `make`; return its result and the TCP sockets that it connected."""
     before = tcp_sockets()
-    made = make()
-    return made, tcp_sockets() - before
+    result = make()
+    return result, tcp_sockets() - before
 
 
 def has_unsent_bytes(sockets: Collection[int]) -> bool:

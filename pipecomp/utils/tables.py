@@ -77,9 +77,9 @@ def table(
         left: headings of the left-aligned columns.
         style: options of `rich.table.Table`, such as "title".
     """
-    found = Table(**style)
+    result = Table(**style)
     for heading in headings:
-        found.add_column(heading, justify="left" if heading in left else "right", overflow="fold")
+        result.add_column(heading, justify="left" if heading in left else "right", overflow="fold")
     for row in rows:
-        found.add_row(*row)
-    return found
+        result.add_row(*row)
+    return result

@@ -39,8 +39,8 @@ def parse_time(key: str, text: str, most_s: float) -> float:
 
 
 def _quantity(text: object, units: Mapping[str, float]) -> float | None:
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([a-z]+)", text) if isinstance(text, str) else None
-    return None if found is None or found[2] not in units else float(found[1]) * units[found[2]]
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([a-z]+)", text) if isinstance(text, str) else None
+    return None if match is None or match[2] not in units else float(match[1]) * units[match[2]]
 
 
 def format_nominal_rate(rate: int | None) -> str:

@@ -233,7 +233,7 @@ def test_gpus():
     (fine,) = machine.check_gpus([gpu(free=139 * GIB)], "12.8", None, True)
     expect(fine, OK, "H200", "140.0 GiB", "9.0", "12.8")
     (used,) = machine.check_gpus([gpu(free=69 * GIB)], "12.8", 1, True)
-    expect(used, WARNING, "something else", "nvidia-smi")
+    expect(used, WARNING, "another process", "nvidia-smi")
     *_, shared = machine.check_gpus([gpu(0), gpu(1)], "12.8", 3, True)
     expect(shared, WARNING, "3 ranks for 2 GPUs", "gloo")
     expect(machine.check_gpus([], None, 2, False)[0], OK, "none")

@@ -59,10 +59,10 @@ class CasqAverage:
 
     def mean(self, x_d: Tensor, out_d: Tensor, call: Call) -> None:
         """Average. NaN or Inf on any rank gives NaN on all, without changes to residuals."""
-        found = self._residuals.add_to(x_d, out_d, call, LARGEST_SUM)
-        if found is None:
+        sums = self._residuals.add_to(x_d, out_d, call, LARGEST_SUM)
+        if sums is None:
             return
-        e_d, sum_d = found
+        e_d, sum_d = sums
         centers, counts = self._plan(sum_d, call)
         sketch = ops.Sketch(counts, self._bits, ops.mix_seed(call.seed, _HASH))
         with call.counters.part("quantize"):
@@ -75,10 +75,10 @@ class CasqAverage:
         with call.counters.part("decode"):
             arriving = [call.to_device(row) for row in rows]
             for i, copy in enumerate(arriving):
-                theirs, codes = copy.wait().split([4 * means.numel(), codes.numel()])
+                rank_means, codes = copy.wait().split([4 * means.numel(), codes.numel()])
                 divisor = len(rows) if i == len(rows) - 1 else 1
-                theirs = theirs.view(torch.float32)
-                ops.sketch_decode(codes, theirs, sketch, out_d, add=i > 0, divisor=divisor)
+                rank_means = rank_means.view(torch.float32)
+                ops.sketch_decode(codes, rank_means, sketch, out_d, add=i > 0, divisor=divisor)
         with call.counters.part("wait"):
             pending.finish()
 

@@ -88,10 +88,10 @@ class RandomKAverage:
         count = self._options.coordinates(d)
         sum_d, e_d = x_d, None
         if self._options.error_feedback:
-            found = self._residuals.add_to(x_d, out_d, call, SUMMABLE)
-            if found is None:
+            sums = self._residuals.add_to(x_d, out_d, call, SUMMABLE)
+            if sums is None:
                 return
-            e_d, sum_d = found
+            e_d, sum_d = sums
         elif not all_within(x_d, call, LARGEST):  # of all values, chosen or not: loss scaling must see it
             out_d.fill_(math.nan)
             return

@@ -92,7 +92,10 @@ class PowerSgdHook:
     def state_dict(self) -> dict[Any, Any]:
         """Return the memory of torch's states by key."""
         return {
-            key: {name: {i: kept.cpu().clone() for i, kept in getattr(state, name).items()} for name in _STATE_NAMES}
+            key: {
+                name: {i: memories.cpu().clone() for i, memories in getattr(state, name).items()}
+                for name in _STATE_NAMES
+            }
             for key, state in self._states.items()
         }
 
@@ -115,14 +118,14 @@ def new_state(rank: int, group: Any) -> Any:
 
 def run_torch_hook(state: Any, bucket: Any, counters: Counters) -> Future:
     """Run torch's hook. If the mean is not finite, restore the hook's memory: NaN would stay in it forever."""
-    kept, place = (state.error_dict, state.p_memory_dict, state.q_memory_dict), bucket.index()
-    error, p, q = (memory.get(place) for memory in kept)
+    memories, place = (state.error_dict, state.p_memory_dict, state.q_memory_dict), bucket.index()
+    error, p, q = (memory.get(place) for memory in memories)
     before = error, p, None if q is None else q.clone()  # torch changes Q in place, and makes P anew
 
     def check(done: Future) -> Tensor:
         mean: Tensor = done.value()
         if not bool(mean.isfinite().all()):
-            for memory, value in zip(kept, before, strict=True):
+            for memory, value in zip(memories, before, strict=True):
                 memory.pop(place, None)
                 if value is not None:
                     memory[place] = value
@@ -296,32 +299,32 @@ class LayerwisePowerSgd:
     def _group(self, place: tuple[str, int], part: _GroupBucket, layers: list[Name]) -> _LayerGroup:
         """Return the group of these layers, with the memory that each had before."""
         shapes = {layer: tuple(g.shape) for layer, g in zip(layers, part.gradients(), strict=True)}
-        found = self._groups.get(place)
-        if found is not None and list(found.shapes.items()) == list(shapes.items()):
-            return found
+        group = self._groups.get(place)
+        if group is not None and list(group.shapes.items()) == list(shapes.items()):
+            return group
         for old in {self._group_of[layer] for layer in layers if layer in self._group_of} | {place} & set(self._groups):
             self._ungrouped |= self._groups[old].split()
             for layer in self._groups.pop(old).shapes:
                 del self._group_of[layer]
-        made = self._groups[place] = _LayerGroup(place[1], shapes, new_state(place[1], self._process_group))
+        created = self._groups[place] = _LayerGroup(place[1], shapes, new_state(place[1], self._process_group))
         self._group_of |= dict.fromkeys(layers, place)
-        self._fill(made, part)
-        return made
+        self._fill(created, part)
+        return created
 
     def _fill(self, group: _LayerGroup, part: _GroupBucket) -> None:
         """Fill torch's state with the memory of the group's layers. New columns are the same on all ranks."""
         draw = torch.Generator().manual_seed(self._planner.step)
         residuals, qs, rows = [], [], 0
         for (layer, shape), g in zip(group.shapes.items(), part.gradients(), strict=True):
-            kept = self._ungrouped.pop(layer, None)
-            residuals.append(torch.zeros_like(g).view(-1) if kept is None else kept.residual)
+            memory = self._ungrouped.pop(layer, None)
+            residuals.append(torch.zeros_like(g).view(-1) if memory is None else memory.residual)
             r = columns_of(shape, group.rank)
-            if kept is not None and kept.q.shape[1] == r:
-                q = kept.q
+            if memory is not None and memory.q.shape[1] == r:
+                q = memory.q
             else:
                 q = torch.randn(matrix(shape)[1], r, generator=draw, dtype=torch.float32).to(g)
-                if kept is not None:
-                    q[:, : kept.q.shape[1]] = kept.q[:, :r]
+                if memory is not None:
+                    q[:, : memory.q.shape[1]] = memory.q[:, :r]
             qs.append(q.reshape(-1))
             rows += matrix(shape)[0] * r
         group.state.iter = COMPRESSES_FROM
@@ -332,10 +335,10 @@ class LayerwisePowerSgd:
     def state_dict(self) -> dict[Any, Any]:
         """Return the plan and the memory of layers."""
         self._wait()
-        kept = dict(self._ungrouped)
+        memories = dict(self._ungrouped)
         for group in self._groups.values():
-            kept |= group.split()
-        layers = {layer: (k.residual.cpu().clone(), k.q.cpu().clone()) for layer, k in kept.items()}
+            memories |= group.split()
+        layers = {layer: (k.residual.cpu().clone(), k.q.cpu().clone()) for layer, k in memories.items()}
         return {"plan": self._planner.state_dict(), "layers": layers}
 
     def load_state_dict(self, state: dict[Any, Any], device: torch.device) -> None:
@@ -354,10 +357,10 @@ class LayerwisePowerSgd:
 
     def _gather(self, row: list[float], device: torch.device, counters: Counters) -> list[list[float]]:
         """Gather the numbers of all ranks."""
-        mine = torch.tensor(row, dtype=torch.float64, device=device)
-        rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._process_group))]
-        dist.all_gather(rows, mine, group=self._process_group)
-        counters.bytes_sent += (len(rows) - 1) * mine.numel() * mine.element_size()
+        own = torch.tensor(row, dtype=torch.float64, device=device)
+        rows = [torch.empty_like(own) for _ in range(dist.get_world_size(self._process_group))]
+        dist.all_gather(rows, own, group=self._process_group)
+        counters.bytes_sent += (len(rows) - 1) * own.numel() * own.element_size()
         return [values.tolist() for values in rows]
 
 
