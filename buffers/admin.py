@@ -183,7 +183,7 @@ def prune(
         if limit is not None and limit < 0:
             raise ConfigError(key, limit, "a whole number from 0")
     if everything and (link is not None or ids_below is not None or max_samples is not None):
-        raise ConfigError("everything", everything, "without link, ids_below and max_samples: nothing is kept")
+        raise ConfigError("everything", everything, "false with link, ids_below or max_samples")
 
     def select(ids: list[int]) -> set[int]:
         samples = {i & ~GRADIENT for i in ids}  # a sample's gradient goes, or stays, with it

@@ -126,7 +126,7 @@ class RankFolder(AbstractContextManager["RankFolder"]):
             if not shared:
                 make_private_folder(path)
             elif not (path / DATA_FILE).is_file():
-                raise StoreError(f"{path}: no message store here")
+                raise StoreError(f"{path} holds no message store")
             with _used_guard:
                 if self._real in _used:
                     raise StoreError(f"{path}: is in use by this process already")

@@ -75,7 +75,7 @@ class StepWriter:
             self.refused = merged
         size = sum(entry.size for step in self.refused.values() for entry in step.values() if entry is not None)
         if size > MAX_REFUSED_BYTES:
-            raise StoreError(f"{error} ({size} bytes wait in memory, the limit is {MAX_REFUSED_BYTES})") from error
+            raise StoreError(f"{error} ({size} unwritten bytes in memory, limit {MAX_REFUSED_BYTES})") from error
         if not self._warned:
             self._warned = True
             warnings.warn(

@@ -151,7 +151,7 @@ class StoreEntry:
     guard: threading.Lock = field(default_factory=threading.Lock)
 
     def pack(self, fmt: ValueFormat, where: str) -> bytearray | None:
-        """Return the stored value's bytes, not to be changed; None once they are on disk only.
+        """Return the stored value's bytes (read-only); None once they are on disk only.
 
         The first caller waits for the activation to be on the host, and packs it.
         """

@@ -79,7 +79,7 @@ def find_sample(row, table, SAMPLES, FIELDS: tl.constexpr):
 
 @triton.jit
 def locate_sample_group(unit, table, SAMPLES, GROUP, GROUPS, H, FIELDS: tl.constexpr):
-    """Return a group's row in the batch, its sample's fields, its number, first column and number of values."""
+    """Return a group's row in the batch, the fields and number of its sample, its first column and its length."""
     row = unit // GROUPS
     column = unit % GROUPS * GROUP
     return row, find_sample(row, table, SAMPLES, FIELDS), unit % GROUPS, column, tl.minimum(H - column, GROUP)

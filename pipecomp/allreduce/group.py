@@ -219,7 +219,7 @@ class Group:
         return self.exchange([data] * self.size, counts or [data.numel()] * self.size)
 
     def gather_numbers(self, values: list[float]) -> list[list[float]]:
-        """Return each rank's values (float64), on all ranks."""
+        """Gather each rank's values (float64), in rank order, on all ranks."""
         row = torch.tensor(values, dtype=torch.float64)
         if self.size == 1:
             return [values]

@@ -192,7 +192,7 @@ def _mean(values: list[Tensor]) -> Tensor:
 def _open_local(folder: Path, stage: int, replica: int) -> dict[str, Any]:
     path = _local_file(folder, stage, replica)
     if not path.is_file():
-        raise ConfigError("load_dir", str(folder), f"a folder with all replicas' files on this machine; no {path.name}")
+        raise ConfigError("load_dir", str(folder), f"a folder with all replicas' files; no {path.name} on this machine")
     state: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     return state
 

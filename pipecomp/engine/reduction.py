@@ -135,9 +135,9 @@ class GradientReduction:
         return self._engine.communication_data_type
 
     def _gradient(self, parameter: Any) -> Tensor:
-        """The gradient that the optimizer will use; half-precision training may accumulate it apart from `.grad`.
+        """Return the gradient that the optimizer will use; half-precision training may keep it apart from `.grad`.
 
-        Zeros, as DeepSpeed does, if this rank's samples gave none: another replica's may have, and all must exchange
+        Zeros, as in DeepSpeed, if this rank's samples gave none: another replica may have one, and all must exchange
         the same parameters.
         """
         optimizer = self._optimizer

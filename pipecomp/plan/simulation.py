@@ -90,7 +90,7 @@ class LinkNetwork:
 
 
 def uniform(stages: int, bits_per_s: float, latency_s: float = 0.0, *, shared: bool = True) -> LinkNetwork:
-    """Make a network of equal channels, between replicas too. bits_per_s: of content."""
+    """Make a network of equal channels, also between replicas. bits_per_s: content, without headers."""
     channel = Channel(bits_per_s=bits_per_s, latency_s=latency_s)
     channels = (channel,) * (stages - 1)
     return LinkNetwork(forward=channels, backward=channels, shared=shared, between=channel)

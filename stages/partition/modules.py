@@ -80,7 +80,7 @@ def plan_modules(source: Modules, num_stages: int | None, cuts: Sequence[int] | 
     bounds = complete_cuts(len(blocks), num_stages, cuts, lambda stages: balance(sizes, stages))
     for cut in bounds[1:-1]:
         if len(source.shapes[cut]) not in (1, 2, 3):
-            raise SplitError(f"cut {cut}: samples of shape {source.shapes[cut]}, allowed: 1 to 3 dimensions")
+            raise SplitError(f"cut {cut}: got samples of shape {source.shapes[cut]}, allowed: 1 to 3 dimensions")
         before = {id(tensor) for tensor in (*source.model[:cut].parameters(), *source.model[:cut].buffers())}
         for name, tensor in (*source.model[cut:].named_parameters(), *source.model[cut:].named_buffers()):
             if id(tensor) in before:

@@ -446,7 +446,7 @@ def shallow_copy(module: nn.Module) -> nn.Module:
     """Copy a module and its tables, but not its contents, so that the copy's tables can change alone.
 
     The copy runs its own forward: a compiled forward, which belongs to the original, is dropped, and a forward that was
-    set on the original as a method is bound to the copy. SplitError for one that may hold the original.
+    set on the original as a method is bound to the copy. SplitError for a forward that may refer to the original.
     """
     other = module.__class__.__new__(module.__class__)
     other.__dict__ = {
@@ -510,14 +510,14 @@ def _embedding_rows(model: Any, *endings: str) -> int | None:
 
 @contextmanager
 def assume_masks(*, full: bool, device: torch.device) -> Iterator[None]:
-    """Answer transformers' questions about attention masks without reading them on a GPU, which waits for it.
+    """Replace transformers' checks of attention masks, which read a mask on the GPU and wait for it.
 
-    At the beginning of a stage's forward it asks whether a mask masks anything, and, without one, whether positions
-    restart within a sample. The layout answers the first; a stage takes no positions, so they never do.
+    At the beginning of a stage's forward, transformers checks if a mask masks anything and, without one, if positions
+    restart within a sample. The layout has the first answer; a stage takes no positions, so they never restart.
 
     Args:
-        full: no mask masks anything; False: each does.
-        device: on a CPU, where reading is free, nothing changes.
+        full: True if no mask masks anything, False if each does.
+        device: device of the masks; on a CPU, where reading is cheap, nothing is replaced.
     """
     from transformers import masking_utils
 

@@ -210,7 +210,7 @@ def test_too_much_in_memory_stops_the_run(tmp_path, monkeypatch):
     refuse(environment, monkeypatch)
     store.put(5, 1, torch.zeros(20, 30))
     store.commit()
-    with pytest.raises(StoreError, match=r"wait in memory, the limit is 1000"):
+    with pytest.raises(StoreError, match=r"in memory, limit 1000"):
         environment.writer.drain()
     environment.close()
 
