@@ -30,7 +30,7 @@ from pipecomp.stages.partition.splitting import Stage
 
 
 class ResumeState(NamedTuple):
-    """How a run continues after `load_checkpoint`.
+    """Continuation of a run after `load_checkpoint`.
 
     exact: every rank holds the cached activations of the checkpoint's step, so losses will be the same bit for bit.
     dropped: samples that the links of this rank dropped because their ends differed.
@@ -49,7 +49,7 @@ class TrainingProgress:
 
 
 class PipelineTopology(Protocol):
-    """Where ranks are in the pipeline."""
+    """Positions of ranks in the pipeline."""
 
     def get_rank(self, *, pipe: int, data: int) -> int:
         """Global rank of stage `pipe` of replica `data`."""
@@ -75,7 +75,7 @@ class PipelineGrid(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageContext:
-    """What does not change during a run: this rank, its place in the pipeline, its stage, and the settings as given.
+    """Constants of a run: this rank, its place in the pipeline, its stage, and the settings as given.
 
     Bits that are measured at the start, or loaded, are in `TrainingEngine.pipecomp_config`.
     """

@@ -1,4 +1,4 @@
-"""What `pipecomp bench gpu` measures, in at most eight minutes on one GPU: whether and how well pipecomp works there.
+"""Measurements of `pipecomp bench gpu`: correctness and speed on one GPU, in at most eight minutes.
 
 Its parts run one after another: the tests that need a GPU, kernels beside the device's memcpy, a look at what single
 steps do, and steps of a GPT-2 over two ranks that share the GPU. A part that fails, or for which no time is left, is

@@ -157,17 +157,17 @@ def gradient_cases(g: Tensor, h: Tensor, out: Tensor, backend: str) -> Iterator[
 
 
 def delta(inputs: Iterator[Tensor], m: Tensor, options: Row) -> object:
-    """Do the sender's side of one visit."""
+    """Run the sender's side of one visit."""
     return ops.delta_quantize_(next(inputs), m, **options)
 
 
 def batch(inputs: Iterator[Tensor], m: Tensor, payload: Tensor, options: QuantizerOptions, backend: str) -> object:
-    """Do the sender's side of a micro-batch of SAMPLES samples; nobody waits for its verdict."""
+    """Run the sender's side of a micro-batch of SAMPLES samples, without waiting for its flag."""
     return ops.encode_batch(micro_batch(inputs, m, options), payload, backend=backend)
 
 
 def fitted(inputs: Iterator[Tensor], m: Tensor, payload: Tensor, options: QuantizerOptions, backend: str) -> object:
-    """Do the same with the fewest bits that keep an error, of which all are needed."""
+    """Run the same with the fewest bits that keep an error; all bits are needed."""
     error = min(0.9, 4 / 2**options.bits)  # of normal values and max scales
     return ops.encode_fewest(micro_batch(inputs, m, options), payload, error, 1, options.bits, backend=backend)
 

@@ -70,7 +70,7 @@ class Line:
         return int(self.section.get("gradients", {}).get("local_steps") or 1)
 
     def counts(self, step: int, engine: TrainingEngine, most_uncounted: int = 8) -> bool:
-        """Say whether a step is timed. Stock DeepSpeed's are all alike; AQ-SGD's first one sends first visits.
+        """Return True if a step is timed. Stock DeepSpeed's steps are all alike; AQ-SGD's first one sends first visits.
 
         most_uncounted: steps before a timed one, at most, while pipecomp still tries how many micro-batches to have in
         flight.

@@ -58,7 +58,7 @@ def write(folder: Path, rank: int) -> None:
 
 
 def finished(folder: Path) -> bool:
-    """Whether a checkpoint has a manifest. `problem` checks the files, too."""
+    """Return True if a checkpoint has a manifest. `problem` checks the files, too."""
     return any(folder.glob(_MANIFESTS))
 
 

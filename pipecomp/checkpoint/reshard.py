@@ -82,7 +82,7 @@ class PipelineDescription:
     parameters: list[list[Names]]
 
     def fits(self, own: PipelineDescription) -> bool:
-        """Whether DeepSpeed can load the files into the pipeline `own`: ZeRO shards by replicas too."""
+        """Return True if DeepSpeed can load the files into the pipeline `own`: ZeRO shards by replicas too."""
         return self.cuts == own.cuts and (self.replicas == own.replicas or not self.zero)
 
     def check(self, own: PipelineDescription, *, with_optimizer: bool) -> None:
@@ -331,7 +331,7 @@ def open_if_resharded(engine: TrainingEngine, folder: Path, key: str, *, with_op
 
 
 def load(engine: TrainingEngine, saved: SavedPipeline, options: LoadOptions) -> tuple[str, dict[str, Any]]:
-    """Do what DeepSpeed's `load_checkpoint` does, with its arguments and results, for files of another pipeline."""
+    """Load files of another pipeline, with the arguments and results of DeepSpeed's `load_checkpoint`."""
     stage = engine.stage
     optimizer = cast(Any, engine.optimizer)
     stage.load_state_dict(saved.weights(stage), strict=False)  # `weights` raises for missing tensors

@@ -116,7 +116,7 @@ def write_state(state: Any, path: str | os.PathLike) -> None:
 
 
 def _from_rust(error: Exception) -> bool:
-    """Whether safetensors or tokenizers raised it, whose disk errors are not OSErrors."""
+    """Return True for errors of safetensors or tokenizers, whose disk errors are not OSErrors."""
     if type(error).__module__.partition(".")[0] == "safetensors":
         return True
     return type(error) is Exception and "(os error " in str(error)

@@ -63,7 +63,7 @@ class RunArguments:
     parameter_groups: Callable[[Any], list[Any]] | None
 
     def given(self) -> dict[str, bool]:
-        """Whether each optional argument was given; must be the same on all ranks."""
+        """Optional arguments that are set; must be the same on all ranks."""
         names = ("optimizer", "lr_scheduler", "parameter_groups")
         return {name: getattr(self, name) is not None for name in names}
 
@@ -189,7 +189,7 @@ def _tied_groups(split_plan: SplitPlan, grid: Any) -> dict[str, dist.ProcessGrou
 
 
 def _exchange_timeout_s(settings: Config, steps: int = 1) -> float:
-    """How long an average waits for a rank: at least torch's default. The heartbeat detects a lost rank much earlier.
+    """Return an average's timeout for a rank: at least torch's default. The heartbeat detects a lost rank much earlier.
 
     A rank may be late, because of a full disk or its dataset. Within an interval of local steps nothing holds a faster
     replica back, so that it may wait as long as a slow one takes for all `steps`.

@@ -221,7 +221,7 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine, EngineState):
         return loss
 
     def begins_local_step(self) -> bool:
-        """Whether the next step is the replica's own, without the others."""
+        """True if the next step is local to the replica."""
         return self.local is not None and self.local.begins_alone(self.global_steps)
 
     def average_replicas(self) -> None:

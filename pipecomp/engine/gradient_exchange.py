@@ -69,7 +69,7 @@ class GradientExchange:
 
     @property
     def averages_replicas(self) -> bool:
-        """Whether it needs all gradients, not those of tied weights alone."""
+        """True if it needs all gradients, not only those of tied weights."""
         return self._data is not None
 
     def average(self, grads: dict[str, Tensor], loss_scale: float = 1.0) -> None:

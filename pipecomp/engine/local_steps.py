@@ -104,7 +104,7 @@ class LocalTraining:
                     exchange.give_way(self._priority.wait)
 
     def begins_alone(self, step: int) -> bool:
-        """Whether inner step `step`, which begins next, is the replica's own."""
+        """Return True if inner step `step`, the next one, is local to the replica."""
         self.outer.start(step)
         return not self.outer.synchronous
 

@@ -81,7 +81,7 @@ class GradientReduction:
 
     @property
     def _synchronous(self) -> bool:
-        """Whether this step averages over replicas."""
+        """True if this step averages over replicas."""
         return self._local is None or self._local.synchronous
 
     @property

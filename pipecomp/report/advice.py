@@ -64,7 +64,7 @@ class RunSimulation:
 
     @property
     def limited(self) -> bool:
-        """Whether infinitely fast links would make a step noticeably faster."""
+        """True if infinitely fast links would make a step noticeably faster."""
         return self.seconds > _LIMITS * simulate_step(self.step, uniform(len(self.step.stages), math.inf)).seconds
 
 
@@ -221,7 +221,7 @@ class SettingChange:
 
     @property
     def pays(self) -> bool:
-        """Whether the change is recommended."""
+        """True if the change is recommended."""
         return self.setting and (self.gain >= WORTHWHILE or (self.costs_nothing and self.gain * NEARLY_EQUAL >= 1))
 
 

@@ -88,7 +88,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def _is_empty(metrics: Path) -> bool:
-    """Whether a run ended before its first step."""
+    """Return True if a run ended before its first step."""
     return metrics.is_file() and metrics.stat().st_size == 0
 
 
