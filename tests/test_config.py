@@ -169,6 +169,14 @@ def test_refusals_name_key_value_and_allowed(section, key, allowed):
     assert allowed in str(caught.value)
 
 
+@pytest.mark.parametrize("value", [3, [1], "x", None, True])
+@pytest.mark.parametrize("section", ["activations", "gradients", "store", "transport"])
+def test_a_section_is_an_object(section, value):
+    with pytest.raises(ConfigError) as error:
+        Config.from_dict({section: value})
+    assert error.value.key == section
+
+
 def test_clusters_belong_to_what_is_compared_and_stored_where_they_are_set():
     """Where they are not set nothing is said of them, as before there were any: earlier runs go on."""
     plain, clustered = (

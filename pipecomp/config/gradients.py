@@ -490,8 +490,10 @@ class Gradients(_Flat):
 
     @model_validator(mode="before")
     @classmethod
-    def _complete(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def _complete(cls, values: Any) -> Any:
         """Validate the options of the method, of adaptive compression and of local steps, and fill in defaults."""
+        if not isinstance(values, Mapping):
+            return values  # pydantic refuses it
         name = values.get("method", "none")
         known = isinstance(name, str) and name in METHODS
         require(known, "method", name, ", ".join(map(repr, METHODS)))

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipecomp.buffers.lmdb_folder import DATA_FILE
+from pipecomp.buffers.lmdb_folder import DATA_FILE, UNSYNCED_FILE
 from pipecomp.distributed.local_launcher import run_ranks
 from tests.dist.reliability_work import losses, make, messages
 from tests.limits import HANG_S
@@ -70,7 +70,8 @@ def _evaluation() -> list[Any]:
 
 
 def _damage(file: Path) -> None:
-    """Flip a bit of a stored center."""
+    """Flip a bit of a stored center; the next opening checks all values, as after a killed process."""
+    file.with_name(UNSYNCED_FILE).touch()
     data = bytearray(file.read_bytes())
     at = data.find(b"PCMV")
     data[at + 60] ^= 1
