@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import pipecomp.allreduce.named
+import pipecomp.allreduce.buckets
+from pipecomp.allreduce.buckets import BucketPiece, pack
 from pipecomp.allreduce.loopback import LoopbackGroup, run_threads
-from pipecomp.allreduce.named import BucketPiece, pack
 from pipecomp.errors import ConfigError, NonFiniteError, ShapeError
 from pipecomp.optim import QuantizedAdam
 from pipecomp.optim.adam import freeze_variance, new_moments
@@ -83,7 +83,7 @@ def mean_gradients(n: int, step: int) -> list[Tensor]:
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("adam_w", [True, False])
 def test_before_the_freeze_it_is_torchs_adam_bit_for_bit(n: int, adam_w: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipecomp.allreduce.named, "BUCKET", 250)  # some parameters in several, and several in one
+    monkeypatch.setattr(pipecomp.allreduce.buckets, "BUCKET", 250)  # some parameters in several, and several in one
     options = {"lr": 3e-3, "betas": (0.8, 0.98), "eps": 1e-7}
 
     def groups(ps: list) -> list[dict]:
@@ -246,7 +246,7 @@ def test_l2_regularization_is_part_of_the_gradient_after_the_freeze_too() -> Non
 @pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_ranks_agree_bit_for_bit_after_many_steps(n: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipecomp.allreduce.named, "BUCKET", 600)
+    monkeypatch.setattr(pipecomp.allreduce.buckets, "BUCKET", 600)
     found = on_ranks(n, 25, make=lambda: parameters(dtype), lr=1e-2, freeze_step=5)
     assert bool(found[0].isfinite().all())
     for other in found[1:]:
@@ -723,7 +723,7 @@ def test_non_contiguous_and_empty_parameters() -> None:
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 2)), max_size=12), st.integers(1, 30))
 def test_buckets_hold_every_value_once(parts: list[tuple[int, int]], size: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipecomp.allreduce.named, "BUCKET", size)
+        patch.setattr(pipecomp.allreduce.buckets, "BUCKET", size)
         buckets = pack((i, count, kind) for i, (count, kind) in enumerate(parts))
     found = [value for bucket in buckets for i, start, end in bucket for value in ((i, k) for k in range(start, end))]
     assert sorted(found) == [(i, k) for i, (count, _) in enumerate(parts) for k in range(count)]

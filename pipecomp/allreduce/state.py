@@ -17,7 +17,7 @@ import os
 import queue
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pipecomp.allreduce.adaptive import AdaptiveAverage
+from pipecomp.allreduce.buckets import pack
 from pipecomp.allreduce.call import Call, Counters, Name, Slices
 from pipecomp.allreduce.error_feedback import Residuals
 from pipecomp.allreduce.group import Group
@@ -163,6 +164,39 @@ class State:
         self._start_thread()
         self._jobs.put(job)
         return future
+
+    def submit_named(self, tensors: Mapping[str, Tensor], *, label: str = "") -> Callable[[], None]:
+        """Start to replace tensors, by name, in place by their means over the ranks.
+
+        While one bucket is copied, the one before it is on the link.
+
+        Args:
+            tensors: of float dtypes, by name; they must not change until the averages are done.
+            label: identifies this subset of the tensors, if they are not always averaged together.
+
+        Returns:
+            A function that waits for the averages, and raises their errors.
+        """
+        rest = dict(tensors)
+        waiting: list[tuple[torch.futures.Future[Tensor], list[Tensor]]] = []
+        if self.options.method_options.by_matrix:  # needs the shapes of matrices
+            for name in [name for name, x in rest.items() if x.dim() > 1]:
+                x = rest.pop(name)
+                waiting.append((self.submit(x, name), [x]))
+        kinds = sorted(((name, x.numel(), str(x.dtype)) for name, x in rest.items()), key=lambda kind: kind[2])
+        for i, bucket in enumerate(pack(kinds, whole=True)):
+            parts = [rest[piece.owner] for piece in bucket]
+            flat = torch.cat([x.reshape(-1) for x in parts])
+            slices = tuple((piece.owner, piece.end) for piece in bucket)
+            waiting.append((self.submit(flat, f"{label}bucket-{i}", slices=slices, out=flat), parts))
+
+        def finish() -> None:
+            for future, targets in waiting:
+                mean = future.wait().view(-1)
+                for target, part in zip(targets, mean.split([x.numel() for x in targets]), strict=True):
+                    target.copy_(part.view_as(target))
+
+        return finish
 
     def run_bucket(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Start to average one of DDP's buckets in place, and return a future of its buffer."""

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from pipecomp.allreduce import State
-from pipecomp.allreduce.named import submit_named
 from pipecomp.errors import ConfigError, require
 from pipecomp.gradient_config import Gradients
 from pipecomp.kernels import ops
@@ -95,7 +94,7 @@ class GradientExchange:
                 out = g if g.is_contiguous() else None
                 pending.append((state.submit(g, "weight", out=out), g, self._tied_ranks[name].stages))
         rest = {name: g for name, g in grads.items() if name not in self._tied}
-        finish_rest = None if self._data is None else submit_named(self._data, rest, label=label)
+        finish_rest = None if self._data is None else self._data.submit_named(rest, label=label)
 
         def finish() -> None:
             for future, g, stages in pending:

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from pipecomp.allreduce import State
+from pipecomp.allreduce.buckets import Bucket, BucketPiece, new_values, pack, views
 from pipecomp.allreduce.group import Group
-from pipecomp.allreduce.named import Bucket, BucketPiece, new_values, pack, views
 from pipecomp.config.gradients import Gradients
 from pipecomp.errors import ConfigError, NonFiniteError, ShapeError, require
 from pipecomp.kernels.staging import Staging

@@ -17,7 +17,6 @@ import sys
 import weakref
 from contextlib import ExitStack, suppress
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -32,7 +31,6 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 
 from pipecomp.allreduce import State, ddp_hook
 from pipecomp.allreduce.call import Counters
-from pipecomp.allreduce.named import submit_named
 from pipecomp.config.gradients import LocalSteps
 from pipecomp.errors import ConfigError, require
 from pipecomp.gradient_config import Gradients
@@ -296,7 +294,7 @@ class _StateAverages:
     """An `outer_steps.Averages` that uses a `State`."""
 
     def __init__(self, state: State) -> None:
-        self.submit = partial(submit_named, state)
+        self.submit = state.submit_named
 
 
 class LocalStepsCallback(TrainerCallback):

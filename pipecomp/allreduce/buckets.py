@@ -1,17 +1,15 @@
-"""Buckets of named tensors, and their averages.
+"""Buckets of tensors that are averaged together.
 
 Residuals belong to names, so the buckets may change from call to call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-from pipecomp.allreduce.state import State
 
 BUCKET = 2**22  # values
 
@@ -60,38 +58,3 @@ def new_values(bucket: Bucket, device: torch.device, dtype: torch.dtype = torch.
 def views(bucket: Bucket, values_d: Tensor) -> list[tuple[BucketPiece, Tensor]]:
     """Split a bucket's values by piece."""
     return list(zip(bucket, values_d.split([piece.end - piece.start for piece in bucket]), strict=True))
-
-
-def submit_named(state: State, tensors: Mapping[str, Tensor], *, label: str = "") -> Callable[[], None]:
-    """Start to replace tensors, by name, in place by their means over a state's ranks.
-
-    While one bucket is copied, the one before it is on the link.
-
-    Args:
-        state: averages.
-        tensors: of float dtypes, by name; they must not change until the averages are done.
-        label: identifies this subset of the state's tensors, if they are not always averaged together.
-
-    Returns:
-        A function that waits for the averages, and raises their errors.
-    """
-    rest = dict(tensors)
-    waiting: list[tuple[torch.futures.Future[Tensor], list[Tensor]]] = []
-    if state.options.method_options.by_matrix:  # needs the shapes of matrices
-        for name in [name for name, x in rest.items() if x.dim() > 1]:
-            x = rest.pop(name)
-            waiting.append((state.submit(x, name), [x]))
-    kinds = sorted(((name, x.numel(), str(x.dtype)) for name, x in rest.items()), key=lambda kind: kind[2])
-    for i, bucket in enumerate(pack(kinds, whole=True)):
-        parts = [rest[piece.owner] for piece in bucket]
-        flat = torch.cat([x.reshape(-1) for x in parts])
-        slices = tuple((piece.owner, piece.end) for piece in bucket)
-        waiting.append((state.submit(flat, f"{label}bucket-{i}", slices=slices, out=flat), parts))
-
-    def finish() -> None:
-        for future, targets in waiting:
-            mean = future.wait().view(-1)
-            for target, part in zip(targets, mean.split([x.numel() for x in targets]), strict=True):
-                target.copy_(part.view_as(target))
-
-    return finish
