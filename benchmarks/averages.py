@@ -80,7 +80,7 @@ class Bucket:
         return self._gradients
 
     def is_last(self) -> bool:
-        """Say that a step has this bucket only."""
+        """Return True: a step has this bucket only."""
         return True
 
 

@@ -167,7 +167,7 @@ def _sent_bytes() -> int:
 
 
 def counted(first: Row, last: Row, steps: int) -> Row:
-    """Tell what a rank's `comm_stats` have gained over `steps` steps, for each of them.
+    """Return the increase of a rank's `comm_stats` over `steps` steps, for each of them.
 
     "stage", "in_flight", "seconds" by part, and "links": by name the bytes sent "forward" and "backward". "bits": by
     name those of a quantized value each way, on average; None where there is none.

@@ -114,7 +114,7 @@ class FailureReport:
 
 @dataclass(frozen=True)
 class HeartbeatEntry:
-    """What a rank has written last.
+    """The latest entry of a rank.
 
     Attributes:
         text: The entry: counter of beats, engine, state, and the report's rank and reason.
@@ -234,7 +234,7 @@ class Heartbeat:
         return self._entries[rank].since if rank in self._entries else 0.0
 
     def stop(self, report: FailureReport | None = None) -> None:
-        """Tell the other ranks that training has ended here; `report` follows once the first cause is known."""
+        """Report to the other ranks that training has ended here; `report` follows once the first cause is known."""
         self._set_state(_STOPPED if report is None else f"{_STOPPED} {report.rank} {report.reason[:2000]}")
 
     def find_lost(self, wait_s: float) -> PeerLostError | None:

@@ -56,7 +56,7 @@ class Launch(NamedTuple):
 
     @property
     def started(self) -> bool:
-        """Whether this process is one of several ranks."""
+        """True if this process is one of several ranks."""
         return self.world is not None and self.world > 1
 
     @property
@@ -68,7 +68,7 @@ class Launch(NamedTuple):
 
     @property
     def several_machines(self) -> bool | None:
-        """Whether ranks run on more than one machine, None if unknown."""
+        """True if ranks run on more than one machine, None if unknown."""
         if self.world is None:
             return None
         if self.local_world is not None:
@@ -189,7 +189,7 @@ def _own() -> psutil.Process | None:
 
 
 def _orphaned(environ: Mapping[str, str]) -> bool:
-    """Whether the launcher ended before this process could find it: the parent is init."""
+    """Return whether the launcher ended before this process could find it: the parent is init."""
     return os.getppid() == 1 and any(name in environ for name in _SET_BY_LAUNCHERS)
 
 

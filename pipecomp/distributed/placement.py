@@ -110,7 +110,7 @@ class Interface(NamedTuple):
 
     @property
     def usable(self) -> bool:
-        """Whether another machine may be reachable through it."""
+        """True if another machine may be reachable through it."""
         return self.up and any(not is_loopback(a) and not a.startswith("fe80") for a in self.addresses)
 
 

@@ -75,9 +75,9 @@ class GradientExchange:
         """Replace gradients, by parameter name, in place. NaN or Inf of any rank becomes NaN on all of its group."""
         for _, state in self.states():
             state.loss_scale = loss_scale
-        self.submit(grads)()
+        self.submit_named(grads)()
 
-    def submit(self, grads: dict[str, Tensor], *, label: str = "") -> Callable[[], None]:
+    def submit_named(self, grads: dict[str, Tensor], *, label: str = "") -> Callable[[], None]:
         """Start an average in the background.
 
         Args:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from pipecomp.config.gradients import LocalSteps, Outer
+from pipecomp.errors import ConfigError
 from pipecomp.local_steps.row_statistics import SecondMoments, row_rates, row_sums
-from pipecomp.local_steps.timetable import Timetable, fragments_of
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -129,10 +129,79 @@ class CommonWeights:
                 self._sgd.state[common]["momentum_buffer"] = momentum[name].to(common, copy=True)
 
 
+class Timetable:
+    """A sequence of intervals of inner steps.
+
+    In an interval of h steps, fragment k of F is sent after step ⌈(k + 1)·h / F⌉, the last one after the last step.
+    Intervals only grow, so a fragment is sent at most every h steps. All ranks count the same steps, and so agree
+    without communication.
+
+    Attributes:
+        began: step after which the current interval began.
+    """
+
+    def __init__(self, options: LocalSteps, began: int = 0) -> None:
+        self._options, self.began = options, began
+
+    @property
+    def length(self) -> int:
+        """Steps of the current interval."""
+        return self._options.interval(self.began)
+
+    @property
+    def overlap(self) -> int:
+        """Steps while a fragment is averaged, fewer than an interval, so that it arrives before it is sent again."""
+        return min(self._options.overlap, self.length - 1)
+
+    def due(self, step: int) -> list[int]:
+        """Return the fragments to send after `step` steps of the run."""
+        fragments, length = self._options.fragments, self.length
+        return [k for k in range(fragments) if -(-(k + 1) * length // fragments) == step - self.began]
+
+    def finish_step(self, step: int) -> None:
+        """Begin the next interval if the current one ends with `step`."""
+        if step - self.began >= self.length:
+            self.began = step
+
+
+def fragments_of(weights: Mapping[str, Tensor], tied: Set[str], count: int) -> list[list[str]]:
+    """Divide weights, in order, into fragments of about equal size with at least one weight each.
+
+    Tied weights are all in the first fragment: every stage that shares them must average them after the same step.
+
+    Args:
+        weights: by name.
+        tied: names of those that other stages share.
+        count: F.
+
+    Raises:
+        ConfigError: for more fragments than weights.
+
+    Example:
+        >>> fragments_of({"a": torch.zeros(2), "b": torch.zeros(2), "c": torch.zeros(4)}, set(), 2)
+        [['a', 'b'], ['c']]
+    """
+    order = [name for name in weights if name in tied] + [name for name in weights if name not in tied]
+    most = len(order) - max(0, len(tied & set(order)) - 1)
+    if count > most:
+        hint = "Each fragment needs a trained weight of the stage; tied weights count as one."
+        raise ConfigError("gradients.fragments", count, f"at most {most}", hint)
+    total, before = sum(weights[name].numel() for name in order), 0
+    fragments: list[list[str]] = [[] for _ in range(count)]
+    for place, name in enumerate(order):
+        middle = before + weights[name].numel() / 2
+        before += weights[name].numel()
+        target = 0 if name in tied else int(middle * count / max(1, total))
+        filled = next((k for k in range(count) if not fragments[k]), count)  # the first empty fragment
+        last = count - (len(order) - place)  # leaves enough weights for the remaining fragments
+        fragments[min(max(target, last), filled, count - 1)].append(name)
+    return fragments
+
+
 class ReplicaAverages(Protocol):
     """Averages named tensors over replicas."""
 
-    def submit(self, tensors: dict[str, Tensor], *, label: str = "") -> Callable[[], None]:
+    def submit_named(self, tensors: dict[str, Tensor], *, label: str = "") -> Callable[[], None]:
         """Start to replace tensors by their means over replicas; the returned function waits until it is done.
 
         label: identifies this set of tensors.
@@ -278,11 +347,11 @@ class OuterSteps:
             sums = {name: row_sums(own, step) for name, own in moved.items()}
         rows = {} if self._moments is None else self._moments.rows(names)
         means = {name: own.clone() for name, own in rows.items()}
-        waits = [self._averages.submit(moved, label=label)]
+        waits = [self._averages.submit_named(moved, label=label)]
         for kind, few in (("sums-", sums), ("moments-", means)):
             if few:
                 assert self._exact is not None, "required by LocalSteps.shares_rows"
-                waits.append(self._exact.submit(few, label=label + kind))
+                waits.append(self._exact.submit_named(few, label=label + kind))
         keep = self._options.mixing if overlap else 0.0
         sent = {name: self._weights[name].detach().clone() for name in names} if keep is None else {}
         self._running.append(

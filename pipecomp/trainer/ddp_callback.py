@@ -290,13 +290,6 @@ def _restore(state: State, folder: Path, device: Any) -> None:
 LOCAL_STEPS_FILE = "pipecomp_local_steps"  # in a checkpoint folder: FILE_RANK.pt
 
 
-class _StateAverages:
-    """An `outer_steps.Averages` that uses a `State`."""
-
-    def __init__(self, state: State) -> None:
-        self.submit = state.submit_named
-
-
 class LocalStepsCallback(TrainerCallback):
     """Take the outer steps of one process. It runs after all other callbacks, which decide on evaluating and saving.
 
@@ -316,9 +309,8 @@ class LocalStepsCallback(TrainerCallback):
     ) -> None:
         weights = {name: p for name, p in ddp.module.named_parameters() if p.requires_grad}
         self._exact = State("none", group=state.group) if options.shares_rows else None
-        exact = None if self._exact is None else _StateAverages(self._exact)
         moments = SecondMoments(weights, lambda: optimizer.state) if options.second_moments == "rows" else None
-        self.outer = OuterSteps(options, weights, set(), _StateAverages(state), state.group.size, exact, moments)
+        self.outer = OuterSteps(options, weights, set(), state, state.group.size, self._exact, moments)
         self._rank = state.group.rank
         self._group = state.group
         self._common = ExitStack()

@@ -41,7 +41,7 @@ def store(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """What is read from files: "pages" for a walk over all of them, and the sample of each value."""
+    """Recorded reads of files: "pages" for a walk over all of them, and the sample of each value."""
     read: list[object] = []
     walk, join = lmdb_store.page_problems, ValueFile._join
 

@@ -99,7 +99,7 @@ def fuzz_frames(data: bytes) -> None:
 
 
 def fuzz_notices(data: bytes) -> None:
-    """What a rank says of a failure: on a link and in its heartbeat."""
+    """A rank's reports of a failure: on a link and in its heartbeat."""
     with contextlib.suppress(ValueError, RecursionError):
         note = json.loads(data.decode(errors="replace"))
         if isinstance(note, dict):

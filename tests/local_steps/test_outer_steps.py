@@ -32,7 +32,7 @@ class Meeting:
         def __init__(self, meeting: Meeting, replica: int) -> None:
             self._meeting, self._replica = meeting, replica
 
-        def submit(self, tensors: dict[str, Tensor], *, label: str = "") -> Callable[[], None]:
+        def submit_named(self, tensors: dict[str, Tensor], *, label: str = "") -> Callable[[], None]:
             meeting = self._meeting
             number = meeting._calls[self._replica]
             meeting._calls[self._replica] += 1

@@ -10,7 +10,7 @@ import torch
 from pipecomp.config.gradients import LocalSteps
 from pipecomp.errors import ConfigError
 from pipecomp.gradient_config import Gradients
-from pipecomp.local_steps.timetable import Timetable, fragments_of
+from pipecomp.local_steps.outer_steps import Timetable, fragments_of
 
 
 def played(options: LocalSteps, steps: int) -> dict[int, list[int]]:

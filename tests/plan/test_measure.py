@@ -1,4 +1,4 @@
-"""What plans measure: links over transports, stages, link ends."""
+"""Measurements for plans: links over transports, stages, link ends."""
 
 from __future__ import annotations
 

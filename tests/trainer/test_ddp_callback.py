@@ -69,7 +69,7 @@ def test_one_process_is_refused(tmp_path: Path) -> None:
 
 
 def trainer_like(**differences: Any) -> Any:
-    """What `find_ddp` looks at, of a Trainer on two processes without DDP."""
+    """The part of a Trainer that `find_ddp` reads, on two processes without DDP."""
     values = {"n_gpu": 1, "world_size": 2, "deepspeed": False, "fsdp": False, "model": torch.nn.Linear(1, 1)}
     values |= differences
     return types.SimpleNamespace(
