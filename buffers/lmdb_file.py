@@ -288,7 +288,7 @@ class ValueFile:
             self.set_meta(link_key(name), text.encode())
         elif differences := self.settings_differences(name, settings):
             raise StoreError(
-                f"{self.path}: {name} was stored with other settings ({differences}). Keep them, give another "
+                f"{self.path}: {name} was stored with other settings ({differences}). Keep them, set another "
                 f"store.path, or remove what is stored with `pipecomp store prune {self.path} --link {name}`"
             )
 

@@ -50,11 +50,11 @@ def trains_closed(
     found = {"losses": losses, "backend": dist.get_backend(), "routes": {}, "healed": 0, "lost_s": 0.0}
     if mesh is not None:
         mesh.close()
-        lines = [connection.line for connection in mesh.connections.values()]
+        connections = [connection.resumable for connection in mesh.connections.values()]
         found |= {
             "routes": dict(mesh.routes),
-            "healed": sum(line.healed for line in lines),
-            "lost_s": max(line.lost_s for line in lines),
+            "healed": sum(connection.reconnects for connection in connections),
+            "lost_s": max(connection.downtime_s for connection in connections),
         }
     return found
 

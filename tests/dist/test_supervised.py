@@ -119,7 +119,7 @@ def ended(work: Path) -> tuple[str, str]:
 def test_a_killed_rank_costs_a_restart_and_nothing_else(work, ended):
     output, expected = ended
     assert "continues after step" in output
-    assert "with the cached activations of that step: losses will be as without a break" in output
+    assert "with the cached activations of that step: losses equal those of an uninterrupted run" in output
     assert "continues after" not in expected
     ours, theirs = (
         [{k: v for k, v in line.items() if k != "tokens_per_s"} for line in lines(work, where)]
