@@ -90,26 +90,27 @@ class PeerListener:
 
     def __init__(self, credentials: Credentials, rank: int, address: Address | None = None) -> None:
         self.rank, self.address, self._credentials = rank, address, credentials
-        self._answered = False
+        self._answered_at: Address | None = None
 
     def probe(self) -> None:
         """Check whether the rank answers at its address; called while it is connected."""
-        self._answered = False
-        if self.address is None:
+        address, self._answered_at = self.address, None
+        if address is None:
             return
         with (
             contextlib.suppress(OSError, PipecompError),
-            socket.create_connection(self.address, _DIRECT_S) as sock,
+            socket.create_connection(address, _DIRECT_S) as sock,
         ):
             sock.settimeout(_REPLY_S)
             _, peer = self._credentials.secure(sock, server=False, within_s=handshake.HANDSHAKE_S)
             self._credentials.check_peer(peer)
             self._credentials.check_rank(peer, self.rank)
-            self._answered = True
+            self._answered_at = address
 
     def is_gone(self) -> bool:
         """Return whether nothing listens any more where the rank did."""
-        return self._answered and self.address is not None and nothing_listens(self.address)
+        address = self.address
+        return address is not None and self._answered_at == address and nothing_listens(address)
 
 
 def wait_for_keys(store: Any, keys: dict[int, str], wait_s: float, problem: str) -> None:
