@@ -1,7 +1,7 @@
 """Measurements of `pipecomp bench gpu`: correctness and speed on one GPU, in at most eight minutes.
 
-Its parts run one after another: the tests that need a GPU, kernels beside the device's memcpy, a look at what single
-steps do, and steps of a GPT-2 over two ranks that share the GPU. A part that fails, or for which no time is left, is
+Its parts run one after another: the tests that need a GPU, kernels beside the device's memcpy, the waits of a step,
+and steps of a GPT-2 over two ranks that share the GPU. A part that fails, or for which no time is left, is
 noted, and the others go on.
 """
 
@@ -20,8 +20,7 @@ from typing import Any
 import torch
 
 from pipecomp.bench import gpu_steps
-from pipecomp.bench.gpu_page import PAGE, PICTURE, gpu_page, of_stock
-from pipecomp.bench.gpu_profile import Interval, draw
+from pipecomp.bench.gpu_page import PAGE, gpu_page, of_stock
 from pipecomp.bench.kernels import bench_kernels
 from pipecomp.distributed.placement import usable_cores
 from pipecomp.errors import KernelError, PipecompError
@@ -38,10 +37,19 @@ _ROOT = Path(__file__).parents[2]
 
 
 def bench_gpu(folder: Path, *, limit_s: float = LIMIT_S, say: Callable[[str], None] = lambda text: None) -> Row:
-    """Measure everything, and write a page and a picture into `folder`.
+    """Measure everything, and write a page into `folder`.
 
-    say: told what begins, and each result. Returns "machine", "seconds", and by part "tests", "kernels", "look" and
-    "steps" what was found, {"error": text} for one that failed. Raises KernelError without a GPU.
+    Args:
+        folder: Created if missing.
+        limit_s: Seconds after which no further part begins.
+        say: Called with a line when a part begins, and for each result.
+
+    Returns:
+        "machine", "seconds", and the results of the parts "tests", "kernels", "waits" and "steps"; {"error": text} for
+        a part that failed.
+
+    Raises:
+        KernelError: There is no GPU.
     """
     machine = this_gpu()
     folder.mkdir(parents=True, exist_ok=True)
@@ -56,7 +64,7 @@ def bench_gpu(folder: Path, *, limit_s: float = LIMIT_S, say: Callable[[str], No
     parts: dict[str, Callable[[], Any]] = {
         "tests": lambda: gpu_tests(min(_TESTS_S, left())),
         "kernels": lambda: bench_kernels(shapes=[SHAPE], bits=BITS, backends=["auto"], seconds=_CASE_S, device="cuda"),
-        "look": lambda: gpu_steps.look(gpu_steps.GPT2, run),
+        "waits": lambda: gpu_steps.find_waits(gpu_steps.GPT2, run),
         "steps": lambda: steps(run, say),
     }
     found: Row = {"machine": machine}
@@ -66,7 +74,7 @@ def bench_gpu(folder: Path, *, limit_s: float = LIMIT_S, say: Callable[[str], No
         if failed(found[name]):
             say(f"{name}: {found[name]['error']}")
     found["seconds"] = time.monotonic() - began
-    write(found, folder)
+    atomic_write_text(folder / PAGE, gpu_page(found))
     return found
 
 
@@ -170,11 +178,3 @@ def steps(run: gpu_steps.Run, say: Callable[[str], None]) -> Row:
         if more or of_stock(rows, gpu_steps.EVERYTHING, 0.0) is None:
             found["error"] = found["cut"]
     return found
-
-
-def write(found: Row, folder: Path) -> None:
-    """Write the page and, if there is one, the picture of the GPU's activity in a step."""
-    atomic_write_text(folder / PAGE, gpu_page(found))
-    if not failed(found["look"]):
-        by_rank = {int(rank): [Interval(*i) for i in row["activity"]] for rank, row in found["look"].items()}
-        draw(folder / PICTURE, by_rank, f"One step, {gpu_steps.EVERYTHING}, two ranks on one GPU")

@@ -5,34 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from pipecomp.bench.gpu_profile import MAIN, Interval, copied_beside_compute
-from pipecomp.bench.gpu_steps import EVERYTHING, RAISING
+from pipecomp.bench.gpu_steps import EVERYTHING, MAIN
 
 Row = dict[str, Any]
-PAGE, PICTURE = "gpu.md", "gpu.png"
+PAGE = "gpu.md"
 MOST_OF_STOCK, LEAST_OF_MEMCPY = 1.05, 0.8
 KERNEL = "encode_batch"  # takes the difference, quantizes, packs, moves m
 UNSEEN = (
-    "torch does not notice what waits in `Event.synchronize` or `torch.cuda.synchronize`, nor where the driver waits "
-    "with a copy of pageable memory that is asked not to wait; what waits in a backward pass it tells when that ends, "
-    "as of who called it."
+    "torch does not notice waits in `Event.synchronize` or `torch.cuda.synchronize`, nor the driver's with a copy of "
+    "pageable memory that is asked not to wait; those of a backward pass it reports at its end, as of its caller."
 )
 
 
 def verdicts(found: Row) -> list[tuple[str, str, bool]]:
     """Return rows of target, result, and whether the target is met; parts that failed have none."""
     out = []
-    if "rows" in found["steps"]:
-        ratio = of_stock(found["steps"]["rows"], EVERYTHING, 0.0)
-        if ratio is not None:
-            out.append(
-                (f"a step with everything on ≤ {MOST_OF_STOCK} of stock's", f"{ratio:.3f}", ratio <= MOST_OF_STOCK)
-            )
+    ratio = of_stock(found["steps"].get("rows", ()), EVERYTHING, 0.0)
+    if ratio is not None:
+        target = f"a step with everything on ≤ {MOST_OF_STOCK} of stock's"
+        out.append((target, f"{ratio:.3f}", ratio <= MOST_OF_STOCK))
     if "error" not in found["kernels"]:
         least = min(row["ratio"] for row in found["kernels"] if row["operation"] == KERNEL)
         out.append((f"{KERNEL} ≥ {LEAST_OF_MEMCPY} of memcpy", f"{least:.2f}", least >= LEAST_OF_MEMCPY))
-    if "error" not in found["look"]:
-        ours = sum(count for *_, count in waits(found["look"], "pipecomp"))
+    if "error" not in found["waits"]:
+        ours = sum(count for owner, _, count in main_waits(found["waits"]) if owner == "pipecomp")
         wanted = "no call of pipecomp that torch notices waits for the GPU on the computing thread"
         out.append((wanted, f"{ours} a step", ours == 0))
     return out
@@ -45,10 +41,9 @@ def of_stock(rows: Iterable[Row], line: str, r: float) -> float | None:
     return ms[line] / ms[against] if line in ms and against in ms else None
 
 
-def waits(look: Row, owner: str | None = None) -> list[Sequence[Any]]:
-    """Return the waits of the computing thread from `gpu_steps.examine`, of one owner or of all."""
-    found = [place for row in look.values() for place in row["waits"]]
-    return [place for place in found if place[0] == MAIN and owner in (None, place[1])]
+def main_waits(found: Row) -> list[Sequence[Any]]:
+    """Return (owner, line, count) of the waits of all ranks' computing threads, from `gpu_steps.find_waits`."""
+    return [place for places in found.values() for thread, *place in places if thread == MAIN]
 
 
 def gpu_page(found: Row) -> str:
@@ -70,9 +65,9 @@ def gpu_page(found: Row) -> str:
         "## Steps",
         "",
         *_steps(found["steps"]),
-        "## What a step does",
+        "## What waits for the GPU",
         "",
-        *_look(found["look"]),
+        *_waits(found["waits"]),
     ]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -122,26 +117,11 @@ def _steps(found: Row) -> list[str]:
     ]
 
 
-def _look(found: Row) -> list[str]:
+def _waits(found: Row) -> list[str]:
     if "error" in found:
         return [found["error"], ""]
-    by_rank = {int(rank): [Interval(*i) for i in row["activity"]] for rank, row in found.items()}
-    share = copied_beside_compute(by_rank)
-    lines = [f"![One step: computing and copies of both ranks]({PICTURE})", ""]
-    if share is not None:
-        lines += [f"{100 * share:.0f} % of the copies' time the GPU computed too.", ""]
-    raising = [name for name in RAISING if all(name in row["raising"] for row in found.values())]
-    if raising:
-        lines += [
-            f'A step went through with {", ".join(raising)} under `torch.cuda.set_sync_debug_mode("error")`. '
-            "Reductions, optimizer step and exchange of losses did not run under that: DeepSpeed waits there, and so "
-            "does a thread of gloo.",
-            "",
-        ]
-    if left := [name for name in RAISING if name not in raising]:
-        lines += [f"In {', '.join(left)} something waited, perhaps on another thread.", ""]
-    lines += [f"Calls that waited for the GPU in one step, on the computing thread; {UNSEEN}", ""]
-    return [*lines, *_table(("whose", "where", "times"), (place[1:] for place in waits(found)))]
+    note = f"Calls that waited for the GPU in one step, on the computing thread; {UNSEEN}"
+    return [note, "", *_table(("whose", "where", "times"), main_waits(found))]
 
 
 def _table(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Steps of a GPT-2 on two ranks that share one GPU, for `pipecomp bench gpu`: how long they take, what they do.
+"""Steps of a GPT-2 on two ranks that share one GPU, for `pipecomp bench gpu`: their time, and their waits.
 
 The links are a lab's: the kernel's where it can make one, else a software lab, in which stock DeepSpeed's sends are
 held back as well. Both ranks talk over gloo, since NCCL gives a GPU to one rank only.
@@ -9,14 +9,18 @@ from __future__ import annotations
 import os
 import statistics
 import tempfile
+import threading
 import time
+import traceback
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
-from pipecomp.bench.gpu_profile import MAIN, device_activity, sync_debug_mode, synchronizing_calls
 from pipecomp.bench.training import (
     STOCK_BF16,
     Line,
@@ -28,7 +32,6 @@ from pipecomp.bench.training import (
     through_float32,
     untied_gpt2,
 )
-from pipecomp.interfaces import TrainingEngine
 from pipecomp.netlab import namespaces
 from pipecomp.netlab.lab import Lab
 from pipecomp.plan.search import aqsgd_sections, constant_error_bits
@@ -48,9 +51,6 @@ LINES = (
     Line(name=FIXED, dtype="bf16", section=aqsgd(3, 6), against=STOCK_BF16),
     Line(name=EVERYTHING, dtype="bf16", section=_PLANNED, against=STOCK_BF16),
 )
-# What raises if it waits. Not the others, nor what follows them: DeepSpeed waits there, and with a collective's tensors
-# a thread of gloo, which the mode would end too. None of these has a collective of tensors on the GPU.
-RAISING = ("LoadMicroBatch", "ForwardPass", "BackwardPass", "SendActivation", "RecvActivation", "SendGrad", "RecvGrad")
 Run = Callable[..., dict[int, Any]]
 
 
@@ -158,61 +158,81 @@ def train(rank: int, world: int, note: Any, line: Line, model: Model, steps: int
     return {"seconds": seconds, "loss": losses[1]}
 
 
-def look(model: Model, run: Run) -> dict[int, Row]:
-    """Look at two steps with everything on, without a limit: by rank "waits" and "activity", see `examine`."""
+# -- waits for the GPU
+
+MAIN = "MainThread"
+_WARNING = "called a synchronizing CUDA operation"  # torch's
+_ROOT = Path(__file__).parents[2]
+
+
+class Place(NamedTuple):
+    """Code that waited. owner: "pipecomp", or the package that is not torch and called it. line: "file:number name"."""
+
+    thread: str
+    owner: str
+    line: str
+
+
+def find_waits(model: Model, run: Run) -> dict[int, list[list[Any]]]:
+    """Return for each rank the waits of a step with everything on and no limit on the link, see `count_waits`."""
     with shared_lab(None) as lab, tempfile.TemporaryDirectory() as folder:
-        return run(lab, examine, LINES[-1], model, folder)
+        return run(lab, count_waits, LINES[-1], model, folder)
 
 
-def examine(rank: int, world: int, note: Any, line: Line, model: Model, folder: str) -> Row:
-    """Take a step under watch, one in which waiting raises, and one under the profiler.
-
-    "waits": [thread, owner, line, count] for each place that waited for the GPU, see `synchronizing_calls`. "raising":
-    the instructions that the second step ran under `torch.cuda.set_sync_debug_mode("error")`: those of `RAISING` in
-    which nothing had waited, none if another thread had. "activity": what the GPU did for this rank in the last step,
-    see `device_activity`.
-    """
+def count_waits(rank: int, world: int, note: Any, line: Line, model: Model, folder: str) -> list[list[Any]]:
+    """Take a step, and return [thread, owner, line, count] for each place of it that waited for the GPU."""
     share_a_device(world)
     engine = settled_engine(line, model, folder, [])
-    waiting: set[str] = set()
-    with through_float32(line, engine.device):
-        with synchronizing_calls() as found:
-
-            @contextmanager
-            def watched(name: str) -> Iterator[None]:
-                before = found.total()
-                yield
-                if found.total() > before:
-                    waiting.add(name)
-
-            with around_instructions(engine, watched):
-                engine.train_batch()
-        alone = torch.cuda.is_available() and all(place.thread == MAIN for place in found)
-        raising = [name for name in RAISING if alone and name not in waiting]
-        with around_instructions(engine, lambda name: sync_debug_mode("error" if name in raising else "default")):
-            engine.train_batch()
-        activity = device_activity(engine.train_batch)
+    with through_float32(line, engine.device), synchronizing_calls() as found:
+        engine.train_batch()
     engine.close()
-    waits = [[*place, count] for place, count in sorted(found.items())]
-    return {"waits": waits, "raising": raising, "activity": [list(interval) for interval in activity]}
+    return [[*place, count] for place, count in sorted(found.items())]
 
 
 @contextmanager
-def around_instructions(
-    engine: TrainingEngine, around: Callable[[str], AbstractContextManager[None]]
-) -> Iterator[None]:
-    """Run each instruction of the engine's steps, while inside, within what `around` gives for its name."""
+def synchronizing_calls() -> Iterator[Counter[Place]]:
+    """Count the calls of all threads of this process that wait for the GPU, by place, while inside.
 
-    def wrapped(name: str, instruction: Callable[..., None]) -> Callable[..., None]:
-        def run(self: Any, **place: int) -> None:
-            with around(name):
-                instruction(self, **place)
+    Note: torch does not count waiting for an event, as the sending thread and the store's writer do, nor
+    `torch.cuda.synchronize`, nor copies of pageable memory that are asked not to wait, though the driver may. A
+    backward pass reports its waits when it ends, as of its caller. Threads that Python does not know, such as gloo's,
+    are not counted. On a machine without a GPU nothing is found.
+    """
+    found: Counter[Place] = Counter()
+    on_gpu = torch.cuda.is_available()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("always", message=f".*{_WARNING}")
+        others = warnings.showwarning
 
-        return run
+        def note(message: Any, *rest: Any, **more: Any) -> None:
+            if _WARNING in str(message):
+                found[_place(traceback.extract_stack())] += 1
+            else:
+                others(message, *rest, **more)
 
-    stock = engine._INSTRUCTION_MAP.items()
-    engine._INSTRUCTION_MAP = {kind: wrapped(kind.__name__, run) for kind, run in stock}
-    try:
-        yield
-    finally:
-        del engine._INSTRUCTION_MAP
+        warnings.showwarning = note
+        if on_gpu:
+            torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            if on_gpu:
+                torch.cuda.set_sync_debug_mode("default")
+
+
+def _place(stack: list[traceback.FrameSummary]) -> Place:
+    """Return the innermost frame outside torch."""
+    name = threading.current_thread().name
+    for frame in reversed(stack):
+        path = Path(frame.filename)
+        if path == Path(__file__):
+            continue
+        if path.is_relative_to(_ROOT / "pipecomp"):
+            where = path.relative_to(_ROOT)
+        elif "site-packages" in path.parts:
+            where = Path(*path.parts[path.parts.index("site-packages") + 1 :])
+        else:
+            continue
+        if where.parts[0] != "torch":
+            return Place(name, where.parts[0], f"{where}:{frame.lineno} {frame.name}")
+    return Place(name, "torch", "")

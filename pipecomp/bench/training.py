@@ -151,22 +151,16 @@ def _stock(line: Line, whole: Any, tokens: Any, stages: int, folder: str) -> Any
 # -- stock DeepSpeed
 
 
-class _First(nn.Module):
-    """Tokens to hidden states, as a layer of DeepSpeed's PipelineModule: tensors in, tensors out."""
+class _Layer(nn.Module):
+    """A stage as a layer of DeepSpeed's PipelineModule: tensors in, tensors out."""
 
-    def __init__(self, stage: nn.Module) -> None:
+    def __init__(self, stage: nn.Module, *, first: bool) -> None:
         super().__init__()
-        self.stage = stage
+        self.stage, self._first = stage, first
 
-    def forward(self, input_ids: torch.Tensor) -> Any:
-        return self.stage({"input_ids": input_ids})["hidden_states"]
-
-
-class _Later(_First):
-    """Hidden states to hidden states, or to logits."""
-
-    def forward(self, hidden: torch.Tensor) -> Any:
-        out = self.stage({"hidden_states": hidden, "attention_mask": None})
+    def forward(self, x: torch.Tensor) -> Any:
+        """Turn tokens (first stage) or hidden states into hidden states, or logits (last stage)."""
+        out = self.stage({"input_ids": x} if self._first else {"hidden_states": x, "attention_mask": None})
         return out["hidden_states"] if isinstance(out, dict) else out
 
 
@@ -187,7 +181,7 @@ def stock_engine(model: Any, num_stages: int, config: dict[str, Any]) -> Any:
     attach_deepspeed()
     logger.setLevel(logging.WARNING)
     parts = split(model, num_stages=num_stages)
-    layers = [_First(parts[0]), *[_Later(part) for part in parts[1:]]]
+    layers = [_Layer(part, first=part is parts[0]) for part in parts]
     loss_fn = default_loss(parts[0].config)
     _carry(p2p)
     module = PipelineModule(layers, num_stages=num_stages, loss_fn=loss_fn, partition_method="uniform")

@@ -50,12 +50,12 @@ def bench_stores(
 @bench.command("gpu")
 @plain_errors()
 def bench_one_gpu(
-    folder: Annotated[Path, option("Folder for gpu.md and gpu.png.")] = Path("benchmarks/results"),
+    folder: Annotated[Path, option("Folder for gpu.md.")] = Path("benchmarks/results"),
     json_file: JsonOption = None,
 ) -> None:
     """Run everything on one GPU in at most eight minutes: tests, kernels, and steps of GPT-2 with two ranks on it.
 
-    Writes a page with tables and a picture of a step. Exit status 1 without a GPU, if a part fails, or if the time is
+    Writes a page with tables. Exit status 1 without a GPU, if a part fails, or if the time is
     up before a step with all options is compared with stock DeepSpeed; the last line names missing lines after that.
     """
     from pipecomp.bench.gpu import bench_gpu, failed

@@ -35,6 +35,5 @@ def test_lines_train_alike_over_a_throttle_that_holds_stock_deepspeed_back_too()
     assert all(row["least"] <= row["ms"] <= row["most"] for row in rows)
 
 
-def test_a_look_at_single_steps():
-    found = gpu_steps.look(SMALL, run)
-    assert found == {rank: {"waits": [], "raising": [], "activity": []} for rank in (0, 1)}
+def test_waits_of_a_step():
+    assert gpu_steps.find_waits(SMALL, run) == {0: [], 1: []}
