@@ -1,17 +1,11 @@
-"""Measurements of `pipecomp bench gpu`: correctness and speed on one GPU, in at most eight minutes.
+"""Measurements of `pipecomp bench gpu` on one GPU, in at most eight minutes.
 
-Its parts run one after another: the tests that need a GPU, kernels beside the device's memcpy, the waits of a step,
-and steps of a GPT-2 over two ranks that share the GPU. A part that fails, or for which no time is left, is
-noted, and the others go on.
+Its parts run one after another: kernels beside the device's memcpy, the waits of a step, and steps of a GPT-2 over two
+ranks that share the GPU. A part that fails, or for which no time is left, is noted, and the others go on.
 """
 
 from __future__ import annotations
 
-import os
-import re
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +16,6 @@ import torch
 from pipecomp.bench import gpu_steps
 from pipecomp.bench.gpu_page import PAGE, gpu_page, of_stock
 from pipecomp.bench.kernels import bench_kernels
-from pipecomp.distributed.placement import usable_cores
 from pipecomp.errors import KernelError, PipecompError
 from pipecomp.netlab.lab import Lab
 from pipecomp.utils.files import atomic_write_text
@@ -30,10 +23,7 @@ from pipecomp.utils.files import atomic_write_text
 Row = dict[str, Any]
 LIMIT_S = 480.0
 SHAPE, BITS = (8192, 1600), (2, 4, 8)
-_TESTS_S, _CASE_S = 150.0, 0.2
-_MOST_WORKERS = 8  # test workers; each compiles kernels and has a context on the GPU
-_LINES = 40  # lines of output of failed tests
-_ROOT = Path(__file__).parents[2]
+_CASE_S = 0.2
 
 
 def bench_gpu(folder: Path, *, limit_s: float = LIMIT_S, say: Callable[[str], None] = lambda text: None) -> Row:
@@ -45,8 +35,8 @@ def bench_gpu(folder: Path, *, limit_s: float = LIMIT_S, say: Callable[[str], No
         say: Called with a line when a part begins, and for each result.
 
     Returns:
-        "machine", "seconds", and the results of the parts "tests", "kernels", "waits" and "steps"; {"error": text} for
-        a part that failed.
+        "machine", "seconds", and the results of the parts "kernels", "waits" and "steps"; {"error": text} for a part
+        that failed.
 
     Raises:
         KernelError: There is no GPU.
@@ -62,7 +52,6 @@ def bench_gpu(folder: Path, *, limit_s: float = LIMIT_S, say: Callable[[str], No
         return lab.run(function, *args, timeout_s=max(1.0, left()))
 
     parts: dict[str, Callable[[], Any]] = {
-        "tests": lambda: gpu_tests(min(_TESTS_S, left())),
         "kernels": lambda: bench_kernels(shapes=[SHAPE], bits=BITS, backends=["auto"], seconds=_CASE_S, device="cuda"),
         "waits": lambda: gpu_steps.find_waits(gpu_steps.GPT2, run),
         "steps": lambda: steps(run, say),
@@ -109,50 +98,6 @@ def attempt(part: Callable[[], Any]) -> Any:
 def failed(found: Any) -> bool:
     """Return whether a part's result is an error."""
     return isinstance(found, dict) and "error" in found
-
-
-def gpu_tests(timeout_s: float, folder: Path = _ROOT / "tests" / "gpu") -> Row:
-    """Run the tests that need a GPU, from a checkout: "passed", "others" (failed, skipped, errors), "summary".
-
-    "printed": the end of their output, where they fail or take too long.
-    """
-    if not folder.is_dir():
-        return {"error": f"{folder} is not there: run this from a checkout"}
-    # -vv: with the -q of the checkout's settings each test is named as it begins and ends. -u: for what is killed too.
-    workers = min(_MOST_WORKERS, usable_cores())
-    options = ["-vv", "-p", "no:cacheprovider", "-n", str(workers)]
-    command = [sys.executable, "-u", "-m", "pytest", *options, str(folder)]
-    try:
-        status, out, errors = run_whole(command, timeout_s)
-    except subprocess.TimeoutExpired as cut:
-        printed = (cut.output or b"").decode(errors="replace")
-        return {"error": f"they took more than {timeout_s:.0f} s", "printed": _end(printed)}
-    summary = (out.strip().splitlines() or errors.strip().splitlines() or ["nothing was printed"])[-1].strip("= ")
-    counts = {kind: int(count) for count, kind in re.findall(r"(\d+) (passed|failed|skipped|errors?)", summary)}
-    passed = counts.pop("passed", 0)
-    found: Row = {"passed": passed, "others": sum(counts.values()), "summary": summary}
-    return found if status == 0 and passed else {**found, "error": summary, "printed": _end(out or errors)}
-
-
-def _end(printed: str) -> str:
-    return "\n".join(printed.strip().splitlines()[-_LINES:])
-
-
-def run_whole(command: list[str], timeout_s: float) -> tuple[int, str, str]:
-    """Run a command from the checkout; give its exit status, output and errors.
-
-    Raises subprocess.TimeoutExpired when it takes longer. What it has started is ended too: ranks of a test would keep
-    the GPU from the parts that come next.
-    """
-    with subprocess.Popen(
-        command, cwd=_ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    ) as child:
-        try:
-            out, errors = child.communicate(timeout=timeout_s)
-        except BaseException:  # Ctrl-C too, which is not sent to another session
-            os.killpg(child.pid, signal.SIGKILL)
-            raise
-    return child.returncode, out, errors
 
 
 def steps(run: gpu_steps.Run, say: Callable[[str], None]) -> Row:

@@ -53,10 +53,10 @@ def bench_one_gpu(
     folder: Annotated[Path, option("Folder for gpu.md.")] = Path("benchmarks/results"),
     json_file: JsonOption = None,
 ) -> None:
-    """Run everything on one GPU in at most eight minutes: tests, kernels, and steps of GPT-2 with two ranks on it.
+    """Measure kernels, waits, and steps of GPT-2 with two ranks on one GPU, in at most eight minutes.
 
-    Writes a page with tables. Exit status 1 without a GPU, if a part fails, or if the time is
-    up before a step with all options is compared with stock DeepSpeed; the last line names missing lines after that.
+    Writes a page with tables. Exit status 1 without a GPU, if a part fails, or if the time is up before a step with all
+    options is compared with stock DeepSpeed; the last line names missing lines after that.
     """
     from pipecomp.bench.gpu import bench_gpu, failed
     from pipecomp.bench.gpu_page import PAGE, verdicts

@@ -8,10 +8,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 from packaging.requirements import InvalidRequirement, Requirement
-from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from pipecomp.doctor.finding import OK, PROBLEM, WARNING, Finding
@@ -32,30 +30,6 @@ IMPORTED = ("lmdb", "transformers.modeling_utils", "deepspeed", "accelerate", "d
 _IMPORT_TIMEOUT_S = 240.0
 # Packages whose requirements matter: transformers, or a run, imports them if they are installed.
 _ALSO_IMPORTED = ("torchvision", "torchaudio", "peft", *TESTED)
-
-
-class PackageConflict(NamedTuple):
-    """Two packages that do not work together in these versions, whatever their requirements."""
-
-    first: str
-    first_versions: str
-    second: str
-    second_versions: str
-    meaning: str
-    advice: str
-
-
-KNOWN_CONFLICTS = (
-    PackageConflict(
-        *("deepspeed", "<=0.18.6", "torch", ">=2.10", "importing DeepSpeed fails"),
-        "pip install 'deepspeed>=0.19.8,<0.20'",
-    ),
-    PackageConflict(
-        *("transformers", "<=5.10", "kernels", ">=0.15", "importing parts of transformers fails"),
-        "pip uninstall kernels (pipecomp does not use it), or pip install -U transformers",
-    ),
-    PackageConflict("torch", "<2.3", "numpy", ">=2", "torch cannot exchange arrays with NumPy", "pip install -U torch"),
-)
 
 
 def package_findings(*, gpu: bool) -> list[Finding]:
@@ -103,7 +77,7 @@ def check_versions(requirements: Iterable[str], installed: Mapping[str, str], *,
 
 
 def check_conflicts(installed: Mapping[str, str], required: Mapping[str, Sequence[str]]) -> Finding:
-    """Check the known conflicts, and other packages' requirements of those that pipecomp needs.
+    """Check other packages' requirements of those that pipecomp needs.
 
     torchvision, for example, requires one exact torch; with another one importing transformers fails. Requirements of a
     package that nothing here imports are only a warning.
@@ -113,25 +87,13 @@ def check_conflicts(installed: Mapping[str, str], required: Mapping[str, Sequenc
         required: Requirements of each installed package.
     """
     bad, advice, breaks = [], [], False
-    for pair in KNOWN_CONFLICTS:
-        first, second = installed.get(pair.first), installed.get(pair.second)
-        if first is None or second is None:
-            continue
-        sides = ((pair.first_versions, first), (pair.second_versions, second))
-        if all(SpecifierSet(versions).contains(version, prereleases=True) for versions, version in sides):
-            breaks = True
-            bad.append(f"{pair.first} {first} with {pair.second} {second}: {pair.meaning}")
-            advice.append(pair.advice)
     for package, requirements in sorted(required.items()):
         if package == "pipecomp":
             continue
         for requirement in _parse(requirements):
             name = canonicalize_name(requirement.name)
-            if (
-                name not in TESTED
-                or name not in installed
-                or not (requirement.marker is None or requirement.marker.evaluate({"extra": ""}))
-            ):
+            applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+            if name not in TESTED or name not in installed or not applies:
                 continue
             if not requirement.specifier.contains(installed[name], prereleases=True):
                 breaks |= canonicalize_name(package) in _ALSO_IMPORTED

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import mmap
 import os
 import shutil
 import subprocess
@@ -92,7 +91,7 @@ def check_lmdb(problem: str | None) -> Finding:
     """Check whether a message store works in the folder. problem: from `try_lmdb`."""
     if problem is not None:
         return Finding("LMDB", PROBLEM, problem, _ANOTHER_PATH)
-    return Finding("LMDB", OK, "a message store was written, closed and read again; memory maps and locks work")
+    return Finding("LMDB", OK, "a message store was written, closed and read again; locks work")
 
 
 def check_writable(folder: Path, error: OSError) -> Finding:
@@ -141,9 +140,8 @@ def measure_disk(folder: Path) -> DiskSpeed:
 
 
 def try_lmdb(folder: Path) -> str | None:
-    """Try memory maps, locks between processes, and a message store that is opened twice; return the first failure."""
+    """Try locks between processes, and a message store that is opened twice; return the first failure."""
     for attempt, message in (
-        (_map, "files cannot be mapped into memory here ({}), which LMDB needs"),
         (_lock, "file locks do not work here: {}"),
         (_store, "a message store does not work here: {}"),
     ):
@@ -156,20 +154,6 @@ def try_lmdb(folder: Path) -> str | None:
         if problem is not None:
             return message.format(problem)
     return None
-
-
-def _map(folder: Path) -> str | None:
-    """Read a write to a file through a shared map of it and the reverse, as LMDB does."""
-    with open(folder / "map", "w+b", buffering=0) as handle:
-        handle.write(bytes(mmap.PAGESIZE))
-        with mmap.mmap(handle.fileno(), mmap.PAGESIZE) as mapped:
-            os.pwrite(handle.fileno(), b"pipecomp", 16)
-            if mapped[16:24] != b"pipecomp":
-                return "a map does not show writes to its file"
-            mapped[32:40] = b"pipecomp"
-            mapped.flush()
-        handle.seek(32)
-        return None if handle.read(8) == b"pipecomp" else "writes to a map do not reach its file"
 
 
 _LOCK_SCRIPT = """

@@ -5,9 +5,8 @@
     node 1: eth0 ── port1 ┘
 
 The queue of eth0 shapes what a node sends, the queue of its port what it receives. If the kernel has netem, eth0 also
-delays packets; otherwise pipecomp's own links do, or, if the delay varies, a process between port and bridge. With
-`nat`, every node except 0 has a router between eth0 and its port. Each of several `sites` has a bridge of its own; a
-link with such queues joins it to a central bridge.
+delays packets; otherwise pipecomp's own links do. With `nat`, every node except 0 has a router between eth0 and its
+port. Each of several `sites` has a bridge of its own; a link with such queues joins it to a central bridge.
 """
 
 from __future__ import annotations
@@ -16,8 +15,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -38,29 +35,30 @@ from pipecomp.netlab.software import SharedState, ThrottleSettings
 # RFC 2544 reserves 198.18.0.0/15 for network tests: 198.18 for the bridge, 198.19 for networks behind routers.
 _PREFIX_BITS = 16
 _PRIVATE_BITS = 24
-_DELAYER = Path(__file__).with_name("delayer.py")
 _START_S = 20.0
 _TABLE = "pipecomp"  # of nftables
 _LOSS_STEPS = 10**6  # resolution of the share of lost packets
 WIREGUARD_INTERFACE, WIREGUARD_MTU, _WIREGUARD_BITS = "wg0", 1420, 24
 _WIREGUARD_PORT, _KEEPALIVE_S = 51820, 25
 _WIREGUARD_SOCKETS = Path("/var/run/wireguard")
-# Program -> Debian's package.
-_FILTER_PROGRAMS = {"nft": "nftables", "sysctl": "procps"}
-_WIREGUARD_PROGRAMS = {"wireguard-go": "wireguard-go", "wg": "wireguard-tools"}
 
 
 def missing_filters() -> str | None:
     """Return what this machine lacks for routers and lost packets, None if nothing."""
-    lacking = [package for program, package in _FILTER_PROGRAMS.items() if shutil.which(program) is None]
-    return f"no packet filter here: install {' and '.join(lacking)}" if lacking else None
+    return _missing("packet filter", nft="nftables", sysctl="procps")
 
 
 def missing_wireguard() -> str | None:
     """Return what this machine lacks for WireGuard, None if nothing."""
-    if lacking := [package for program, package in _WIREGUARD_PROGRAMS.items() if shutil.which(program) is None]:
-        return f"no WireGuard here: install {' and '.join(lacking)}"
+    if problem := _missing("WireGuard", **{"wireguard-go": "wireguard-go", "wg": "wireguard-tools"}):
+        return problem
     return None if os.access("/dev/net/tun", os.R_OK | os.W_OK) else "no /dev/net/tun here, and WireGuard needs it"
+
+
+def _missing(what: str, **packages: str) -> str | None:
+    """packages: Debian's package by program."""
+    lacking = [package for program, package in packages.items() if shutil.which(program) is None]
+    return f"no {what} here: install {' and '.join(lacking)}" if lacking else None
 
 
 class KernelNetwork:
@@ -86,22 +84,17 @@ class KernelNetwork:
         self._hub = f"{name}-hub"
         self._nodes = [f"{name}-n{node}" for node in range(shape.nodes)]
         self._routers = {node: f"{name}-r{node}" for node in range(1, shape.nodes) if shape.nat}
-        self._delayer_ready = threading.Event()
-        self._helpers = Supervisor(lambda *_: self._delayer_ready.set())
+        self._helpers = Supervisor(lambda *_: None)
         # wireguard-go's sockets are shared by all namespaces of the machine.
         self._wireguard = [f"wg{os.getpid()}n{node}" for node in range(shape.nodes)] if shape.wireguard else []
         self.interface = WIREGUARD_INTERFACE if shape.wireguard else "eth0"
         self.delay_by: str | None = None
         self._state = folder / "state"
         if shape.delay_s:
-            without = "process" if shape.jitter_s else "software"
-            self.delay_by = "netem" if (has_netem() if netem is None else netem) else without
+            self.delay_by = "netem" if (has_netem() if netem is None else netem) else "software"
             SharedState.create(self._state, shape.nodes)
         try:
             self._build()
-            if self.delay_by == "process":
-                command = [sys.executable, str(_DELAYER), str(shape.delay_s), str(shape.jitter_s), str(shape.nodes)]
-                self._start_helper(self._hub, command, self._delayer_ready.is_set)
             if shape.wireguard:
                 self._build_wireguard(folder)
         except BaseException:
@@ -121,17 +114,8 @@ class KernelNetwork:
                 self._build_router(node, router)
             self._without_ipv6(name, "eth0")
             self._without_ipv6(hub, port)
-            delay = shape if self.delay_by == "netem" else None
-            for text in queue_commands("add", name, "eth0", shape.up[node], shape.delay_s, delay):
-                run(text)
-            for text in queue_commands("add", hub, port, shape.down[node], shape.delay_s, None):
-                run(text)
-            if self.delay_by == "process":
-                run(f"ip -n {hub} link add mid{node} type veth peer name {self._member(node)}")
-                for end in (f"mid{node}", self._member(node)):
-                    self._without_ipv6(hub, end)
-                    run(f"ip -n {hub} link set {end} up")
-            run(f"ip -n {hub} link set {self._member(node)} master {self._bridge(node)}")
+            self._set_queues("add", node, shape.up[node], shape.down[node])
+            self.join(node)
             run(f"ip -n {hub} link set {port} up")
             bits = _PREFIX_BITS if router is None else _PRIVATE_BITS
             run(f"ip -n {name} addr add {self._outside(node)}/{bits} dev eth0")
@@ -159,13 +143,6 @@ class KernelNetwork:
                     run(text)
                 run(f"ip -n {hub} link set {port} master {bridge}")
                 run(f"ip -n {hub} link set {port} up")
-
-    def _bridge(self, node: int) -> str:
-        return f"br{self._shape.site[node]}"
-
-    def _member(self, node: int) -> str:
-        """The interface of a node that is attached to the bridge."""
-        return f"line{node}" if self.delay_by == "process" else f"port{node}"
 
     def _build_router(self, node: int, router: str) -> None:
         """Create eth0 of a node, both interfaces of its router, and the port of the bridge."""
@@ -226,20 +203,23 @@ class KernelNetwork:
         return next(int(queue["bytes"]) for queue in queues if queue.get("root"))
 
     def set_rate(self, rate: int) -> None:
-        delay = self._shape if self.delay_by == "netem" else None
-        for node, name in enumerate(self._nodes):
-            for text in (
-                *queue_commands("change", name, "eth0", rate, self._shape.delay_s, delay),
-                *queue_commands("change", self._hub, f"port{node}", rate, self._shape.delay_s, None),
-            ):
-                self._run(text)
+        for node in range(self._shape.nodes):
+            self._set_queues("change", node, rate, rate)
+
+    def _set_queues(self, verb: str, node: int, up: int | None, down: int | None) -> None:
+        """verb: "add" or "change"."""
+        delay, delay_s = self._shape if self.delay_by == "netem" else None, self._shape.delay_s
+        for text in queue_commands(verb, self._nodes[node], "eth0", up, delay_s, delay):
+            self._run(text)
+        for text in queue_commands(verb, self._hub, f"port{node}", down, delay_s, None):
+            self._run(text)
 
     def cut(self, node: int) -> None:
         # Note: detached from the bridge, but up. As with a distant line that breaks, the node itself notices nothing.
-        self._run(f"ip -n {self._hub} link set {self._member(node)} nomaster")
+        self._run(f"ip -n {self._hub} link set port{node} nomaster")
 
     def join(self, node: int) -> None:
-        self._run(f"ip -n {self._hub} link set {self._member(node)} master {self._bridge(node)}")
+        self._run(f"ip -n {self._hub} link set port{node} master br{self._shape.site[node]}")
 
     def processes(self) -> set[int]:
         return processes_in(self._namespaces, self._run) - self._helpers.pids

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Unpack, overload
@@ -41,11 +41,6 @@ class Finished:
     failed: str | None
     statuses: dict[str, int]
     seconds: float
-
-
-def _missing_for(shape: LabShape) -> str | None:
-    problem = kernel.missing_filters() if shape.loss or shape.nat else None
-    return problem or (kernel.missing_wireguard() if shape.wireguard else None)
 
 
 class Lab:
@@ -92,7 +87,9 @@ class Lab:
         remove_leftovers()
         if not self._software and (problem := namespaces.missing()):
             raise NetlabError(f"{problem}; {namespaces.SOFTWARE_HINT}")
-        if problem := _missing_for(self.shape):
+        problem = kernel.missing_filters() if self.shape.loss or self.shape.nat else None
+        problem = problem or (kernel.missing_wireguard() if self.shape.wireguard else None)
+        if problem:
             raise NetlabError(problem)
         folder = lab_folder(self.name)
         folder.mkdir(mode=0o700)
@@ -261,14 +258,21 @@ class Lab:
         supervisor = Supervisor(
             _print_line if on_line is None else on_line, term_s=_TERM_S, find_strays=self._processes
         )
-        with supervisor, self._cutting() as cut_what_is_due:
+        changes = [(cut.at_s, self.cut, cut.node) for cut in self.shape.cuts]
+        changes += [(cut.at_s + cut.for_s, self.join, cut.node) for cut in self.shape.cuts if cut.for_s is not None]
+        changes.sort(key=lambda change: change[0])
+        with supervisor, contextlib.ExitStack() as joined:
+            for node in {cut.node for cut in self.shape.cuts}:
+                joined.callback(self.join, node)
             for spec in specs:
                 supervisor.start(spec)
             if calls is not None:
                 calls.close_rank_pipes()
                 calls.send()
             for _ in supervisor.watch(grace_s=grace_s, timeout_s=math.inf if timeout_s is None else timeout_s):
-                cut_what_is_due(time.monotonic() - began)
+                while changes and changes[0][0] <= time.monotonic() - began:
+                    _, change, node = changes.pop(0)
+                    change(node)
                 if calls is not None:
                     calls.receive(supervisor.statuses)
             if None in supervisor.statuses and supervisor.failed is None:
@@ -277,23 +281,6 @@ class Lab:
         statuses = {spec.label: status or 0 for spec, status in zip(specs, supervisor.statuses, strict=True)}
         failed = None if supervisor.failed is None else specs[supervisor.failed].label
         return Finished(status=supervisor.status, failed=failed, statuses=statuses, seconds=seconds)
-
-    @contextmanager
-    def _cutting(self) -> Iterator[Callable[[float], None]]:
-        changes = [(cut.at_s, self.cut, cut.node) for cut in self.shape.cuts]
-        changes += [(cut.at_s + cut.for_s, self.join, cut.node) for cut in self.shape.cuts if cut.for_s is not None]
-        changes.sort(key=lambda change: change[0])
-
-        def due(seconds: float) -> None:
-            while changes and changes[0][0] <= seconds:
-                _, change, node = changes.pop(0)
-                change(node)
-
-        try:
-            yield due
-        finally:
-            for node in {cut.node for cut in self.shape.cuts}:
-                self.join(node)
 
     def _processes(self) -> set[int]:
         return self.network.processes() | processes_of_lab(self.name)

@@ -24,7 +24,7 @@ class LabNetwork(Protocol):
     """Nodes that reach each other over shaped links."""
 
     form: str  # "kernel" or "software"
-    delay_by: str | None  # "netem", "process", "software" (pipecomp's own links), or None without a delay
+    delay_by: str | None  # "netem", "software" (pipecomp's own links), or None without a delay
     interface: str  # the nodes' own name of their network interface
 
     def address(self, node: int) -> str:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import threading
-import time
 import warnings
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +17,6 @@ from pipecomp.bench.gpu_steps import synchronizing_calls
 from pipecomp.cli.bench import bench
 from pipecomp.netlab.network import NetlabError
 from pipecomp.schedule import InFlight
-from tests.limits import HANG_S
 
 WAITED = "called a synchronizing CUDA operation (Triggered internally at CUDAFunctions.cpp:132.)"
 
@@ -33,7 +30,7 @@ def test_without_a_gpu_there_is_one_clear_line(tmp_path):
 
 
 def test_who_waited_is_noted_with_its_thread():
-    ours = compile("def place():\n    warn()", str(gpu._ROOT / "pipecomp" / "kernels" / "staging.py"), "exec")
+    ours = compile("def place():\n    warn()", str(gpu_steps._ROOT / "pipecomp" / "kernels" / "staging.py"), "exec")
     names = {"warn": lambda: warnings.warn(WAITED, stacklevel=2)}
     exec(ours, names)
 
@@ -72,52 +69,6 @@ def test_steps_count_when_nothing_is_tried_any_more(line):
     assert not in_flight.observing
 
 
-def test_tests_that_are_all_skipped_have_not_passed(tmp_path):
-    (tmp_path / "test_a.py").write_text("import pytest\n@pytest.mark.skip\ndef test_a(): pass\n")
-    assert gpu.gpu_tests(60, tmp_path)["others"] == 1
-    assert "1 skipped" in gpu.gpu_tests(60, tmp_path)["error"]
-    (tmp_path / "test_b.py").write_text("def test_b(): pass\n")
-    found = gpu.gpu_tests(60, tmp_path)
-    assert (found["passed"], found["others"], gpu.failed(found)) == (1, 1, False)
-    assert "not there" in gpu.gpu_tests(60, tmp_path / "missing")["error"]
-
-
-def test_the_tests_of_the_checkout_are_counted(monkeypatch):
-    """By pytest with the checkout's settings; they are skipped, since tests hide GPUs."""
-    monkeypatch.setattr(gpu, "_MOST_WORKERS", 0)
-    found = gpu.gpu_tests(HANG_S)
-    assert found["passed"] == 0
-    assert found["others"] > 50
-    assert found["error"] == found["summary"]
-    assert found["summary"].startswith(f"{found['others']} skipped in ")
-
-
-def test_what_takes_too_long_leaves_no_process(tmp_path):
-    """Nor do the processes that it has started, such as the ranks of a test."""
-    pid = tmp_path / "pid"
-    with pytest.raises(subprocess.TimeoutExpired) as raised:
-        gpu.run_whole(["sh", "-c", f"echo began; sleep 600 & echo $! >{pid}.new && mv {pid}.new {pid}; wait"], 5)
-    assert raised.value.output == b"began\n"
-    stat = Path("/proc", pid.read_text().strip(), "stat")
-    deadline = time.monotonic() + HANG_S / 20
-    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
-        assert time.monotonic() < deadline, "it still runs"
-        time.sleep(0.05)
-
-
-@pytest.mark.parametrize("error", [None, subprocess.TimeoutExpired("pytest", 150, b"[gw0] FAILED a.py::test_a\n")])
-def test_of_tests_that_fail_or_take_too_long_the_page_has_what_they_printed(tmp_path, monkeypatch, error):
-    def run(command: list[str], timeout_s: float) -> tuple[int, str, str]:
-        if error is not None:
-            raise error
-        return 1, "FAILED a.py::test_a - assert 2 == 3\n=== 1 failed, 9 passed in 3 s ===\n", ""
-
-    monkeypatch.setattr(gpu, "run_whole", run)
-    found = gpu.gpu_tests(150, tmp_path)
-    assert found["error"] == ("they took more than 150 s" if error else "1 failed, 9 passed in 3 s")
-    assert "FAILED a.py::test_a" in gpu_page(WHOLE | {"tests": found})
-
-
 class CompilerError(Exception):
     """As Triton's: of no kind that torch's errors are of."""
 
@@ -143,7 +94,6 @@ def kernel(operation: str, ratio: float) -> gpu.Row:
 WHOLE = {
     "machine": "NVIDIA X",
     "seconds": 400.0,
-    "tests": {"passed": 9, "others": 0, "summary": "9 passed in 60 s"},
     "kernels": [kernel("encode_batch", 0.9), kernel("quantize", 0.1)],
     "steps": {"compute_ms": 8.0, "rows": [row("DeepSpeed BF16", 100.0), row(gpu_steps.EVERYTHING, 104.0)]},
     "waits": {0: [], 1: []},
@@ -165,7 +115,6 @@ def test_what_is_wanted_is_compared_with_what_was_found():
 
 def test_a_part_that_fails_is_noted_and_the_others_go_on(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "this_gpu", lambda: "NVIDIA X")
-    monkeypatch.setattr(gpu, "gpu_tests", lambda timeout_s: WHOLE["tests"])
     monkeypatch.setattr(gpu, "bench_kernels", lambda **options: WHOLE["kernels"])
     monkeypatch.setattr(gpu_steps, "find_waits", lambda model, run: WHOLE["waits"])
     monkeypatch.setattr(gpu_steps, "stage_seconds", lambda model, device: 0.008)
@@ -180,7 +129,6 @@ def test_a_part_that_fails_is_noted_and_the_others_go_on(tmp_path, monkeypatch):
     assert "some step measurements are missing: the run took more than 3 s" in " ".join(result.output.split())
     page = (tmp_path / "gpu.md").read_text()
     assert "Not measured: the run took more than 3 s" in page
-    assert "9 passed in 60 s" in page
 
     def fails(*given, **options):
         yield row("DeepSpeed BF16", 100.0)
@@ -210,4 +158,4 @@ def test_a_part_that_fails_is_noted_and_the_others_go_on(tmp_path, monkeypatch):
     assert [name for name, part in found.items() if gpu.failed(part)] == ["kernels"]
     assert "CUDA out of memory" in (tmp_path / "gpu.md").read_text()
     late = gpu.bench_gpu(tmp_path, limit_s=-1.0)
-    assert all("no time was left" in late[part]["error"] for part in ("tests", "kernels", "waits", "steps"))
+    assert all("no time was left" in late[part]["error"] for part in ("kernels", "waits", "steps"))

@@ -410,28 +410,13 @@ def test_the_kernel_delays_what_nodes_send_where_it_can(tmp_path):
 
 def test_pipecomp_delays_where_the_kernel_cannot(tmp_path):
     fake = Fake()
-    shape = read_shape(nodes=2, bandwidth="1mbit", delay="20ms")
+    shape = read_shape(nodes=2, bandwidth="1mbit", delay="20ms", jitter="5ms")
     network = KernelNetwork(shape, tmp_path, "lab", run=fake, netem=False)
     assert network.delay_by == "software"
     told = ThrottleSettings.read(network.settings(1, 1))
-    assert (told.node, told.delay_s, told.up, told.down) == (1, 0.02, [None] * 2, [None] * 2)
+    assert (told.node, told.delay_s, told.jitter_s, told.up, told.down) == (1, 0.02, 0.005, [None] * 2, [None] * 2)
     assert not any("netem" in text for text in fake.commands)
     SharedState(told.state).read(1)
-
-
-def test_a_process_varies_the_delay_where_the_kernel_cannot(tmp_path, monkeypatch):
-    started = []
-    monkeypatch.setattr(KernelNetwork, "_start_helper", lambda self, space, command, ready: started.append(command))
-    fake = Fake()
-    network = KernelNetwork(read_shape(nodes=2, delay="8ms", jitter="5ms"), tmp_path, "lab", run=fake, netem=False)
-    assert network.delay_by == "process"
-    assert network.settings(0, 1) is None  # pipecomp's own links do not delay as well
-    assert "ip -n lab-hub link set line1 master br0" in fake.commands
-    assert not any("port1 master" in text for text in fake.commands)
-    network.cut(1)
-    assert fake.commands[-1] == "ip -n lab-hub link set line1 nomaster"
-    network.close()
-    assert [command[-3:] for command in started] == [["0.008", "0.005", "2"]]
 
 
 def test_sites_are_joined_by_lines_with_queues_of_their_own(tmp_path):
