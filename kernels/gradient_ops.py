@@ -21,7 +21,7 @@ from torch import Tensor
 from pipecomp.errors import ConfigError, NonFiniteError, ShapeError
 from pipecomp.kernels import dispatch
 from pipecomp.kernels.reference import gradients, layout
-from pipecomp.kernels.reference.gradients import Sketch
+from pipecomp.kernels.reference.gradients import LinearCodes, Sketch
 
 FEEDBACK_SCALES = ("max", "mean")
 
@@ -85,12 +85,10 @@ def linear_encode(
         >>> ops.linear_decode(codes, 1000, float(g.abs().max()), 7).shape
         torch.Size([1000])
     """
-    choices = _check_levels(levels, scale_index, g.numel())
-    width = _check_width(bits, choices)
+    form = _linear_codes(levels, bits, scale_index, g.numel())
     values = _check_gradient(g, norm)
-    index = None if scale_index is None else scale_index.reshape(-1).contiguous()
-    run = dispatch.implementation(gradients.linear_encode, backend, values, index)
-    return run(values, norm, choices, index, width, seed, start)
+    run = dispatch.implementation(gradients.linear_encode, backend, values, form.index_d)
+    return run(values, norm, form, seed, start)
 
 
 @torch.no_grad()
@@ -151,13 +149,11 @@ def linear_decode(
         float32 [d]: `out`, `add_to` or a new tensor.
     """
     _check_workers(workers)
-    choices = _check_levels(levels, scale_index, d)
-    width = _check_width(bits, choices, workers)
-    _check_bytes(codes, d, width)
-    index = None if scale_index is None else scale_index.reshape(-1).contiguous()
+    form = _linear_codes(levels, bits, scale_index, d, workers)
+    _check_bytes(codes, d, form.bits)
     target, add = _flat_target(out, add_to, codes, d)
-    run = dispatch.implementation(gradients.linear_decode, backend, codes, target, index)
-    return run(codes, norm, choices, index, width, workers, target, add)
+    run = dispatch.implementation(gradients.linear_decode, backend, codes, target, form.index_d)
+    return run(codes, norm, form, workers, target, add)
 
 
 @torch.no_grad()
@@ -454,6 +450,15 @@ def _check_width(bits: int | None, choices: tuple[int, ...], workers: int = 1) -
     width = least if bits is None else bits
     layout.check_bits(width, low=least, high=8 if workers == 1 else layout.MAX_PACK_BITS)
     return width
+
+
+def _linear_codes(
+    levels: int | tuple[int, ...], bits: int | None, scale_index: Tensor | None, d: int, workers: int = 1
+) -> LinearCodes:
+    """Check the form of linear codes of d values, or of their sums over workers."""
+    choices = _check_levels(levels, scale_index, d)
+    index_d = None if scale_index is None else scale_index.reshape(-1).contiguous()
+    return LinearCodes(choices, index_d, _check_width(bits, choices, workers))
 
 
 def _check_exponential(bits: int, depth: int) -> None:

@@ -129,8 +129,9 @@ def dequantize(
     options = layout.check_options(bits, group_size, "max", rounding)
     layout.check_codes(codes, scale, bits, size, group_size)
     target, add = layout.check_target(out, add_to, size)
-    run = dispatch.implementation(rows.dequantize, backend, codes, scale, target)
-    return run(codes, scale, bits, size, options.group_size, options.rounding, target, add)
+    return dispatch.implementation(rows.dequantize, backend, codes, scale, target)(
+        codes, scale, options, size, target, add
+    )
 
 
 @torch.no_grad()

@@ -27,7 +27,7 @@ from pipecomp.kernels.native.library import (
 )
 from pipecomp.kernels.reference import gradients, layout, rows
 from pipecomp.kernels.reference.batches import ALL_FINITE, ALL_FINITE_FLAG, DecodeItem, EncodeItem, payload_bytes
-from pipecomp.kernels.reference.gradients import Sketch
+from pipecomp.kernels.reference.gradients import LinearCodes, Sketch
 from pipecomp.kernels.reference.layout import QuantizerOptions
 from pipecomp.kernels.reference.reproducible import MASK64
 
@@ -63,23 +63,10 @@ class NativeBackend(Library):
         codes = torch.empty((*shape[:-1], layout.row_bytes(H, options.bits, options.group_size)), dtype=torch.uint8)
         scales = torch.empty(layout.scale_shape(shape, options.group_size), dtype=torch.float32)
         if x.numel():
-            bad = self._call(
-                "quantize",
-                x=x,
-                m=m,
-                codes=codes,
-                scales=scales,
-                x_stride=x_stride,
-                m_stride=H if m is None else layout.row_stride(m) or H,
-                rows=math.prod(shape[:-1]),
-                H=H,
-                group=layout.group_length(H, options.group_size),
-                seed=options.seed & MASK64,
-                dtype=DTYPES[x.dtype],
-                bits=options.bits,
-                rms=options.scale == "rms",
-                stochastic=options.rounding == "stochastic",
-            )
+            strides = {"x_stride": x_stride, "m_stride": H if m is None else layout.row_stride(m) or H}
+            how = {"dtype": DTYPES[x.dtype], "rms": options.scale == "rms", "seed": options.seed & MASK64}
+            values = {"x": x, "m": m, "codes": codes, "scales": scales}
+            bad = self._call("quantize", **values, **strides, **how, **_row_args(shape, options))
             if bad >= 0:
                 raise rows.non_finite(name, bad)
         return codes, scales
@@ -88,10 +75,8 @@ class NativeBackend(Library):
         self,
         codes: Tensor,
         scale: Tensor,
-        bits: int,
+        options: QuantizerOptions,
         shape: tuple[int, ...],
-        group_size: int | None,
-        rounding: str,
         out: Tensor | None,
         add: bool,
     ) -> Tensor:
@@ -99,19 +84,8 @@ class NativeBackend(Library):
         target = torch.empty(shape, dtype=torch.float32) if out is None else out
         out, stride = layout.with_row_stride(target)
         if out.numel():
-            self._call(
-                "dequantize",
-                codes=codes,
-                scales=scale,
-                out=out,
-                out_stride=stride,
-                rows=math.prod(shape[:-1]),
-                H=shape[-1],
-                group=layout.group_length(shape[-1], group_size),
-                bits=bits,
-                stochastic=rounding == "stochastic",
-                add=add,
-            )
+            values = {"codes": codes, "scales": scale, "out": out, "out_stride": stride, "add": add}
+            self._call("dequantize", **values, **_row_args(shape, options))
         return target if out is target else target.copy_(out)
 
     def pack_bits(self, values: Tensor, bits: int) -> Tensor:
@@ -204,33 +178,11 @@ class NativeBackend(Library):
         )
         return out_codes, out_scales
 
-    def linear_encode(
-        self,
-        g_d: Tensor,
-        norm: float,
-        levels: tuple[int, ...],
-        index_d: Tensor | None,
-        bits: int,
-        seed: int,
-        start: int,
-    ) -> Tensor:
-        table = (c_float * len(levels))(*levels)
-        codes = torch.empty((g_d.numel() * bits + 7) // 8, dtype=torch.uint8)
-        self._call(
-            "linear_encode",
-            g=g_d,
-            index=index_d,
-            levels=table,
-            codes=codes,
-            d=g_d.numel(),
-            seed=seed & MASK64,
-            start=start,
-            norm=norm,
-            dtype=DTYPES[g_d.dtype],
-            offset=min(levels),
-            bits=bits,
-            count=len(levels),
-        )
+    def linear_encode(self, g_d: Tensor, norm: float, form: LinearCodes, seed: int, start: int) -> Tensor:
+        levels, index_d, bits = form
+        codes, bucket = _flat_args(g_d, norm, bits, seed, start)
+        table, count = (c_float * len(levels))(*levels), len(levels)
+        self._call("linear_encode", **bucket, index=index_d, levels=table, offset=min(levels), count=count)
         return codes
 
     def linear_reduce(self, parts: list[Tensor], d: int, bits: int, sum_bits: int) -> Tensor:
@@ -241,30 +193,12 @@ class NativeBackend(Library):
         return out
 
     def linear_decode(
-        self,
-        codes: Tensor,
-        norm: float,
-        levels: tuple[int, ...],
-        index_d: Tensor | None,
-        bits: int,
-        workers: int,
-        out_d: Tensor,
-        add: bool,
+        self, codes: Tensor, norm: float, form: LinearCodes, workers: int, out_d: Tensor, add: bool
     ) -> Tensor:
-        codes = codes.contiguous()
-        factors = (c_float * len(levels))(*gradients.linear_factors(norm, levels, workers))
-        self._call(
-            "linear_decode",
-            codes=codes,
-            index=index_d,
-            factors=factors,
-            out=out_d,
-            d=out_d.numel(),
-            bits=bits,
-            offset=workers * min(levels),
-            add=add,
-            count=len(levels),
-        )
+        levels, index_d, bits = form
+        table, count = (c_float * len(levels))(*gradients.linear_factors(norm, levels, workers)), len(levels)
+        more = {"index": index_d, "factors": table, "offset": workers * min(levels), "count": count}
+        self._call("linear_decode", codes=codes.contiguous(), **more, bits=bits, out=out_d, d=out_d.numel(), add=add)
         return out_d
 
     def scale_index(self, g_d: Tensor, norm: float, levels: tuple[int, ...]) -> Tensor:
@@ -276,48 +210,21 @@ class NativeBackend(Library):
         return out
 
     def exponential_encode(self, g_d: Tensor, norm: float, bits: int, depth: int, seed: int, start: int) -> Tensor:
-        codes = torch.empty((g_d.numel() * bits + 7) // 8, dtype=torch.uint8)
-        self._call(
-            "exponential_encode",
-            g=g_d,
-            codes=codes,
-            d=g_d.numel(),
-            seed=seed & MASK64,
-            start=start,
-            norm=norm,
-            dtype=DTYPES[g_d.dtype],
-            bits=bits,
-            depth=depth,
-        )
+        codes, bucket = _flat_args(g_d, norm, bits, seed, start)
+        self._call("exponential_encode", **bucket, depth=depth)
         return codes
 
     def exponential_decode(
         self, codes: Tensor, norm: float, bits: int, depth: int, divisor: int, out_d: Tensor, add: bool
     ) -> Tensor:
-        codes = codes.contiguous()
-        self._call(
-            "exponential_decode",
-            codes=codes,
-            out=out_d,
-            d=out_d.numel(),
-            norm=gradients.exponential_factor(norm, divisor),
-            bits=bits,
-            depth=depth,
-            add=add,
-        )
+        how = {"norm": gradients.exponential_factor(norm, divisor), "bits": bits, "depth": depth}
+        self._call("exponential_decode", codes=codes.contiguous(), **how, out=out_d, d=out_d.numel(), add=add)
         return out_d
 
     def exponential_reduce_(self, a: Tensor, b: Tensor, d: int, bits: int, seed: int) -> Tensor:
         target, b = a.contiguous(), b.contiguous()
-        self._call(
-            "exponential_reduce",
-            a=target,
-            b=b,
-            d=d,
-            seed=seed & MASK64,
-            extension_seed=gradients.extension(seed),
-            bits=bits,
-        )
+        more = gradients.extension(seed)
+        self._call("exponential_reduce", a=target, b=b, d=d, seed=seed & MASK64, extension_seed=more, bits=bits)
         return a if target is a else a.copy_(target)
 
     def kmeans_assign(self, x_d: Tensor, bounds: Tensor) -> Tensor:
@@ -353,19 +260,9 @@ class NativeBackend(Library):
             "first": gradients.first_slots(counts).int(),
             "last": (counts - 1).clamp(min=0).int(),
         }
-        self._call(
-            f"sketch_{call}",
-            **tensors,
-            **tables,
-            d=tensors["out"].numel(),
-            slots=tensors["means"].numel(),
-            seed=sketch.seed & MASK64,
-            divisor=divisor,
-            bits=sketch.bits,
-            clusters=counts.numel(),
-            add=add,
-            rounds=int(counts.max()) >= 1 << 24,
-        )
+        sizes = {"d": tensors["out"].numel(), "slots": tensors["means"].numel(), "clusters": counts.numel()}
+        how = {"seed": sketch.seed & MASK64, "bits": sketch.bits, "rounds": int(counts.max()) >= 1 << 24}
+        self._call(f"sketch_{call}", **tensors, **tables, **sizes, **how, divisor=divisor, add=add)
 
     def crc32(self, data: memoryview, value: int) -> int:
         """Compute zlib's CRC-32 of contiguous bytes, continuing from `value`."""
@@ -409,6 +306,20 @@ def _addresses(at: int, n: int, H: int, o: QuantizerOptions | None) -> tuple[int
     return at + 4 * n * -(-H // group), at, group
 
 
+def _row_args(shape: tuple[int, ...], options: QuantizerOptions) -> dict[str, object]:
+    """Make the arguments that quantizing and dequantizing rows of this shape share."""
+    sizes = {"rows": math.prod(shape[:-1]), "H": shape[-1], "group": layout.group_length(shape[-1], options.group_size)}
+    return {**sizes, "bits": options.bits, "stochastic": options.rounding == "stochastic"}
+
+
+def _flat_args(g_d: Tensor, norm: float, bits: int, seed: int, start: int) -> tuple[Tensor, dict[str, object]]:
+    """Make the codes of a flat bucket, and the arguments that its encoders share."""
+    d = g_d.numel()
+    codes = torch.empty((d * bits + 7) // 8, dtype=torch.uint8)
+    values = {"g": g_d, "d": d, "norm": norm, "dtype": DTYPES[g_d.dtype]}
+    return codes, {**values, "codes": codes, "bits": bits, "seed": seed & MASK64, "start": start}
+
+
 def _feedback_args(
     x_d: Tensor, e_d: Tensor, bits: int, group_size: int, mean: bool
 ) -> tuple[FeedbackArgs, Tensor, Tensor]:
@@ -416,15 +327,6 @@ def _feedback_args(
     d = e_d.numel()
     codes = torch.empty(layout.row_bytes(d, bits, group_size), dtype=torch.uint8)
     scales = torch.empty(layout.groups(d, group_size), dtype=torch.float32)
-    args = FeedbackArgs(
-        x=x_d.data_ptr(),
-        e=e_d.data_ptr(),
-        codes=codes.data_ptr(),
-        scales=scales.data_ptr(),
-        d=d,
-        group=min(group_size, d),
-        dtype=DTYPES[x_d.dtype],
-        bits=bits,
-        mean=mean,
-    )
+    pointers = (tensor.data_ptr() for tensor in (x_d, e_d, codes, scales))
+    args = FeedbackArgs(*pointers, d, min(group_size, d), DTYPES[x_d.dtype], bits, mean)
     return args, codes, scales

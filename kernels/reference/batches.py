@@ -142,7 +142,7 @@ def _encode_quantized(item: EncodeItem, part: Tensor) -> Tensor:
         codes, scale = rows.quantize(y, o)
         part.copy_(torch.cat([scale.reshape(-1).view(torch.uint8), codes.reshape(-1)]))
         if m is not None:
-            rows.dequantize(codes, scale, o.bits, tuple(x.shape), o.group_size, o.rounding, m, item.delta)
+            rows.dequantize(codes, scale, o, tuple(x.shape), m, item.delta)
     return bad
 
 
@@ -156,7 +156,7 @@ def decode_batch(payload: Tensor, items: Sequence[DecodeItem]) -> None:
             cut = 4 * m.shape[0] * layout.groups(m.shape[1], o.group_size)
             scale = part[:cut].clone().view(torch.float32)
             codes = part[cut:].view(m.shape[0], -1)
-            rows.dequantize(codes, scale, o.bits, tuple(m.shape), o.group_size, o.rounding, m, delta)
+            rows.dequantize(codes, scale, o, tuple(m.shape), m, delta)
 
 
 def distortion(items: Sequence[EncodeItem], bits: Sequence[int]) -> Tensor:

@@ -50,14 +50,20 @@ def per_value(table: Sequence[float], index_d: Tensor | None, device: torch.devi
     return numbers[0] if index_d is None else numbers[index_d.to(torch.int64)]
 
 
-def linear_encode(
-    g_d: Tensor, norm: float, levels: tuple[int, ...], index_d: Tensor | None, bits: int, seed: int, start: int
-) -> Tensor:
+class LinearCodes(NamedTuple):
+    """Form of linear codes: s of each scale, ascending, the index of each value's scale (uint8 [d]), width in bits."""
+
+    levels: tuple[int, ...]
+    index_d: Tensor | None
+    bits: int
+
+
+def linear_encode(g_d: Tensor, norm: float, form: LinearCodes, seed: int, start: int) -> Tensor:
     """Encode l = floor(y * s), plus 1 with probability y * s - l, y = |g| / norm: uint8 [ceil(d * bits / 8)].
 
-    levels: one s, or several with the index of each value's s in `index_d` (uint8 [d]). Codes are offset by the
-    smallest.
+    Codes are offset by the smallest s.
     """
+    levels, index_d, bits = form
     offset = min(levels)
     v_d = relative(g_d, norm) * per_value(levels, index_d, g_d.device)
     floor_d = v_d.floor()
@@ -79,20 +85,12 @@ def linear_factors(norm: float, levels: tuple[int, ...], workers: int) -> list[f
     return torch.tensor([norm / (s * workers) for s in levels], dtype=torch.float64).to(torch.float32).tolist()
 
 
-def linear_decode(
-    codes: Tensor,
-    norm: float,
-    levels: tuple[int, ...],
-    index_d: Tensor | None,
-    bits: int,
-    workers: int,
-    out_d: Tensor,
-    add: bool,
-) -> Tensor:
+def linear_decode(codes: Tensor, norm: float, form: LinearCodes, workers: int, out_d: Tensor, add: bool) -> Tensor:
     """Decode norm / (s * workers) * (sum of the workers' l) into out (float32 [d]), or with `add` add it to out.
 
     One conversion, one multiply and one addition a value, each rounded.
     """
+    levels, index_d, bits = form
     sum_d = rows.unpack_bits(codes, bits, out_d.numel()) - workers * min(levels)
     values_d = sum_d.to(torch.float32) * per_value(linear_factors(norm, levels, workers), index_d, codes.device)
     return out_d.add_(values_d) if add else out_d.copy_(values_d)
@@ -208,14 +206,14 @@ def kmeans_assign(x_d: Tensor, bounds: Tensor) -> Tensor:
 
 def _quantize_with_scales(y_d: Tensor, scale_G: Tensor, bits: int, group_size: int) -> tuple[Tensor, Tensor]:
     """Compute codes for given scales, and the decoded values."""
-    codes = []
+    codes, options = [], QuantizerOptions(bits, group_size)
     for run in layout.segments(y_d.numel(), bits, group_size):
         y_RGn = rows.segment_values(y_d.unsqueeze(0), run)
         s_RG = scale_G[run.group_start : run.group_start + run.groups].unsqueeze(0)
-        codes_RGn = rows.group_codes(y_RGn, s_RG, QuantizerOptions(bits, group_size), None)
+        codes_RGn = rows.group_codes(y_RGn, s_RG, options, None)
         codes.append(rows.pack_bits(codes_RGn, bits).flatten())
     packed = torch.cat(codes)
-    return packed, rows.dequantize(packed, scale_G, bits, tuple(y_d.shape), group_size, "nearest", None, False)
+    return packed, rows.dequantize(packed, scale_G, options, tuple(y_d.shape), None, False)
 
 
 def feedback_quantize_(
@@ -271,7 +269,7 @@ def feedback_reduce_(
     """Quantize the mean of several workers' values as `feedback_quantize_`: added one after the other, then divided."""
     y_d = torch.empty_like(e_d)
     for i, (packed, scale_G) in enumerate(zip(codes, scales, strict=True)):
-        dequantize(packed, scale_G, bits, tuple(y_d.shape), group_size, "nearest", y_d, i > 0)
+        dequantize(packed, scale_G, QuantizerOptions(bits, group_size), tuple(y_d.shape), y_d, i > 0)
     return feedback_quantize_(y_d.div_(reproducible.divisor(len(codes), y_d)), e_d, bits, group_size, mean, quantize)
 
 

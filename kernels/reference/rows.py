@@ -155,14 +155,12 @@ def quantize_rows(x_RH: Tensor, options: QuantizerOptions, name: str) -> tuple[T
     return torch.cat(codes, 1), scale_RG
 
 
-def dequantize_rows(
-    codes_Rk: Tensor, scale_RG: Tensor, H: int, bits: int, group_size: int | None, rounding: str
-) -> Tensor:
+def dequantize_rows(codes_Rk: Tensor, scale_RG: Tensor, H: int, options: QuantizerOptions) -> Tensor:
     """Decode rows: scale * w_c, float32 [R, H]."""
-    rows = codes_Rk.shape[0]
-    table = torch.tensor(code_values(bits, rounding), dtype=torch.float32, device=codes_Rk.device)
+    rows, bits = codes_Rk.shape[0], options.bits
+    table = torch.tensor(code_values(bits, options.rounding), dtype=torch.float32, device=codes_Rk.device)
     parts = []
-    for run in layout.segments(H, bits, group_size):
+    for run in layout.segments(H, bits, options.group_size):
         packed = codes_Rk[:, run.byte_start : run.byte_start + run.groups * run.group_bytes]
         c_RGn = unpack_bits(packed.reshape(rows, run.groups, run.group_bytes), bits, run.group)
         s_RG1 = scale_RG[:, run.group_start : run.group_start + run.groups].unsqueeze(-1)
@@ -179,20 +177,13 @@ def quantize(x: Tensor, options: QuantizerOptions, name: str = "x") -> tuple[Ten
 
 
 def dequantize(
-    codes: Tensor,
-    scale: Tensor,
-    bits: int,
-    shape: tuple[int, ...],
-    group_size: int | None,
-    rounding: str,
-    out: Tensor | None,
-    add: bool,
+    codes: Tensor, scale: Tensor, options: QuantizerOptions, shape: tuple[int, ...], out: Tensor | None, add: bool
 ) -> Tensor:
     """Decode checked codes to float32 of `shape`: a new tensor, or into `out`, or (`add`) added to what `out` holds."""
     rows = math.prod(shape[:-1])
     codes_Rk = codes.reshape(rows, codes.shape[-1])
-    scale_RG = scale.reshape(rows, layout.groups(shape[-1], group_size))
-    deq = dequantize_rows(codes_Rk, scale_RG, shape[-1], bits, group_size, rounding).reshape(shape)
+    scale_RG = scale.reshape(rows, layout.groups(shape[-1], options.group_size))
+    deq = dequantize_rows(codes_Rk, scale_RG, shape[-1], options).reshape(shape)
     if out is None:
         return deq
     return out.add_(deq) if add else out.copy_(deq)
@@ -201,7 +192,7 @@ def dequantize(
 def delta_quantize_(a: Tensor, m: Tensor, options: QuantizerOptions, name: str = "a - m") -> tuple[Tensor, Tensor]:
     """Q_b(a - m) of checked inputs; then m += deq, in place. Nothing is changed if it raises NonFiniteError."""
     codes, scale = quantize(a.to(torch.float32) - m, options, name)
-    dequantize(codes, scale, options.bits, tuple(m.shape), options.group_size, options.rounding, m, True)
+    dequantize(codes, scale, options, tuple(m.shape), m, True)
     return codes, scale
 
 

@@ -24,6 +24,7 @@ from pipecomp.kernels.triton.rows import (
     BLOCK,
     MAX_VALUES,
     GroupShape,
+    launch,
     launch_dequantize,
     launch_quantize,
     load_codes,
@@ -251,7 +252,7 @@ def _encode_alone(i: int, item: EncodeItem, part: Tensor, bad: Tensor) -> None:
     assert o is not None
     codes, scales, row = launch_quantize(x, m if item.delta else None, o)
     if m is not None:
-        launch_dequantize(codes, scales, o.bits, m, o.group_size, o.rounding, item.delta, row)
+        launch_dequantize(codes, scales, o, m, item.delta, row)
     torch.minimum(bad, torch.where(row == ALL_FINITE, ALL_FINITE, row | i << 32), out=bad)
     part.copy_(torch.cat([scales.view(-1).view(torch.uint8), codes.view(-1)]))
 
@@ -263,27 +264,10 @@ def launch_encode(
     o, s = first.options, t.shape
     assert o is not None
     octet = triton.next_power_of_2(-(-s.group // 8))
-    encode_kernel[s.grid(8 * octet)](
-        x,
-        m,
-        payload,
-        t.w,
-        t.fields,
-        bad,
-        bad if chosen is None else chosen,
-        t.samples,
-        *s.sizes,
-        BITS=o.bits,
-        CHOSEN=chosen is not None,
-        DELTA=first.delta,
-        UPDATE=first.m is not None,
-        STOCHASTIC=o.rounding == "stochastic",
-        OCT=octet,
-        ALIGNED=t.aligned,
-        FIELDS=FIELDS,
-        num_warps=warps(8 * octet),
-        enable_fp_fusion=False,
-    )
+    values = (x, m, payload, t.w, t.fields, bad, bad if chosen is None else chosen, t.samples, *s.sizes)
+    kind = {"BITS": o.bits, "CHOSEN": chosen is not None, "DELTA": first.delta, "UPDATE": first.m is not None}
+    kind |= {"STOCHASTIC": o.rounding == "stochastic", "OCT": octet, "ALIGNED": t.aligned, "FIELDS": FIELDS}
+    launch(encode_kernel, s.grid(8 * octet), *values, **kind, num_warps=warps(8 * octet))
 
 
 @operation
@@ -300,20 +284,9 @@ def decode_batch(payload: Tensor, items: Sequence[DecodeItem]) -> None:
     for (o, delta, _), parts in batches.items():
         m = parts[0][1]
         t = _payload_table(parts, m, m, payload, o)
-        decode_kernel[t.shape.grid(BLOCK)](
-            m,
-            payload,
-            t.w,
-            t.fields,
-            t.samples,
-            *t.shape.sizes,
-            BITS=o.bits,
-            DELTA=delta,
-            BLOCK=BLOCK,
-            ALIGNED=t.aligned,
-            FIELDS=FIELDS,
-            enable_fp_fusion=False,
-        )
+        values = (m, payload, t.w, t.fields, t.samples, *t.shape.sizes)
+        kind = {"BITS": o.bits, "DELTA": delta, "BLOCK": BLOCK, "ALIGNED": t.aligned, "FIELDS": FIELDS}
+        launch(decode_kernel, t.shape.grid(BLOCK), *values, **kind)
 
 
 def _payload_table(

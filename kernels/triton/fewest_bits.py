@@ -18,7 +18,7 @@ from torch import Tensor
 from pipecomp.kernels.reference.batches import ALL_FINITE, FIRST_TRY, EncodeItem
 from pipecomp.kernels.reference.rows import code_values
 from pipecomp.kernels.triton.batches import FIELDS, SampleTable, TableRow, find_sample, launch_encode, make_table
-from pipecomp.kernels.triton.rows import MAX_VALUES, GroupShape, loadable, operation, to_float, warps
+from pipecomp.kernels.triton.rows import MAX_VALUES, GroupShape, launch, loadable, operation, to_float, warps
 
 MAX_ODD = 64  # largest odd factor of a length that a program sums by halves in registers
 SUM_BLOCK = 1024  # values that the one program of choose_kernel adds at once
@@ -261,35 +261,12 @@ class _DeviceBatch:
         sums = torch.empty((1 + count, s.rows), dtype=torch.float64, device=device)
         parts = torch.empty(s.rows * count * s.groups if s.groups > 1 else 1, dtype=torch.float64, device=device)
         chosen = torch.empty(1, dtype=torch.int64, device=device)
-        distortion_kernel[(s.rows,)](
-            self.x,
-            self.m,
-            t.fields,
-            sums,
-            parts,
-            t.samples,
-            s.rows,
-            low,
-            count,
-            H=s.H,
-            GROUP=s.group,
-            STOCHASTIC=self.options.rounding == "stochastic",
-            FIELDS=FIELDS,
-            num_warps=warps(triton.next_power_of_2(s.H)),
-            enable_fp_fusion=False,
-        )
-        choose_kernel[(1,)](
-            sums,
-            chosen,
-            int(np.float64(error * error).view(np.int64)),  # Triton would convert a float to float32
-            s.rows,
-            low,
-            high,
-            min(max(FIRST_TRY, low), high),
-            BLOCK=SUM_BLOCK,
-            num_warps=16,
-            enable_fp_fusion=False,
-        )
+        values = (self.x, self.m, t.fields, sums, parts, t.samples, s.rows, low, count)
+        kind = {"H": s.H, "GROUP": s.group, "STOCHASTIC": self.options.rounding == "stochastic", "FIELDS": FIELDS}
+        launch(distortion_kernel, (s.rows,), *values, **kind, num_warps=warps(triton.next_power_of_2(s.H)))
+        limit = int(np.float64(error * error).view(np.int64))  # Triton would convert a float to float32
+        numbers = (limit, s.rows, low, high, min(max(FIRST_TRY, low), high))
+        launch(choose_kernel, (1,), sums, chosen, *numbers, BLOCK=SUM_BLOCK, num_warps=16)
         return chosen
 
     def encode(self, chosen: Tensor, high: int, payload: Tensor) -> Tensor:

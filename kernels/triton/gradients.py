@@ -14,13 +14,15 @@ import triton.language as tl
 from torch import Tensor
 
 from pipecomp.kernels.reference import gradients as reference
-from pipecomp.kernels.reference.gradients import Sketch
+from pipecomp.kernels.reference.gradients import LinearCodes, Sketch
+from pipecomp.kernels.reference.layout import QuantizerOptions
 from pipecomp.kernels.triton.rows import (
     BLOCK,
     OCT,
     GroupShape,
     dequantize,
     key_table,
+    launch,
     launch_dequantize,
     load_codes,
     loadable,
@@ -203,30 +205,15 @@ def float_table(values: Any, device: torch.device) -> Tensor:
 
 
 @operation
-def linear_encode(
-    g_d: Tensor, norm: float, levels: tuple[int, ...], index_d: Tensor | None, bits: int, seed: int, start: int
-) -> Tensor:
-    g_d = loadable(g_d)
+def linear_encode(g_d: Tensor, norm: float, form: LinearCodes, seed: int, start: int) -> Tensor:
+    g_d, (levels, index_d, bits) = loadable(g_d), form
     d, size = g_d.numel(), (g_d.numel() * bits + 7) // 8
     codes = torch.empty(size, dtype=torch.uint8, device=g_d.device)
     keys, first = key_table(seed, start, d, g_d.device)
-    index = codes if index_d is None else index_d
-    linear_encode_kernel[flat_grid(d, 8 * OCT)](
-        g_d,
-        index,
-        float_table(levels, g_d.device),
-        codes,
-        keys,
-        first,
-        d,
-        norm_divisor(norm),
-        min(levels),
-        size,
-        BITS=bits,
-        INDEXED=index_d is not None,
-        OCT=OCT,
-        enable_fp_fusion=False,
-    )
+    tensors = (g_d, codes if index_d is None else index_d, float_table(levels, g_d.device), codes, keys)
+    numbers = (first, d, norm_divisor(norm), min(levels), size)
+    constants = {"BITS": bits, "INDEXED": index_d is not None, "OCT": OCT}
+    launch(linear_encode_kernel, flat_grid(d, 8 * OCT), *tensors, *numbers, **constants)
     return codes
 
 
@@ -234,40 +221,18 @@ def linear_encode(
 def linear_reduce(parts: list[Tensor], d: int, bits: int, sum_bits: int) -> Tensor:
     total = torch.zeros(d, dtype=torch.int32, device=parts[0].device)
     for codes in parts:
-        add_codes_kernel[flat_grid(d, BLOCK)](
-            total, codes.contiguous(), d, codes.numel(), bits, BLOCK, enable_fp_fusion=False
-        )
+        launch(add_codes_kernel, flat_grid(d, BLOCK), total, codes.contiguous(), d, codes.numel(), bits, BLOCK)
     return pack_bits(total, sum_bits)
 
 
 @operation
-def linear_decode(
-    codes: Tensor,
-    norm: float,
-    levels: tuple[int, ...],
-    index_d: Tensor | None,
-    bits: int,
-    workers: int,
-    out_d: Tensor,
-    add: bool,
-) -> Tensor:
-    codes, d = codes.contiguous(), out_d.numel()
+def linear_decode(codes: Tensor, norm: float, form: LinearCodes, workers: int, out_d: Tensor, add: bool) -> Tensor:
+    codes, d, (levels, index_d, bits) = codes.contiguous(), out_d.numel(), form
     factors = float_table(reference.linear_factors(norm, levels, workers), out_d.device)
-    index = codes if index_d is None else index_d
-    linear_decode_kernel[flat_grid(d, BLOCK)](
-        out_d,
-        codes,
-        index,
-        factors,
-        d,
-        workers * min(levels),
-        codes.numel(),
-        bits,
-        INDEXED=index_d is not None,
-        ADD=add,
-        BLOCK=BLOCK,
-        enable_fp_fusion=False,
-    )
+    tensors = (out_d, codes, codes if index_d is None else index_d, factors)
+    constants = {"BITS": bits, "INDEXED": index_d is not None, "ADD": add, "BLOCK": BLOCK}
+    offset = workers * min(levels)
+    launch(linear_decode_kernel, flat_grid(d, BLOCK), *tensors, d, offset, codes.numel(), **constants)
     return out_d
 
 
@@ -277,9 +242,7 @@ def scale_index(g_d: Tensor, norm: float, levels: tuple[int, ...]) -> Tensor:
     d = g_d.numel()
     out = torch.empty(d, dtype=torch.uint8, device=g_d.device)
     table = float_table(levels, g_d.device)
-    scale_index_kernel[flat_grid(d, BLOCK)](
-        out, g_d, table, d, norm_divisor(norm), len(levels), BLOCK, enable_fp_fusion=False
-    )
+    launch(scale_index_kernel, flat_grid(d, BLOCK), out, g_d, table, d, norm_divisor(norm), len(levels), BLOCK)
     return out
 
 
@@ -290,20 +253,8 @@ def exponential_encode(g_d: Tensor, norm: float, bits: int, depth: int, seed: in
     codes = torch.empty(size, dtype=torch.uint8, device=g_d.device)
     keys, first = key_table(seed, start, d, g_d.device)
     smallest = 2.0 ** (reference.max_exponent(bits) - 1 - depth)
-    exponential_encode_kernel[flat_grid(d, 8 * OCT)](
-        g_d,
-        codes,
-        keys,
-        first,
-        d,
-        norm_divisor(norm),
-        smallest,
-        depth,
-        size,
-        BITS=bits,
-        OCT=OCT,
-        enable_fp_fusion=False,
-    )
+    numbers = (first, d, norm_divisor(norm), smallest, depth, size)
+    launch(exponential_encode_kernel, flat_grid(d, 8 * OCT), g_d, codes, keys, *numbers, BITS=bits, OCT=OCT)
     return codes
 
 
@@ -313,9 +264,8 @@ def exponential_decode(
 ) -> Tensor:
     codes, d = codes.contiguous(), out_d.numel()
     factor = reference.exponential_factor(norm, divisor)
-    exponential_decode_kernel[flat_grid(d, BLOCK)](
-        out_d, codes, d, factor, depth, codes.numel(), bits, ADD=add, BLOCK=BLOCK, enable_fp_fusion=False
-    )
+    numbers = (d, factor, depth, codes.numel(), bits)
+    launch(exponential_decode_kernel, flat_grid(d, BLOCK), out_d, codes, *numbers, ADD=add, BLOCK=BLOCK)
     return out_d
 
 
@@ -324,9 +274,7 @@ def exponential_reduce_(a: Tensor, b: Tensor, d: int, bits: int, seed: int) -> T
     target, b = a.contiguous(), b.contiguous()
     keys, _ = key_table(seed, 0, d, a.device)
     more, _ = key_table(reference.extension(seed), 0, d, a.device)
-    exponential_reduce_kernel[flat_grid(d, 8 * OCT)](
-        target, b, keys, more, d, b.numel(), bits, OCT, enable_fp_fusion=False
-    )
+    launch(exponential_reduce_kernel, flat_grid(d, 8 * OCT), target, b, keys, more, d, b.numel(), bits, OCT)
     return a if target is a else a.copy_(target)
 
 
@@ -335,7 +283,7 @@ def kmeans_assign(x_d: Tensor, bounds: Tensor) -> Tensor:
     x_d = loadable(x_d)
     d = x_d.numel()
     out = torch.empty(d, dtype=torch.uint8, device=x_d.device)
-    kmeans_kernel[flat_grid(d, BLOCK)](out, x_d, bounds, d, bounds.numel(), BLOCK, enable_fp_fusion=False)
+    launch(kmeans_kernel, flat_grid(d, BLOCK), out, x_d, bounds, d, bounds.numel(), BLOCK)
     return out
 
 
@@ -361,26 +309,11 @@ def quantize_with_scales(sum_d: Tensor, scale_G: Tensor, bits: int, group_size: 
     s = GroupShape(tuple(sum_d.shape), bits, group_size)
     codes = torch.empty(s.row_bytes, dtype=torch.uint8, device=sum_d.device)
     keys, _ = key_table(0, 0, s.H, sum_d.device)
-    quantize_kernel[s.grid(8 * OCT)](
-        sum_d,
-        sum_d,
-        codes,
-        scale_G.contiguous(),
-        codes,
-        keys,
-        s.H,
-        s.H,
-        *s.sizes,
-        BITS=bits,
-        DELTA=False,
-        MEASURE=False,
-        STOCHASTIC=False,
-        OCT=OCT,
-        num_warps=warps(8 * OCT),
-        enable_fp_fusion=False,
-    )
+    values = (sum_d, sum_d, codes, scale_G.contiguous(), codes, keys, s.H, s.H)
+    constants = {"BITS": bits, "DELTA": False, "MEASURE": False, "STOCHASTIC": False, "OCT": OCT}
+    launch(quantize_kernel, s.grid(8 * OCT), *values, *s.sizes, **constants, num_warps=warps(8 * OCT))
     decoded_d = torch.empty_like(sum_d)
-    launch_dequantize(codes, scale_G, bits, decoded_d, group_size, "nearest", False)
+    launch_dequantize(codes, scale_G, QuantizerOptions(bits, group_size), decoded_d, False)
     return codes, decoded_d
 
 

@@ -322,6 +322,11 @@ def select_kernel(values, index, x, x_stride, H, GROUP, GROUPS, K, KEPT, KEPT_LA
     tl.store(index + to, (column + at).to(tl.int32), mask=kept)
 
 
+def launch(kernel: Any, grid: tuple[int], *arguments: Any, **constants: Any) -> None:
+    """Launch a kernel without contraction of multiply and add to one rounding."""
+    kernel[grid](*arguments, **constants, enable_fp_fusion=False)
+
+
 def key_table(seed: int, start: int, count: int, device: torch.device) -> tuple[Tensor, int]:
     """Return the keys of elements start ... start + count - 1, int64 [blocks, 2], and start within the first block."""
     table = [reproducible.keys(seed, block) for block in range(start >> 32, ((start + max(count, 1) - 1) >> 32) + 1)]
@@ -374,7 +379,7 @@ def delta_quantize_(a: Tensor, m: Tensor, options: QuantizerOptions, name: str =
     # The kernel that moves m checks the first kernel's `bad` on the GPU.
     spaced, _ = layout.with_row_stride(m)
     codes, scales, bad = launch_quantize(a, spaced, options)
-    launch_dequantize(codes, scales, options.bits, spaced, options.group_size, options.rounding, True, bad)
+    launch_dequantize(codes, scales, options, spaced, True, bad)
     raise_if_bad(bad, name)
     if spaced is not m:
         m.copy_(spaced)
@@ -406,13 +411,13 @@ def launch_quantize(x: Tensor, m: Tensor | None, options: QuantizerOptions) -> t
     if not fused:
         strides = (x_stride, m_stride, s.H, s.group, s.groups)
         largest = torch.zeros(s.units, dtype=torch.int32, device=x.device)
-        measure_kernel[s.grid(BLOCK)](x, base, largest, *strides, m is not None, BLOCK, enable_fp_fusion=False)
+        launch(measure_kernel, s.grid(BLOCK), x, base, largest, *strides, m is not None, BLOCK)
         most = largest.view(torch.float32)
         usable = (most >= layout.SCALE_MIN) & (most <= layout.SCALE_MAX)
         sums = torch.zeros(s.units, dtype=torch.int64, device=x.device)
         if options.scale == "rms":
             safe = torch.where(usable, most, 1.0)
-            squares_kernel[s.grid(BLOCK)](x, base, safe, sums, *strides, m is not None, BLOCK, enable_fp_fusion=False)
+            launch(squares_kernel, s.grid(BLOCK), x, base, safe, sums, *strides, m is not None, BLOCK)
         counts = torch.full((s.groups,), s.group, dtype=torch.int64, device=x.device)
         counts[-1] = s.H - (s.groups - 1) * s.group
         computed = reference.finish_scales(most, sums, counts.repeat(s.rows), options)
@@ -421,72 +426,35 @@ def launch_quantize(x: Tensor, m: Tensor | None, options: QuantizerOptions) -> t
         row = torch.arange(s.rows, device=x.device)
         bad.copy_(torch.where(bad_rows, row, ALL_FINITE).min().reshape(1))
     octet_rows = triton.next_power_of_2(-(-s.group // 8)) if fused else OCT  # of one program
-    quantize_kernel[s.grid(8 * octet_rows)](
-        x,
-        base,
-        codes,
-        scales,
-        bad,
-        keys,
-        x_stride,
-        m_stride,
-        *s.sizes,
-        BITS=options.bits,
-        DELTA=m is not None,
-        MEASURE=fused,
-        STOCHASTIC=options.rounding == "stochastic",
-        OCT=octet_rows,
-        num_warps=warps(8 * octet_rows),
-        enable_fp_fusion=False,
-    )
+    kind = {"DELTA": m is not None, "MEASURE": fused, "STOCHASTIC": options.rounding == "stochastic"}
+    size = {"OCT": octet_rows, "num_warps": warps(8 * octet_rows)}
+    values = (x, base, codes, scales, bad, keys, x_stride, m_stride)
+    launch(quantize_kernel, s.grid(8 * octet_rows), *values, *s.sizes, BITS=options.bits, **kind, **size)
     return codes, scales, bad
 
 
 def launch_dequantize(
-    codes: Tensor,
-    scales: Tensor,
-    bits: int,
-    out: Tensor,
-    group_size: int | None,
-    rounding: str,
-    add: bool,
-    bad: Tensor | None = None,
+    codes: Tensor, scales: Tensor, options: QuantizerOptions, out: Tensor, add: bool, bad: Tensor | None = None
 ) -> None:
     """Decode into `out`, which has evenly spaced rows; with `bad`, only if that is ALL_FINITE."""
     if not out.numel():
         return
-    s = GroupShape(tuple(out.shape), bits, group_size)
-    w = torch.tensor(reference.code_values(bits, rounding), dtype=torch.float32).to(out.device, non_blocking=True)
-    dequantize_kernel[s.grid(BLOCK)](
-        codes,
-        scales,
-        w,
-        out,
-        codes if bad is None else bad,
-        layout.row_stride(out) or s.H,
-        *s.sizes,
-        BITS=bits,
-        ADD=add,
-        GUARDED=bad is not None,
-        BLOCK=BLOCK,
-        enable_fp_fusion=False,
-    )
+    bits = options.bits
+    s = GroupShape(tuple(out.shape), bits, options.group_size)
+    table = torch.tensor(reference.code_values(bits, options.rounding), dtype=torch.float32)
+    values = (codes, scales, table.to(out.device, non_blocking=True), out)
+    checked, stride = codes if bad is None else bad, layout.row_stride(out) or s.H
+    constants = {"BITS": bits, "ADD": add, "GUARDED": bad is not None, "BLOCK": BLOCK}
+    launch(dequantize_kernel, s.grid(BLOCK), *values, checked, stride, *s.sizes, **constants)
 
 
 @operation
 def dequantize(
-    codes: Tensor,
-    scale: Tensor,
-    bits: int,
-    shape: tuple[int, ...],
-    group_size: int | None,
-    rounding: str,
-    out: Tensor | None,
-    add: bool,
+    codes: Tensor, scale: Tensor, options: QuantizerOptions, shape: tuple[int, ...], out: Tensor | None, add: bool
 ) -> Tensor:
     target = torch.empty(shape, dtype=torch.float32, device=codes.device) if out is None else out
     spaced, _ = layout.with_row_stride(target)
-    launch_dequantize(codes.contiguous(), scale.contiguous(), bits, spaced, group_size, rounding, add)
+    launch_dequantize(codes.contiguous(), scale.contiguous(), options, spaced, add)
     return target if spaced is target else target.copy_(spaced)
 
 
@@ -497,20 +465,17 @@ def pack_bits(values: Tensor, bits: int) -> Tensor:
     size = (n * bits + 7) // 8
     codes = torch.empty((*values.shape[:-1], size), dtype=torch.uint8, device=values.device)
     if codes.numel():
-        pack_kernel[grid(math.prod(values.shape[:-1]), size, BLOCK)](
-            codes, values, n, size, bits, BLOCK, enable_fp_fusion=False
-        )
+        launch(pack_kernel, grid(math.prod(values.shape[:-1]), size, BLOCK), codes, values, n, size, bits, BLOCK)
     return codes
 
 
 @operation
 def unpack_bits(codes: Tensor, bits: int, count: int) -> Tensor:
     codes = codes.contiguous()
+    size = codes.shape[-1]
     values = torch.empty((*codes.shape[:-1], count), dtype=torch.int32, device=codes.device)
     if values.numel():
-        unpack_kernel[grid(math.prod(codes.shape[:-1]), count, BLOCK)](
-            values, codes, count, codes.shape[-1], bits, BLOCK, enable_fp_fusion=False
-        )
+        launch(unpack_kernel, grid(math.prod(codes.shape[:-1]), count, BLOCK), values, codes, count, size, bits, BLOCK)
     return values
 
 
@@ -527,19 +492,6 @@ def select(x: Tensor, fraction: float, group_size: int | None) -> tuple[Tensor, 
     if values.numel():
         kept, kept_last = reference.kept(s.group, fraction), reference.kept(s.H % s.group or s.group, fraction)
         block = triton.next_power_of_2(s.group)
-        select_kernel[(s.units,)](
-            values,
-            index,
-            x,
-            stride,
-            s.H,
-            s.group,
-            s.groups,
-            K,
-            kept,
-            kept_last,
-            BLOCK=block,
-            num_warps=warps(block),
-            enable_fp_fusion=False,
-        )
+        sizes = (stride, s.H, s.group, s.groups, K, kept, kept_last)
+        launch(select_kernel, (s.units,), values, index, x, *sizes, BLOCK=block, num_warps=warps(block))
     return values, index

@@ -47,7 +47,7 @@ def test_quantizer(rows, H, group, dtype, mode):
         assert same(got[1], want[1])
         assert same(m_got, m_want)
         back = ops.dequantize(*got, bits, x.shape, group_size=group, rounding=mode[1])
-        assert same(back, reference.dequantize(*want, bits, (rows, H), group, mode[1], None, False))
+        assert same(back, reference.dequantize(*want, o, (rows, H), None, False))
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
@@ -117,7 +117,7 @@ def test_gradient_codes(d):
     g, h = torch.randn(d), torch.randn(d)
     norm = float(torch.maximum(g.abs(), h.abs()).max())
     for levels in (1, 7, 127):
-        want = gradients.linear_encode(g, norm, (levels,), None, ops.linear_bits(levels), 5, 0)
+        want = gradients.linear_encode(g, norm, gradients.LinearCodes((levels,), None, ops.linear_bits(levels)), 5, 0)
         got = ops.linear_encode(g.cuda(), norm, levels, seed=5)
         assert same(got, want)
         total = ops.linear_reduce([got, got, got], d, levels)

@@ -125,10 +125,10 @@ def _check_quantizer(backend, x: Tensor, m: Tensor, o: QuantizerOptions) -> None
     m_want, m_got, m_end = m.clone(), m.clone(), m.clone()
     want, got = reference.delta_quantize_(x, m_want, o), backend.delta_quantize_(x, m_got, o)
     assert all(map(same, (*got, m_got), (*want, m_want)))
-    backend.dequantize(*got, o.bits, tuple(x.shape), o.group_size, o.rounding, m_end, True)
+    backend.dequantize(*got, o, tuple(x.shape), m_end, True)
     assert same(m_end, m_want)
-    decoded = backend.dequantize(*got, o.bits, tuple(x.shape), o.group_size, o.rounding, None, False)
-    assert same(decoded, reference.dequantize(*got, o.bits, tuple(x.shape), o.group_size, o.rounding, None, False))
+    decoded = backend.dequantize(*got, o, tuple(x.shape), None, False)
+    assert same(decoded, reference.dequantize(*got, o, tuple(x.shape), None, False))
 
 
 @st.composite
@@ -267,7 +267,7 @@ def test_every_code_decodes_to_its_table_value(backend, bits, rounding):
     codes = torch.arange(256, dtype=torch.int32) % (1 << bits)
     packed = reference.pack_bits(codes.repeat(3, 1), bits)
     scale = torch.tensor([1.0, 0.7, 2.0**-99])
-    got = backend.dequantize(packed, scale, bits, (3, 256), None, rounding, None, False)
+    got = backend.dequantize(packed, scale, QuantizerOptions(bits, None, "max", rounding), (3, 256), None, False)
     want = torch.tensor(reference.code_values(bits, rounding))[codes.long()] * scale.unsqueeze(1)
     assert same(got, want)
 
@@ -291,23 +291,26 @@ def test_linear_dithering(backend, case, levels, start, workers, add):
     x, m, o = case
     g, norm = x.reshape(-1), float(x.float().abs().max())
     bits = (2 * levels).bit_length()
-    codes = gradients.linear_encode(g, norm, (levels,), None, bits, o.seed, start)
-    assert same(backend.linear_encode(g, norm, (levels,), None, bits, o.seed, start), codes)
-    other = gradients.linear_encode(m.reshape(-1), norm, (levels,), None, bits, o.seed + 1, start)
+    form = gradients.LinearCodes((levels,), None, bits)
+    codes = gradients.linear_encode(g, norm, form, o.seed, start)
+    assert same(backend.linear_encode(g, norm, form, o.seed, start), codes)
+    other = gradients.linear_encode(m.reshape(-1), norm, form, o.seed + 1, start)
     parts = ([codes, other] * workers)[:workers]
     d, sum_bits = g.numel(), (2 * levels * workers).bit_length()
     sums = gradients.linear_reduce(parts, d, bits, sum_bits)
     assert same(backend.linear_reduce(parts, d, bits, sum_bits), sums)
     before = m.reshape(-1).clone()
-    decoded = gradients.linear_decode(sums, norm, (levels,), None, sum_bits, workers, before.clone(), add)
-    assert same(backend.linear_decode(sums, norm, (levels,), None, sum_bits, workers, before.clone(), add), decoded)
+    of_sums = form._replace(bits=sum_bits)
+    decoded = gradients.linear_decode(sums, norm, of_sums, workers, before.clone(), add)
+    assert same(backend.linear_decode(sums, norm, of_sums, workers, before.clone(), add), decoded)
     for several in ((levels, levels + 5, 1000), tuple(range(levels, levels + 12))):
         index = gradients.scale_index(g, norm, several)
         assert same(backend.scale_index(g, norm, several), index)
-        codes = gradients.linear_encode(g, norm, several, index, bits, o.seed, start)
-        assert same(backend.linear_encode(g, norm, several, index, bits, o.seed, start), codes)
-        decoded = gradients.linear_decode(codes, norm, several, index, bits, 1, before.clone(), add)
-        assert same(backend.linear_decode(codes, norm, several, index, bits, 1, before.clone(), add), decoded)
+        form = gradients.LinearCodes(several, index, bits)
+        codes = gradients.linear_encode(g, norm, form, o.seed, start)
+        assert same(backend.linear_encode(g, norm, form, o.seed, start), codes)
+        decoded = gradients.linear_decode(codes, norm, form, 1, before.clone(), add)
+        assert same(backend.linear_decode(codes, norm, form, 1, before.clone(), add), decoded)
 
 
 @anywhere

@@ -82,12 +82,13 @@ def test_the_check_above_can_fail(launches):
 def test_norms_may_be_whole_numbers():
     """Triton would treat them as integers and not divide by them."""
     pytest.importorskip("triton", reason="triton is not installed")
+    from pipecomp.kernels.reference.gradients import LinearCodes
     from pipecomp.kernels.triton import BACKEND
     from tests.kernels.triton_launches import recorded
 
     g_d = torch.empty(100, device="meta")
     with recorded() as launches:
-        BACKEND.linear_encode(g_d, 2, (7,), None, 4, 5, 0)
+        BACKEND.linear_encode(g_d, 2, LinearCodes((7,), None, 4), 5, 0)
         BACKEND.exponential_encode(g_d, 2, 8, 1, 5, 0)
         BACKEND.scale_index(g_d, 2, (7, 30))
     assert len(launches) == 3
@@ -184,7 +185,7 @@ def test_a_long_row_fits_into_a_grid(monkeypatch):
     x, codes = torch.empty(1, d, device="meta"), torch.empty(1, d // 2, dtype=torch.uint8, device="meta")
     with recorded() as launches:
         rows.launch_quantize(x, None, o)
-        rows.launch_dequantize(codes, x[:, :1], 4, x, None, "nearest", False)
+        rows.launch_dequantize(codes, x[:, :1], o, x, False)
         BACKEND.pack_bits(x.to(torch.int32), 8)
         BACKEND.unpack_bits(codes, 4, d)
         BACKEND.select(x, 0.1, 1000)

@@ -20,6 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from pipecomp.kernels.reference.batches import DecodeItem, EncodeItem
+from pipecomp.kernels.reference.gradients import LinearCodes
 from pipecomp.kernels.reference.layout import QuantizerOptions
 from pipecomp.kernels.triton import BACKEND, batches, fewest_bits, gradients, rows
 
@@ -107,11 +108,11 @@ def recorded() -> Iterator[list[Launch]]:
 def launch_all(x: torch.Tensor, options: QuantizerOptions) -> None:
     """Call everything that launches kernels, with x [R, H], a meta tensor of a dtype that the quantizer takes."""
     m, g_d = torch.empty_like(x, dtype=torch.float32), x.reshape(-1)
-    bits, rounding, group = options.bits, options.rounding, options.group_size
+    bits, group = options.bits, options.group_size
     codes, scales, bad = rows.launch_quantize(x, None, options)
     rows.launch_quantize(x, m, options)
-    rows.launch_dequantize(codes, scales, bits, m, group, rounding, False)
-    rows.launch_dequantize(codes, scales, bits, m, group, rounding, True, bad)
+    rows.launch_dequantize(codes, scales, options, m, False)
+    rows.launch_dequantize(codes, scales, options, m, True, bad)
     gradients.quantize_with_scales(m.reshape(-1), scales.reshape(-1), bits, group or x.shape[1])
     BACKEND.unpack_bits(BACKEND.pack_bits(x.to(torch.int32), bits), bits, x.shape[1])
     BACKEND.select(x, 0.3, group)
@@ -128,8 +129,9 @@ def launch_all(x: torch.Tensor, options: QuantizerOptions) -> None:
 def _launch_gradients(g_d: torch.Tensor, out_d: torch.Tensor) -> None:
     index = BACKEND.scale_index(g_d, 1.0, (7, 30))
     for start, levels, where in ((0, (7,), None), (2**31, (7, 30), index)):
-        codes = BACKEND.linear_encode(g_d, 1.0, levels, where, 4, 5, start)
-        BACKEND.linear_decode(codes, 1.0, levels, where, 4, 1, out_d, start > 0)
+        form = LinearCodes(levels, where, 4)
+        codes = BACKEND.linear_encode(g_d, 1.0, form, 5, start)
+        BACKEND.linear_decode(codes, 1.0, form, 1, out_d, start > 0)
     BACKEND.linear_reduce([codes], g_d.numel(), 4, 8)
     for bits, depth in ((4, 2), (8, 1)):
         codes = BACKEND.exponential_encode(g_d, 1.0, bits, depth, 5, 0)
