@@ -29,8 +29,7 @@ from pipecomp.distributed.consistency import AllRanks
 from pipecomp.distributed.placement import own_gpu, ranks_on_gpu
 from pipecomp.engine.deepspeed_patches import existing_device, long_group_timeouts, quiet
 from pipecomp.engine.engine import PipelineEngine
-from pipecomp.engine.gradient_exchange import GradientExchange, ReplicaAdam, TiedRanks
-from pipecomp.engine.local_steps import LocalExchanges
+from pipecomp.engine.reduction import GradientExchange, ReplicaAdam, ReplicaExchanges, TiedRanks
 from pipecomp.engine.replica_sync import match_tied, pipelines
 from pipecomp.engine.validation import RunSetup
 from pipecomp.errors import ConfigError, require
@@ -84,13 +83,11 @@ def build_engine(setup: RunSetup, arguments: RunArguments, all_ranks: AllRanks) 
             optimizer = quantized_adam(settings, ds_config, module, parameters)
             del ds_config["optimizer"]
         tied_groups = _tied_groups(plan, grid)
-        exchange, local = _exchanges(settings, plan, grid)
         engine = PipelineEngine(
             pipecomp_config=settings,
             plan=plan,
             tied_groups=tied_groups,
-            exchange=exchange,
-            local=local,
+            exchanges=_exchanges(settings, plan, grid),
             args=None,
             model=module,
             optimizer=optimizer,
@@ -197,10 +194,8 @@ def _exchange_timeout_s(settings: Config, steps: int = 1) -> float:
     return max(steps * settings.transport.timeout_s, default_pg_timeout.total_seconds())
 
 
-def _exchanges(
-    settings: Config, split_plan: SplitPlan, grid: Any
-) -> tuple[GradientExchange | None, LocalExchanges | None]:
-    """The exchange of compressed gradients in synchronous steps, and those of local steps; None without."""
+def _exchanges(settings: Config, split_plan: SplitPlan, grid: Any) -> ReplicaExchanges:
+    """Make the exchange of compressed gradients in synchronous steps, and those of local steps."""
     options, local = settings.gradients, settings.gradients.local
     replicas, stage = pipelines(grid), grid.get_stage_id()
     own, here = [ranks[stage] for ranks in replicas], replicas[grid.data_parallel_id]
@@ -225,14 +220,14 @@ def _exchanges(
         # quantized_adam's replicas exchange momentum; the stages of one replica still sum gradients of tied weights.
         synchronous = exchange(own, tied([here] if options.exchanges_in_optimizer else replicas))
     if local is None or local.local_steps == 1:
-        return synchronous, None if local is None else LocalExchanges()
+        return ReplicaExchanges(synchronous)
     if ties and options.method != "none":
         inner = exchange([here[stage]], tied([here]), prefix="local ")
     alone = {g.name: TiedRanks(tuple(own), 1) for g in ties}  # in outer steps each stage averages its own copy
     outer = exchange(own, alone, prefix="outer ", steps=local.local_steps)
     if local.shares_rows:
         rows = exchange(own, alone, Gradients(method="none"), prefix="rows ", steps=local.local_steps)
-    return synchronous, LocalExchanges(inner, outer, rows)
+    return ReplicaExchanges(synchronous, inner, outer, rows)
 
 
 def quantized_adam(

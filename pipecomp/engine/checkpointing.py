@@ -36,9 +36,8 @@ from pipecomp.config.activations import FEWEST, bits_text, plain_bits
 from pipecomp.distributed.collectives import broadcast, gathered
 from pipecomp.distributed.consistency import AllRanks
 from pipecomp.engine.failure import FailureGuard
-from pipecomp.engine.gradient_exchange import load_residuals, save_residuals
 from pipecomp.engine.local_steps import LocalTraining
-from pipecomp.engine.reduction import GradientReduction
+from pipecomp.engine.reduction import GradientReduction, load_residuals, save_residuals
 from pipecomp.errors import CheckpointError, ConfigError, PipecompError, StoreError, WireError, require
 from pipecomp.interfaces import EngineState, ResumeState, StageContext, TrainingProgress
 from pipecomp.optim import QuantizedAdam

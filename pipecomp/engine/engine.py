@@ -28,9 +28,8 @@ from pipecomp.engine.checkpointing import CheckpointManager
 from pipecomp.engine.deepspeed_patches import no_stage_messages
 from pipecomp.engine.export import save_pretrained
 from pipecomp.engine.failure import FailureGuard
-from pipecomp.engine.gradient_exchange import GradientExchange, ReplicaAdam
-from pipecomp.engine.local_steps import LocalExchanges, LocalTraining
-from pipecomp.engine.reduction import GradientReduction
+from pipecomp.engine.local_steps import LocalTraining
+from pipecomp.engine.reduction import GradientReduction, ReplicaAdam, ReplicaExchanges
 from pipecomp.engine.replica_sync import match_replicas, saved_buffers
 from pipecomp.engine.reporting import Reporting
 from pipecomp.engine.schedule import EvalSchedule, InFlightControl, TrainSchedule
@@ -80,8 +79,7 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine, EngineState):
         pipecomp_config: Config,
         plan: SplitPlan,
         tied_groups: dict[str, Any],
-        exchange: GradientExchange | None = None,
-        local: LocalExchanges | None = None,
+        exchanges: ReplicaExchanges,
         **ds: Any,
     ) -> None:
         """Build DeepSpeed's engine and the parts of this one.
@@ -90,8 +88,7 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine, EngineState):
             pipecomp_config: The section "pipecomp".
             plan: Of the model.
             tied_groups: Process group of each tied weight of this stage, by its name in the plan.
-            exchange: Averages compressed gradients; None if DeepSpeed averages them.
-            local: Exchanges of replicas that take local steps; None without.
+            exchanges: Of compressed gradients and local steps.
             **ds: DeepSpeed's arguments.
         """
         self.pipecomp_config, self.plan = pipecomp_config, plan
@@ -112,8 +109,9 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine, EngineState):
             plan=plan,
             settings=pipecomp_config,
         )
-        self.local = None if local is None else LocalTraining(context, self.optimizer, local)
-        self.gradients = GradientReduction(context, self, tied_groups, exchange, self.local)
+        takes_local_steps = pipecomp_config.gradients.local is not None
+        self.local = LocalTraining(context, self.optimizer, exchanges) if takes_local_steps else None
+        self.gradients = GradientReduction(context, self, tied_groups, exchanges)
         self.guard = FailureGuard(context.rank, context.device)
         self.in_flight_control = InFlightControl(context, pipecomp_config.in_flight, self.micro_batches)
         self.reporting = Reporting(context, self.gradients, self.in_flight_control, self.local)
@@ -196,6 +194,7 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine, EngineState):
                 self.run.begin_step()
             if self.local is not None:
                 self.local.begin_step(step)
+                self.gradients.synchronous = self.local.synchronous
             began = time.perf_counter()
             self.in_flight_control.begin_step()
             self.reporting.begin_step(step)
@@ -442,7 +441,7 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine, EngineState):
     def _aggregate_total_loss(self) -> Tensor:
         """In a local step average over this replica alone: DeepSpeed would wait for the others."""
         before = self.is_data_parallel
-        self.is_data_parallel = before and (self.local is None or self.local.synchronous)
+        self.is_data_parallel = before and self.gradients.synchronous
         try:
             loss: Tensor = super()._aggregate_total_loss()
             return loss

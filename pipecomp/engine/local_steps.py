@@ -8,17 +8,16 @@ the same values and draw the same random numbers, so that their copies stay equa
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipecomp.allreduce import State
 from pipecomp.checkpoint.reshard import names_in_every_cut
-from pipecomp.engine.gradient_exchange import GradientExchange
+from pipecomp.engine.reduction import ReplicaExchanges
 from pipecomp.errors import ConfigError
 from pipecomp.interfaces import StageContext
 from pipecomp.local_steps.outer_steps import OuterSteps
@@ -56,34 +55,21 @@ class TrafficPriority:
         self.waited_s += now - began
 
 
-class LocalExchanges(NamedTuple):
-    """The exchanges of a rank with local steps; None if one is not needed, or DeepSpeed does it.
-
-    inner: sums gradients of tied weights over the stages of one replica. outer: averages over replicas. rows: averages
-    a few numbers of each row over replicas, uncompressed.
-    """
-
-    inner: GradientExchange | None = None
-    outer: GradientExchange | None = None
-    rows: GradientExchange | None = None
-
-
 class LocalTraining:
     """Local steps of one rank.
 
     Args:
         context: Its weights are the same on all replicas at first.
         optimizer: Of the stage.
-        exchanges: Of inner and outer steps.
+        exchanges: Of outer steps.
 
     Attributes:
-        exchanges: The argument.
         outer: The outer steps.
         synchronous: Whether the current step, or the last one, averages gradients over replicas.
     """
 
-    def __init__(self, context: StageContext, optimizer: torch.optim.Optimizer, exchanges: LocalExchanges) -> None:
-        self._context, self._optimizer, self.exchanges = context, optimizer, exchanges
+    def __init__(self, context: StageContext, optimizer: torch.optim.Optimizer, exchanges: ReplicaExchanges) -> None:
+        self._context, self._optimizer, self._exchanges = context, optimizer, exchanges
         stage, options = context.stage, context.settings.gradients.local
         assert options is not None
         names = names_in_every_cut(stage)
@@ -99,7 +85,7 @@ class LocalTraining:
         """Let averages that overlap with inner steps wait for the packets of these transports."""
         if self._overlaps:
             self._priority = TrafficPriority(transports)
-            for exchange in (self.exchanges.outer, self.exchanges.rows):
+            for exchange in (self._exchanges.outer, self._exchanges.rows):
                 if exchange is not None:
                     exchange.give_way(self._priority.wait)
 
@@ -111,12 +97,6 @@ class LocalTraining:
     def begin_step(self, step: int) -> None:
         """Begin inner step `step`."""
         self.synchronous = not self.begins_alone(step)
-
-    def states(self) -> Iterator[tuple[str, State]]:
-        """The state of each exchange, by name."""
-        for exchange in self.exchanges:
-            if exchange is not None:
-                yield from exchange.states()
 
     def stats(self) -> dict[str, Any]:
         """Progress between outer steps, and "gave_way_seconds", as JSON values."""

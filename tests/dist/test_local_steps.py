@@ -72,7 +72,7 @@ def train(stages: int, gradients: dict[str, Any], steps: int = STEPS) -> dict[st
     out["evaluated"] = float(engine.eval_batch(iter(eval_batches(samples(4, seed=3), 2)), num_micro_batches=2))
     out["after"] = digest(engine.stage.parameters())
     out["stats"] = engine.comm_stats()
-    out["patience_s"] = {name: state.group.timeout_s for name, state in engine.local.states()}
+    out["patience_s"] = {name: state.group.timeout_s for name, state in engine.gradients.states()}
     engine.train_batch()
     engine.average_replicas()
     out["met"] = digest(engine.stage.parameters())

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from pipecomp.engine import local_steps
-from pipecomp.engine.local_steps import LocalExchanges, LocalTraining, TrafficPriority
+from pipecomp.engine.local_steps import LocalTraining, TrafficPriority
+from pipecomp.engine.reduction import ReplicaExchanges
 from pipecomp.gradient_config import Gradients
 from pipecomp.stages import build_stage, modules, plan
 from tests.local_steps.test_outer_steps import Meeting
@@ -37,7 +38,7 @@ def rank(stages: int, stage: int, replica: int, meeting: Meeting) -> LocalTraini
         settings=SimpleNamespace(gradients=Gradients(method="none", **LOCAL)),
     )
     outer: Any = meeting.of(replica)
-    return LocalTraining(context, torch.optim.SGD(built.parameters(), lr=0.1), LocalExchanges(outer=outer))
+    return LocalTraining(context, torch.optim.SGD(built.parameters(), lr=0.1), ReplicaExchanges(outer=outer))
 
 
 def weights(training: LocalTraining) -> dict[str, torch.Tensor]:

@@ -11,7 +11,7 @@ import torch
 from pipecomp.allreduce import State, allreduce_mean
 from pipecomp.config import Config
 from pipecomp.engine.build import quantized_adam
-from pipecomp.engine.gradient_exchange import GradientExchange, TiedRanks
+from pipecomp.engine.reduction import GradientExchange, TiedRanks
 from pipecomp.gradient_config import Gradients
 
 SIGNS = {"method": "global_qsgd", "levels": "linear", "bits": 2}  # of −1, 0 and 1 nothing is lost
