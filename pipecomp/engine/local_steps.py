@@ -64,12 +64,13 @@ class LocalTraining:
         exchanges: Of outer steps.
 
     Attributes:
+        exchanges: The argument.
         outer: The outer steps.
         synchronous: Whether the current step, or the last one, averages gradients over replicas.
     """
 
     def __init__(self, context: StageContext, optimizer: torch.optim.Optimizer, exchanges: ReplicaExchanges) -> None:
-        self._context, self._optimizer, self._exchanges = context, optimizer, exchanges
+        self._context, self._optimizer, self.exchanges = context, optimizer, exchanges
         stage, options = context.stage, context.settings.gradients.local
         assert options is not None
         names = names_in_every_cut(stage)
@@ -85,7 +86,7 @@ class LocalTraining:
         """Let averages that overlap with inner steps wait for the packets of these transports."""
         if self._overlaps:
             self._priority = TrafficPriority(transports)
-            for exchange in (self._exchanges.outer, self._exchanges.rows):
+            for exchange in (self.exchanges.outer, self.exchanges.rows):
                 if exchange is not None:
                     exchange.give_way(self._priority.wait)
 
