@@ -75,7 +75,7 @@ class TestJson:
 
     def test_parts_of_a_section_are_taken(self):
         parts = [block.text for block in blocks() if block.text.startswith('"activations": ')]
-        assert len(parts) == 4
+        assert len(parts) == 3
         for text in parts:
             Config.from_dict(json.loads("{" + text + "}"))
 
