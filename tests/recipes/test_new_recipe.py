@@ -50,9 +50,7 @@ COMMAND = """deepspeed --num_accelerators 2 recipes/verses/train.py \\
     --deepspeed_config recipes/verses/ds_config_cpu.json --model tiny --tokenizer train:300 --block-size 16 \\
     --train-file poems.txt --eval-file held-out.txt --epochs 2 --seed 1 --metrics runs/verses.jsonl --save runs/verses
 """
-ROW = (
-    "| [verses](verses/README.md) | poems | – | less than one |\n"
-)
+ROW = "| [verses](verses/README.md) | poems | – | less than one |\n"
 ENTRY = '    "verses": Recipe(arguments="--model gpt2 --tokenizer gpt2 --train-file a.txt --seed 1", before="gpt2"),\n'
 CONFIG = {
     "train_micro_batch_size_per_gpu": 4,
