@@ -22,7 +22,6 @@ from pipecomp.plan.search import NEARLY_EQUAL, WORTHWHILE, choose_bits
 from pipecomp.plan.simulation import (
     Channel,
     LinkNetwork,
-    StageCosts,
     StepSpec,
     measured_costs,
     measured_end,
@@ -96,15 +95,20 @@ def simulate(run: RunRecord) -> RunSimulation | str:
     links = [_link(ranks[k], f"{k}->{k + 1}") for k in range(K - 1)]
     if any(link["messages"] == 0 for link in links):
         return "nothing crossed its links"
+    # Seconds of a step that no part counts: data loading and work between steps.
+    uncounted = [measured_s - sum(r["seconds"].values()) / r["steps"] for r in later]
     # An epoch's last step may have fewer than configured: the mean step is simulated.
     micro_batches = max(1, round(links[0]["messages"] / (later[0]["steps"] * len(ranks[0]))))
     step = StepSpec(
-        stages=[_slowest([measured_costs(r, micro_batches) for r in found]) for found in ranks],
+        stages=[  # of the slowest replica, which the others wait for
+            max((measured_costs(r, micro_batches) for r in found), key=lambda c: c.forward_s + c.backward_s)
+            for found in ranks
+        ],
         micro_batches=micro_batches,
         forward_bytes=[link["forward"] for link in links],
         backward_bytes=[link["backward"] for link in links],
         in_flight=[int(found[0].get("in_flight") or 1) for found in ranks],
-        together_s=measured_end(later) + min(_rest(r, measured_s) for r in later),
+        together_s=measured_end(later) + max(0.0, min(uncounted)),
     )
     known = _network(run.facts.get("network"), K)
     network = known or _fit(step, measured_s)
@@ -144,16 +148,6 @@ def _link(ranks: Sequence[Mapping[str, Any]], name: str) -> dict[str, float]:
     new, old = sum(end["full_samples"] for end in ends), sum(end["delta_samples"] for end in ends)
     found["new"] = new / (new + old) if new + old else 1.0
     return found
-
-
-def _slowest(costs: Sequence[StageCosts]) -> StageCosts:
-    """Costs of the slowest replica, which the others wait for."""
-    return max(costs, key=lambda c: c.forward_s + c.backward_s)
-
-
-def _rest(rank: Mapping[str, Any], measured_s: float) -> float:
-    """Seconds of a step that no part counts: data loading and work between steps."""
-    return max(0.0, measured_s - sum(rank["seconds"].values()) / rank["steps"])
 
 
 def _network(found: Any, stages: int) -> LinkNetwork | None:
@@ -230,7 +224,12 @@ def try_changes(run: RunRecord, now: RunSimulation) -> list[SettingChange]:
     packets = _PacketModel.of(run, now)
     found = [*_bits(packets, now), *_others(run, packets, now)]
     if now.limited:
-        seconds, why = simulate_step(now.step, _faster(now.network)).seconds, "the value of a faster line"
+        forward, backward = (
+            tuple(replace(line, bits_per_s=2 * line.bits_per_s) for line in lines)
+            for lines in (now.network.forward, now.network.backward)
+        )
+        faster = replace(now.network, forward=forward, backward=backward)
+        seconds, why = simulate_step(now.step, faster).seconds, "the value of a faster line"
         found.append(_change(now, "links of twice the rate", seconds, why, setting=False))
     return sorted(found, key=lambda change: (not change.pays, change.costs_nothing, change.assumes, -change.gain))
 
@@ -246,17 +245,22 @@ def _bits(packets: _PacketModel | None, now: RunSimulation) -> Iterator[SettingC
     config, a = packets.config, packets.config.activations
     if a.method not in a.QUANTIZED:
         if now.limited:
-            yield from _compressed(packets)
+            config = Config.from_dict({"activations": {"method": "aqsgd", "forward_bits": 4, "backward_bits": 8}})
+            pair = _chosen(packets, config)
+            why, seconds = (
+                "after the first epoch; without the time of quantizing",
+                packets.seconds(with_bits(config, *pair)),
+            )
+            yield _change(now, f"method aqsgd, {_describe_bits(pair)}", seconds, why)
         return
     f, b = a.forward_bits, a.backward_bits
-    fewer = [("forward_bits", f, max(_LEAST[0], f - 1), "forward")] if isinstance(f, int) else []
-    fewer += [("backward_bits", b, max(_LEAST[1], b - 2), "back")] if isinstance(b, int) else []
-    for key, old, new, name in fewer:
-        if new < old:
-            made = with_bits(config, new, b) if key == "forward_bits" else with_bits(config, f, new)
-            why = f"fewer bytes {name}; the loss may end higher"
-            yield _change(now, f"{key} {old} → {new}", packets.seconds(made), why)
-    if len(fewer) == 2 and all(old > least for (_, old, _, _), least in zip(fewer, _LEAST, strict=True)):
+    if isinstance(f, int) and f > _LEAST[0]:
+        why = "fewer bytes forward; the loss may end higher"
+        yield _change(now, f"forward_bits {f} → {f - 1}", packets.seconds(with_bits(config, f - 1, b)), why)
+    if isinstance(b, int) and b > _LEAST[1]:
+        new, why = max(_LEAST[1], b - 2), "fewer bytes back; the loss may end higher"
+        yield _change(now, f"backward_bits {b} → {new}", packets.seconds(with_bits(config, f, new)), why)
+    if isinstance(f, int) and isinstance(b, int) and f > _LEAST[0] and b > _LEAST[1]:
         why = "the paper's fewest; the loss may end higher"
         yield _change(now, _describe_bits(_LEAST), packets.seconds(with_bits(config, *_LEAST)), why)
     if not any(isinstance(bits, ConstantError) for k in range(len(now.mean_bits)) for bits in a.bits(k)):
@@ -266,13 +270,6 @@ def _bits(packets: _PacketModel | None, now: RunSimulation) -> Iterator[SettingC
             yield _change(now, _describe_bits(pair), seconds, why, costs_nothing=True)
     why = "exact, and without a message store"
     yield _change(now, "method none", packets.seconds(Config()), why, costs_nothing=True)
-
-
-def _compressed(packets: _PacketModel) -> Iterator[SettingChange]:
-    config = Config.from_dict({"activations": {"method": "aqsgd", "forward_bits": 4, "backward_bits": 8}})
-    pair = _chosen(packets, config)
-    why = "after the first epoch; without the time of quantizing"
-    yield _change(packets.now, f"method aqsgd, {_describe_bits(pair)}", packets.seconds(with_bits(config, *pair)), why)
 
 
 def _others(run: RunRecord, packets: _PacketModel | None, now: RunSimulation) -> Iterator[SettingChange]:
@@ -366,13 +363,6 @@ class _PacketModel:
     def _back(self, config: Config, link: int) -> float:
         mean_bits = self.now.mean_bits[link][1]
         return gradient_bytes(config, link, self.counts[link], self.hidden, self.dtype, mean_bits=mean_bits)
-
-
-def _faster(network: LinkNetwork) -> LinkNetwork:
-    def twice(lines: Sequence[Any]) -> tuple[Any, ...]:
-        return tuple(replace(line, bits_per_s=min(math.inf, 2 * line.bits_per_s)) for line in lines)
-
-    return replace(network, forward=twice(network.forward), backward=twice(network.backward))
 
 
 def _chosen(packets: _PacketModel, config: Config) -> tuple[Bits, Bits]:

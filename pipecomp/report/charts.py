@@ -9,7 +9,6 @@ from html import escape
 from typing import Any
 
 from pipecomp.report import metrics
-from pipecomp.report.advice import RunSimulation
 from pipecomp.report.reader import RunRecord, number
 from pipecomp.report.summary import RunSummary
 from pipecomp.utils.units import format_duration, format_ratio, format_share, format_size
@@ -19,11 +18,8 @@ PART_COLORS = dict(zip(metrics.PARTS, ("#3b82d6", "#e07b2e", "#a9b4c2", "#8a6ee0
 
 _POINTS = 4000  # points of a curve: about four per pixel of a wide screen, so zooming shows more
 _SHORT = 24  # characters of a run name beside bars
-_DOWN = {
-    "type": "category",
-    "autorange": "reversed",
-    "automargin": True,
-}  # "category": names such as "7" are no numbers; the first row is on top
+# "category": names such as "7" are no numbers; the first row is on top
+_DOWN = {"type": "category", "autorange": "reversed", "automargin": True}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,32 +50,33 @@ def _row(names: Sequence[str], i: int, what: str) -> str:
     return what if len(names) == 1 else f"{names[i]}<br>{what}"
 
 
+def _axis(title: str, **more: Any) -> dict[str, Any]:
+    return {"title": {"text": title}, **more}
+
+
 def losses(summaries: Sequence[RunSummary], *, over: str) -> Chart | None:
     """Chart training and held-out loss. over: "steps" or "seconds"."""
     traces: list[dict[str, Any]] = []
     for i, (name, one) in enumerate(zip(_names(summaries), summaries, strict=True)):
         color = COLORS[i % len(COLORS)]
-        x = _axis(one.curve, over)
+        x = list(getattr(one.curve, over) or [])
         if x:
             x, y = _thinned(x, one.curve.smooth())
             tip = f"{name}<br>loss %{{y:.4f}} at %{{x:,}}<extra></extra>"
             traces.append(_line(x, y, name, color, tip))
-        at = _axis(one.held_out, over)
+        at = getattr(one.held_out, over)
         if at:
             tip = f"{name}<br>held-out loss %{{y:.4f}} at %{{x:,}}<extra></extra>"
             points = {"mode": "markers", "marker": {"symbol": "diamond", "size": 9, "color": color}}
             traces.append({**_line(at, one.held_out.losses, f"{name}, held out", color, tip), **points})
     if not traces:
         return None
-    x_title = "optimizer step" if over == "steps" else "seconds since the start"
+    x_axis = _axis("optimizer step" if over == "steps" else "seconds since the start")
     return Chart(
         key=f"loss-{over}",
         title=f"Loss over {over}",
         note=f"Training loss, mean of {metrics.SMOOTH} steps; diamonds are held-out data.",
-        figure={
-            "data": traces,
-            "layout": {"xaxis": {"title": {"text": x_title}}, "yaxis": {"title": {"text": "loss"}}},
-        },
+        figure={"data": traces, "layout": {"xaxis": x_axis, "yaxis": _axis("loss")}},
     )
 
 
@@ -95,10 +92,6 @@ def _thinned(x: list[Any], y: list[float]) -> tuple[list[Any], list[float]]:
     return [x[i] for i in sorted(kept)], [y[i] for i in sorted(kept)]
 
 
-def _axis(curve: metrics.Curve, over: str) -> list[Any]:
-    return list(curve.steps if over == "steps" else curve.seconds or [])
-
-
 def _line(x: Sequence[Any], y: Sequence[float], name: str, color: str, tip: str) -> dict[str, Any]:
     return {
         "type": "scatter",
@@ -109,10 +102,6 @@ def _line(x: Sequence[Any], y: Sequence[float], name: str, color: str, tip: str)
         "line": {"color": color, "width": 2},
         "hovertemplate": tip,
     }
-
-
-def _over_steps(traces: list[dict[str, Any]], y_axis: dict[str, Any]) -> dict[str, Any]:
-    return {"data": traces, "layout": {"xaxis": {"title": {"text": "optimizer step"}}, "yaxis": y_axis}}
 
 
 def _bars(name: str, rows: list[str], values: list[Any], tips: list[str], marker: dict[str, Any]) -> dict[str, Any]:
@@ -151,7 +140,7 @@ def link_bytes(summaries: Sequence[RunSummary]) -> Chart | None:
     colors = [row[3] for row in rows]
     full = _bars("sent", names, [row[2] for row in rows], tips, {"color": colors})
     pale = _bars("uncompressed", names, [row[1] for row in rows], tips, {"color": colors, "opacity": 0.3})
-    x_axis = {"title": {"text": "bytes"}, "exponentformat": "SI", "ticksuffix": "B"}
+    x_axis = _axis("bytes", exponentformat="SI", ticksuffix="B")
     return Chart(
         key="bytes",
         title="Bytes by link and direction",
@@ -179,18 +168,14 @@ def rank_times(summaries: Sequence[RunSummary]) -> Chart | None:
         ]
         names, color = [name for name, _ in rows], {"color": PART_COLORS[part]}
         traces.append(_bars(part, names, [100 * share for share in shares], tips, color))
+    x_axis = _axis("% of the time", range=[0, 100])
     return Chart(
         key="ranks",
         title="Where each rank’s time went",
         note="Training steps only. Other: loading data, and everything that no part counts.",
         figure={
             "data": traces,
-            "layout": {
-                "barmode": "stack",
-                "xaxis": {"title": {"text": "% of the time"}, "range": [0, 100]},
-                "yaxis": _DOWN,
-                "legend": {"traceorder": "normal"},
-            },
+            "layout": {"barmode": "stack", "xaxis": x_axis, "yaxis": _DOWN, "legend": {"traceorder": "normal"}},
         },
         height=130 + 34 * len(rows),
     )
@@ -204,15 +189,8 @@ def hit_rates(summaries: Sequence[RunSummary]) -> Chart | None:
         if any(rates):
             tip = f"{name}<br>%{{y:.0f}} % up to step %{{x}}<extra></extra>"
             traces.append(_line(steps, [100 * rate for rate in rates], name, COLORS[i % len(COLORS)], tip))
-    if not traces:
-        return None
-    return Chart(
-        key="hits",
-        title="Store hit rate",
-        note="Share of samples sent as changes of their cached activation.",
-        figure=_over_steps(traces, {"title": {"text": "%"}, "range": [-2, 102]}),
-        height=300,
-    )
+    note = "Share of samples sent as changes of their cached activation."
+    return _over_steps("hits", "Store hit rate", note, traces, _axis("%", range=[-2, 102])) if traces else None
 
 
 def bits(summaries: Sequence[RunSummary]) -> Chart | None:
@@ -229,84 +207,38 @@ def bits(summaries: Sequence[RunSummary]) -> Chart | None:
                 trace = _line([step for step, _ in points], [bits for _, bits in points], name, color, tip)
                 trace["line"]["dash"] = dash
                 traces.append(trace)
-    if not changed:
-        return None
-    return Chart(
-        key="bits",
-        title="Bits over time",
-        note="Mean bits per quantized value on the links; dotted: gradients.",
-        figure=_over_steps(traces, {"title": {"text": "bits"}, "rangemode": "tozero"}),
-        height=300,
-    )
+    note = "Mean bits per quantized value on the links; dotted: gradients."
+    return _over_steps("bits", "Bits over time", note, traces, _axis("bits", rangemode="tozero")) if changed else None
 
 
-def predicted(summaries: Sequence[RunSummary]) -> Chart | None:
-    """Chart the seconds of a step: measured, simulated (if link rates are known) and planned."""
-    columns: dict[str, list[tuple[str, float]]] = {"measured": [], "simulated": [], "planned": []}
-    for name, one in zip(_names(summaries, _SHORT), summaries, strict=True):
-        measured = metrics.step_seconds(one.run)
-        if measured is not None:
-            columns["measured"].append((name, measured))
-        if isinstance(one.simulation, RunSimulation) and one.simulation.known:
-            columns["simulated"].append((name, one.simulation.seconds))
-        seconds = one.planned_seconds()
-        if seconds is not None:
-            columns["planned"].append((name, seconds))
-    if not columns["simulated"] and not columns["planned"]:
-        return None
-    traces = []
-    for i, (what, found) in enumerate(columns.items()):
-        tips = [f"{name}<br>{what}: {format_duration(seconds)}" for name, seconds in found]
-        names, values = [name for name, _ in found], [round(seconds, 6) for _, seconds in found]
-        if found:
-            traces.append(_bars(what, names, values, tips, {"color": COLORS[i]}))
-    return Chart(
-        key="predicted",
-        title="Predicted and measured step",
-        note="Measured: mean of the run’s second half. Simulated: the run’s compute times and bytes over the lab’s "
-        "links. Planned: plan.json; its first-epoch step if nearly all samples were new.",
-        figure={
-            "data": traces,
-            "layout": {
-                "barmode": "group",
-                "xaxis": {"title": {"text": "seconds"}, "rangemode": "tozero"},
-                "yaxis": _DOWN,
-            },
-        },
-        height=140 + 26 * sum(len(found) for found in columns.values()),
-    )
+def _over_steps(key: str, title: str, note: str, traces: list[dict[str, Any]], y_axis: dict[str, Any]) -> Chart:
+    figure = {"data": traces, "layout": {"xaxis": _axis("optimizer step"), "yaxis": y_axis}}
+    return Chart(key=key, title=title, note=note, figure=figure, height=300)
 
 
 # -- the time line
 
 MAX_EVENTS = 6000  # of a longer trace the last steps are shown, of a longer step its end
-EVENT_ROWS = {
-    "compute": ("forward", "backward", "update"),
-    "quantize": ("encode", "decode"),
-    "wait": ("wait", "reduce"),
-    "store": ("load", "keep", "commit"),
-    "network": ("send", "receive"),
+# Name of an event -> its row, and its color.
+EVENTS = {
+    "forward": ("compute", "#3b82d6"),
+    "backward": ("compute", "#1f57a0"),
+    "update": ("compute", "#b8961f"),
+    "encode": ("quantize", "#e07b2e"),
+    "decode": ("quantize", "#f0ab74"),
+    "wait": ("wait", "#a9b4c2"),
+    "reduce": ("wait", "#8a6ee0"),
+    "load": ("store", "#4fb3c4"),
+    "keep": ("store", "#2d8796"),
+    "commit": ("store", "#7fd0dd"),
+    "send": ("network", "#2aa37c"),
+    "receive": ("network", "#86cbb4"),
 }
-EVENT_COLORS = {
-    "forward": "#3b82d6",
-    "backward": "#1f57a0",
-    "update": "#b8961f",
-    "encode": "#e07b2e",
-    "decode": "#f0ab74",
-    "wait": "#a9b4c2",
-    "reduce": "#8a6ee0",
-    "load": "#4fb3c4",
-    "keep": "#2d8796",
-    "commit": "#7fd0dd",
-    "send": "#2aa37c",
-    "receive": "#86cbb4",
-}
-_ROW_OF_EVENT = {name: row for row, names in EVENT_ROWS.items() for name in names}
 
 
 def timeline(run: RunRecord, key: str) -> Chart | None:
     """Chart what every rank did in the last steps, at most `MAX_EVENTS` events. key: the chart's."""
-    events = [e for e in run.events if e.get("ph") == "X" and e["name"] in _ROW_OF_EVENT and e["dur"] > 0]
+    events = [e for e in run.events if e.get("ph") == "X" and e["name"] in EVENTS and e["dur"] > 0]
     events, steps = _last_steps(events)
     if not events:
         return None
@@ -314,37 +246,24 @@ def timeline(run: RunRecord, key: str) -> Chart | None:
     by_name: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for event in events:
         by_name[event["name"]].append(event)
-    traces = [_event_bars(name, by_name[name], begin) for name in EVENT_COLORS if name in by_name]
-    seen = {(int(e["pid"]), _ROW_OF_EVENT[e["name"]]) for e in events}
-    rows = [_event_row(rank, row) for rank in sorted({r for r, _ in seen}) for row in EVENT_ROWS if (rank, row) in seen]
+    traces = [_event_bars(name, by_name[name], begin) for name in EVENTS if name in by_name]
+    seen, order = {_event_row(e) for e in events}, dict.fromkeys(row for row, _ in EVENTS.values())
+    rows = [f"rank {rank} {row}" for rank in sorted({int(e["pid"]) for e in events}) for row in order]
+    rows = [row for row in rows if row in seen]
     what = {0: "The end of the last step", 1: "The last step"}.get(steps, f"The last {steps} steps")
-    return Chart(
-        key=key,
-        title="Time line",
-        note=f"{what}. Drag to zoom, double-click to go back, click a name to hide it. Each machine’s own clock."
-        + (
-            ""
-            if any(_ROW_OF_EVENT[n] == "network" for n in by_name)
-            else " Trace the run to see the network and the store."
-        ),
-        figure={
-            "data": traces,
-            "layout": {
-                "barmode": "overlay",
-                "bargap": 0.15,
-                "hovermode": "closest",
-                "dragmode": "zoom",
-                "xaxis": {"title": {"text": "milliseconds"}, "rangeslider": {"visible": True, "thickness": 0.08}},
-                "yaxis": {
-                    "categoryorder": "array",
-                    "categoryarray": rows[::-1],
-                    "automargin": True,
-                    "fixedrange": True,
-                },
-            },
-        },
-        height=180 + 30 * len(rows),
-    )
+    note = f"{what}. Drag to zoom, double-click to go back, click a name to hide it. Each machine’s own clock."
+    if not {"send", "receive"} & by_name.keys():
+        note += " Trace the run to see the network and the store."
+    layout = {
+        "barmode": "overlay",
+        "bargap": 0.15,
+        "hovermode": "closest",
+        "dragmode": "zoom",
+        "xaxis": _axis("milliseconds", rangeslider={"visible": True, "thickness": 0.08}),
+        "yaxis": {"categoryorder": "array", "categoryarray": rows[::-1], "automargin": True, "fixedrange": True},
+    }
+    figure = {"data": traces, "layout": layout}
+    return Chart(key=key, title="Time line", note=note, figure=figure, height=180 + 30 * len(rows))
 
 
 def _last_steps(events: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
@@ -362,17 +281,10 @@ def _last_steps(events: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]],
 
 
 def _event_bars(name: str, events: Sequence[Mapping[str, Any]], begin: float) -> dict[str, Any]:
-    return {
-        "type": "bar",
-        "orientation": "h",
-        "name": name,
-        "base": [round((e["ts"] - begin) / 1000, 3) for e in events],
-        "x": [round(e["dur"] / 1000, 3) for e in events],
-        "y": [_event_row(int(e["pid"]), _ROW_OF_EVENT[name]) for e in events],
-        "marker": {"color": EVENT_COLORS[name], "line": {"width": 0}},
-        "hovertext": [_event_tip(e) for e in events],
-        "hovertemplate": "%{hovertext}<extra></extra>",
-    }
+    rows, values = [_event_row(e) for e in events], [round(e["dur"] / 1000, 3) for e in events]
+    marker = {"color": EVENTS[name][1], "line": {"width": 0}}
+    bars = _bars(name, rows, values, [_event_tip(e) for e in events], marker)
+    return {**bars, "base": [round((e["ts"] - begin) / 1000, 3) for e in events]}
 
 
 def _event_tip(event: Mapping[str, Any]) -> str:
@@ -385,5 +297,5 @@ def _event_tip(event: Mapping[str, Any]) -> str:
     return "<br>".join(parts)
 
 
-def _event_row(rank: int, row: str) -> str:
-    return f"rank {rank} {row}"
+def _event_row(event: Mapping[str, Any]) -> str:
+    return f"rank {int(event['pid'])} {EVENTS[event['name']][0]}"

@@ -14,7 +14,7 @@ from typing import Any
 
 from pipecomp.errors import writable
 from pipecomp.report import charts, metrics
-from pipecomp.report.advice import RunSimulation
+from pipecomp.report.advice import RunSimulation, SettingChange
 from pipecomp.report.charts import COLORS, Chart
 from pipecomp.report.reader import RunRecord, read_runs
 from pipecomp.report.recorder import PAGE
@@ -83,9 +83,12 @@ def render_page(runs: Sequence[RunRecord]) -> str:
     from plotly.offline import get_plotlyjs
 
     summaries = [summarize(run) for run in runs]
-    made = _charts(summaries)
+    made = f"pipecomp report of {datetime.now():%Y-%m-%d %H:%M}"
+    started = runs[0].facts.get("started")
+    if len(runs) == 1 and isinstance(started, str):
+        made += f"; run started {started[:16].replace('T', ' ')}"
     library, script = get_plotlyjs(), _resource("page.js")
-    changes = [(one, change) for one in summaries for change in one.changes]
+    drawn, changes = _charts(summaries), [(one, change) for one in summaries for change in one.changes]
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     return environment.from_string(_resource("page.html.j2")).render(
         policy=_content_policy(library, script),
@@ -96,22 +99,13 @@ def render_page(runs: Sequence[RunRecord]) -> str:
         several=len(runs) > 1,
         several_wide=len(runs) >= _WIDE_FROM,
         heading=runs[0].name if len(runs) == 1 else f"{len(runs)} runs side by side",
-        made=_made(runs),
+        made=made,
         comparison=comparison(summaries),
         colors=COLORS,
-        charts=made,
-        chart_values=_json([{"key": c.key, "height": c.height, "figure": c.figure} for c in made]),
+        charts=drawn,
+        chart_values=_json([{"key": c.key, "height": c.height, "figure": c.figure} for c in drawn]),
         right=_RIGHT_ALIGNED,
-        changes=[
-            {
-                "run": one.run.name,
-                "change": change.what,
-                "predicted step": format_duration(change.step_s),
-                "speed": format_ratio(change.gain),
-                "why": change.why,
-            }
-            for one, change in changes
-        ],
+        changes=[_change_row(one.run, change) for one, change in changes],
         best_changes=[i for i, (_, change) in enumerate(changes) if change.pays],
         changes_note=_changes_note(summaries),
         steps=[_step_row(one) for one in summaries],
@@ -136,19 +130,10 @@ def _charts(summaries: Sequence[RunSummary]) -> list[Chart]:
         charts.link_bytes(summaries),
         charts.rank_times(summaries),
         *timelines,
-        charts.predicted(summaries),
         charts.hit_rates(summaries),
         charts.bits(summaries),
     ]
     return [chart for chart in made if chart is not None]
-
-
-def _made(runs: Sequence[RunRecord]) -> str:
-    made = f"pipecomp report of {datetime.now():%Y-%m-%d %H:%M}"
-    started = runs[0].facts.get("started")
-    if len(runs) > 1 or not isinstance(started, str):
-        return made
-    return f"{made}; run started {started[:16].replace('T', ' ')}"
 
 
 # -- rows of tables
@@ -163,6 +148,11 @@ def _changes_note(summaries: Sequence[RunSummary]) -> str:
     equal = len({network for _, network in networks}) == 1
     notes = [f"{networks[0][1]}."] if equal else [f"{name}: {network}." for name, network in networks]
     return "Each change alone, in the planner’s simulation of the run’s second half; bold ones pay. " + " ".join(notes)
+
+
+def _change_row(run: RunRecord, change: SettingChange) -> Row:
+    speed, step = format_ratio(change.gain), format_duration(change.step_s)
+    return {"run": run.name, "change": change.what, "predicted step": step, "speed": speed, "why": change.why}
 
 
 def _step_row(one: RunSummary) -> Row:

@@ -77,23 +77,15 @@ def _places(path: Path) -> Iterator[Path]:
         yield path
         return
     inner = [p for p in path.glob("*") if p.is_dir() and _is_run(p)] if path.is_dir() else []
-    inner = [p for p in inner if not _is_empty(p / METRICS)] or inner
+    begun = [p for p in inner if not (p / METRICS).is_file() or (p / METRICS).stat().st_size]  # has a first step
+    inner = begun or inner
     if not inner:
         raise ConfigError("RUN", str(path), f"a run's folder (with {RUN} or {METRICS}), or a file of metrics")
-    yield from sorted(inner, key=lambda folder: (_started(folder), folder.name))
+    yield from sorted(inner, key=lambda folder: (str(read_object(folder / RUN, []).get("started", "")), folder.name))
 
 
 def _is_run(folder: Path) -> bool:
     return (folder / RUN).is_file() or (folder / METRICS).is_file()
-
-
-def _is_empty(metrics: Path) -> bool:
-    """Return True if a run ended before its first step."""
-    return metrics.is_file() and metrics.stat().st_size == 0
-
-
-def _started(folder: Path) -> str:
-    return str(read_object(folder / RUN, []).get("started", ""))
 
 
 def _read(place: Path) -> RunRecord:
@@ -101,13 +93,16 @@ def _read(place: Path) -> RunRecord:
     run = RunRecord(name=place.stem if place.is_file() else place.resolve().name, folder=folder)
     if place.is_dir():
         run.facts = read_object(folder / RUN, run.notes, "model and settings are unknown")
-        _check_version(run, folder / RUN)
+        found = run.facts.get("format", FORMAT)
+        if not isinstance(found, int) or found > FORMAT:
+            reads = f"this version of pipecomp reads {FORMAT}; use the version that wrote it"
+            raise DataError(f"{folder / RUN}: its format is {found!r}, {reads}")
         _check(run, "facts", RUN, _check_facts)
         run.name = str(run.facts.get("name") or run.name)
         run.ranks = read_object(folder / RANKS, run.notes, "no times per rank and no advice; the run did not finish")
         _check(run, "ranks", RANKS, _check_ranks)
         run.plan = read_object(folder / PLAN, run.notes)
-        _check(run, "plan", PLAN, _check_plan)
+        _check(run, "plan", PLAN, lambda plan: iter(plan.get("methods") or ()))
         _read_trace(run, folder / TRACE)
     _read_metrics(run, metrics)
     if not run.steps:
@@ -124,14 +119,6 @@ def _read(place: Path) -> RunRecord:
             f"the run is marked as {status}: it is still running, or it ended after step {run.steps[-1]['step']}"
         )
     return run
-
-
-def _check_version(run: RunRecord, path: Path) -> None:
-    found = run.facts.get("format", FORMAT)
-    if not isinstance(found, int) or found > FORMAT:
-        raise DataError(
-            f"{path}: its format is {found!r}, this version of pipecomp reads {FORMAT}; use the version that wrote it"
-        )
 
 
 def _read_metrics(run: RunRecord, path: Path) -> None:
@@ -219,10 +206,6 @@ def _check_ranks(ranks: Mapping[str, Any]) -> None:
             for link in rank["links"].values():
                 _numbers(link[way][key] for way in _WAYS for key in _BYTES)
                 _numbers(link[key] for key in ("wait_seconds", "full_samples", "delta_samples"))
-
-
-def _check_plan(plan: Mapping[str, Any]) -> None:
-    iter(plan.get("methods") or ())
 
 
 def _check_events(events: Any) -> None:

@@ -82,10 +82,13 @@ class Recorder:
 
         A finished run that is started again is left as it is.
         """
-        earlier = self._earlier()
+        earlier = read_object(self.folder / RUN, []) if self.folder is not None and self._after else {}
         if 0 < steps <= self._after and earlier.get("status") == "finished":
             self._close()
-        self._remove(RANKS, TRACE, PAGE)  # of an earlier run, or part
+        if self._metrics is not None and self.folder is not None:
+            with self._giving_up():
+                for name in (RANKS, TRACE, PAGE):  # of an earlier run, or part
+                    (self.folder / name).unlink(missing_ok=True)
         self._steps = steps
         self._began = time.perf_counter()
         now = datetime.now().astimezone().isoformat(timespec="seconds")
@@ -175,17 +178,6 @@ class Recorder:
             return
         with self._giving_up():
             atomic_write_text(self.folder / name, json_line(value))
-
-    def _earlier(self) -> dict[str, Any]:
-        """The run.json of an earlier part of the run, or empty."""
-        return read_object(self.folder / RUN, []) if self.folder is not None and self._after else {}
-
-    def _remove(self, *names: str) -> None:
-        if self._metrics is None or self.folder is None:
-            return
-        with self._giving_up():
-            for name in names:
-                (self.folder / name).unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def _giving_up(self) -> Iterator[None]:

@@ -13,7 +13,6 @@ from pipecomp.plan.packet_sizes import activation_bytes
 from pipecomp.plan.prediction import best_in_flight
 from pipecomp.plan.simulation import Channel, LinkNetwork, StageCosts, simulate_step, uniform
 from pipecomp.report.advice import RunSimulation, simulate, try_changes
-from pipecomp.report.charts import predicted
 from pipecomp.report.page import render_page
 from pipecomp.report.reader import read_runs
 from pipecomp.report.recorder import METRICS, RANKS, RUN
@@ -269,6 +268,4 @@ def test_a_run_of_first_visits_is_compared_with_the_plans_first_epoch(tmp_path, 
             link |= {"full_samples": new * samples, "delta_samples": (1 - new) * samples}
     one = summarize(run)
     assert one.planned_seconds() == seconds
-    traces = {trace["name"]: trace["x"] for trace in predicted([one]).figure["data"]}
-    assert traces["planned"] == [seconds]
     assert f"data-label='planned'>{format_duration(seconds)}<" in render_page([one.run])

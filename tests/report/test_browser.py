@@ -26,7 +26,7 @@ FLAGS = (
     "--disable-component-update --disable-sync"
 )
 HOSTILE = '"></script><script>window.hacked=1</script><img src=x onerror="window.hacked=2"><b>bold</b>&lt;'
-CHARTS = {"loss-steps", "loss-seconds", "bytes", "ranks", "predicted", "hits", "time-0", "time-1"}
+CHARTS = {"loss-steps", "loss-seconds", "bytes", "ranks", "hits", "time-0", "time-1"}
 
 
 @pytest.fixture(scope="module")

@@ -429,7 +429,7 @@ def test_runs_with_long_and_similar_names_have_bars_of_their_own(tmp_path):
     for name in (*names, "short"):
         make_run(tmp_path / name, network=slow(), told=True)
     summaries = [summarize(run) for run in read_runs([tmp_path / name for name in (*names, "short")])]
-    for chart, rows in ((charts.link_bytes, 6), (charts.rank_times, 6), (charts.predicted, 3)):
+    for chart, rows in ((charts.link_bytes, 6), (charts.rank_times, 6)):
         for trace in chart(summaries).figure["data"]:
             assert len(set(trace["y"])) == len(trace["y"]) == rows
     curves = charts.losses(summaries, over="steps").figure["data"]
@@ -441,7 +441,7 @@ def test_runs_that_are_named_by_numbers_have_bars_of_their_own(tmp_path):
     """On an axis of numbers bars of the runs 7 and 20260301 are too thin to be seen."""
     for name in ("7", "20260301"):
         make_run(tmp_path / name, network=slow(), told=True)
-    chart = charts.predicted(list(map(summarize, read_runs([tmp_path]))))
+    chart = charts.rank_times(list(map(summarize, read_runs([tmp_path]))))
     assert chart.figure["layout"]["yaxis"]["type"] == "category"
 
 
