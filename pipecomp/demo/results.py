@@ -20,21 +20,7 @@ from pipecomp.utils.files import atomic_write_text
 from pipecomp.utils.tables import table
 from pipecomp.utils.units import format_duration, format_nominal_rate, format_ratio, parse_rate
 
-_HEADINGS = (
-    "method",
-    "training\nloss",
-    "held-out\nloss",
-    "MB there,\nback",
-    "s a\nstep",
-    "time to AQ-\nSGD's loss",
-)
-_STYLE: dict[str, Any] = {
-    "left": ("method",),
-    "title_justify": "left",
-    "title_style": "bold",
-    "box": SIMPLE_HEAD,
-    "collapse_padding": True,
-}
+_STYLE: dict[str, Any] = {"title_justify": "left", "title_style": "bold", "box": SIMPLE_HEAD, "collapse_padding": True}
 
 
 def summarize(settings: Settings, ranks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -43,8 +29,9 @@ def summarize(settings: Settings, ranks: list[dict[str, Any]]) -> dict[str, Any]
     plain = {"none": 32, "fp16": 16, "bf16": 16}
     # Both ends count a link alike; take link k from rank k, which sends its activations.
     links = [r["stats"]["links"][f"{k}->{k + 1}"] for k, r in enumerate(ranks[:-1])]
-    forward_raw, forward_sent = total_bytes(links, "forward")
-    backward_raw, backward_sent = total_bytes(links, "backward")
+    traffic = {}
+    for way in ("forward", "backward"):
+        traffic[f"{way}_bytes_raw"], traffic[f"{way}_bytes_sent"] = total_bytes(links, way)
     measured = first["seconds"]
     seconds = extrapolate(measured, steps, WARM_UP)
     derived = len(measured) < steps
@@ -54,10 +41,7 @@ def summarize(settings: Settings, ranks: list[dict[str, Any]]) -> dict[str, Any]
         "backward_bits": plain.get(first["method"], settings.backward_bits),
         "train_loss": epoch_means(first["losses"], settings.per_epoch)[-1],
         "eval_loss": first["eval_loss"],
-        "forward_bytes_raw": forward_raw,
-        "forward_bytes_sent": forward_sent,
-        "backward_bytes_raw": backward_raw,
-        "backward_bytes_sent": backward_sent,
+        **traffic,
         "store_bytes": sum(r["store_bytes"] for r in ranks),
         "step_s": seconds_per_step(measured, WARM_UP) if derived else seconds[-1] / steps,
         "measured_steps": len(measured),
@@ -220,7 +204,7 @@ def result_table(comparison: dict[str, Any]) -> Table:
     rows = []
     for r in comparison["results"]:
         mark = "*" if r["measured_steps"] < len(r["losses"]) else ""
-        until = f"{format_duration(r['seconds'][r['reached'] - 1])}{mark}" if r["reached"] else "not reached"
+        until = f"{format_duration(seconds_until(r))}{mark}" if r["reached"] else "not reached"
         row = (
             method_label(r),
             f"{r['train_loss']:.3f}",
@@ -231,7 +215,8 @@ def result_table(comparison: dict[str, Any]) -> Table:
         )
         rows.append(row)
     title = f"Over a link of {comparison['link']}, {len(comparison['results'][0]['losses'])} steps"
-    return table(_HEADINGS, rows, title=title, **_STYLE)
+    headings = ("method", "training\nloss", "held-out\nloss", "MB there,\nback", "s a\nstep", "time to AQ-\nSGD's loss")
+    return table(headings, rows, left=("method",), title=title, **_STYLE)
 
 
 def table_notes(comparison: dict[str, Any]) -> list[str]:
@@ -266,17 +251,12 @@ def plot(comparison: dict[str, Any], file: Path) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), constrained_layout=True)
     first = comparison["per_epoch"]
     for r in comparison["results"]:
-        means = epoch_means(r["losses"], first)
-        steps = range(first, len(r["losses"]) + 1)
+        means, name = epoch_means(r["losses"], first), method_label(r)
         derived = r["measured_steps"] < len(r["losses"])
-        how = {"linestyle": "--"} if derived else {}
-        left.plot(steps, means, label=method_label(r))
-        right.plot(
-            [s / 60 for s in r["seconds"][first - 1 :]],
-            means,
-            label=f"{method_label(r)}{' (time of a step measured, losses equal)' if derived else ''}",
-            **how,
-        )
+        left.plot(range(first, len(r["losses"]) + 1), means, label=name)
+        timed = f"{name} (time of a step measured, losses equal)" if derived else name
+        minutes = [s / 60 for s in r["seconds"][first - 1 :]]
+        right.plot(minutes, means, label=timed, linestyle="--" if derived else "-")
     left.set_xlabel("optimizer step")
     left.set_ylabel("training loss (mean over an epoch's steps)")
     right.set_xlabel(f"minutes over a link of {comparison['link']}")

@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -61,15 +62,8 @@ def run_demo(settings: Settings, progress: Progress | None = None) -> dict[str, 
     with tempfile.TemporaryDirectory() as folder:
         network = SoftwareNetwork(read_shape(nodes=settings.stages, bandwidth=settings.bandwidth), Path(folder))
         links = [network.settings(node, 1) for node in range(settings.stages)]
-        ranks = run_ranks(
-            settings.stages,
-            train_rank,
-            settings,
-            task,
-            links,
-            timeout_s=settings.timeout_s,
-            on_note=lambda rank, value: report(*value),
-        )
+        options: dict[str, Any] = {"timeout_s": settings.timeout_s, "on_note": lambda rank, value: report(*value)}
+        ranks = run_ranks(settings.stages, train_rank, settings, task, links, **options)
     results = [summarize(settings, [ranks[r][i] for r in sorted(ranks)]) for i in range(len(settings.methods))]
     comparison = compare(settings, results)
     with writable("out", settings.out, _OUT):
@@ -102,46 +96,45 @@ def slow_link(throttle: str | None) -> Iterator[None]:
             os.environ[VARIABLE] = before
 
 
+@dataclass(frozen=True)
 class _Rank:
     """One rank's part of the demo. throttle: settings of its link."""
 
-    def __init__(
-        self,
-        rank: int,
-        world: int,
-        note: Callable[[Any], None],
-        settings: Settings,
-        task: DemoTask,
-        throttle: str | None,
-    ) -> None:
-        self._rank, self._world, self._note = rank, world, note
-        self._settings, self._task, self._throttle = settings, task, throttle
-        self._out = Path(settings.out)
-        self._link = format_nominal_rate(parse_rate("bandwidth", settings.bandwidth))
+    rank: int
+    world: int
+    note: Callable[[Any], None]
+    settings: Settings
+    task: DemoTask
+    throttle: str | None
+
+    @property
+    def out(self) -> Path:
+        """Folder of the demo's files."""
+        return Path(self.settings.out)
 
     def pretrain(self) -> None:
         """Train the weights that all methods start from."""
         from pipecomp.initialization import initialize
 
-        s = self._settings
-        model = gpt2(self._task.vocabulary, s.length, layers=s.layers, width=s.width, heads=4, seed=s.seed)
-        config = ds_config(s, "none", self._out, steps=s.pretraining_steps, lr=s.pretraining_lr)
+        s = self.settings
+        model = gpt2(self.task.vocabulary, s.length, layers=s.layers, width=s.width, heads=4, seed=s.seed)
+        config = ds_config(s, "none", self.out, steps=s.pretraining_steps, lr=s.pretraining_lr)
         with slow_link(None):
-            data = Sequences(self._task.pretraining)
-            engine = initialize(model, num_stages=self._world, config=config, training_data=data)
+            data = Sequences(self.task.pretraining)
+            engine = initialize(model, num_stages=self.world, config=config, training_data=data)
             for step in range(s.pretraining_steps):
                 self._progress("Pre-training, no limit on the link", step, s.pretraining_steps, engine.train_batch())
-            engine.save_pretrained(str(self._out / "pretrained"))
+            engine.save_pretrained(str(self.out / "pretrained"))
             engine.close()
 
     def uncompressed(self) -> dict[str, Any]:
         """Fine-tune without compression: all steps over an unlimited link, the first ones again over the slow link."""
-        timed = min(WARM_UP + TIMED, self._settings.steps)
+        timed = min(WARM_UP + TIMED, self.settings.steps)
         whole = self.fine_tune("none", limited=False)
         slow = self.fine_tune("none", steps=timed)
         check_same_start(slow["losses"], whole["losses"])
-        if self._rank == 0:
-            extend_run(self._out / "none", self._out / UNLIMITED, slow["seconds"], warm_up=WARM_UP)
+        if self.rank == 0:
+            extend_run(self.out / "none", self.out / UNLIMITED, slow["seconds"], warm_up=WARM_UP)
         return {**whole, "seconds": slow["seconds"]}
 
     def fine_tune(self, method: str, *, limited: bool = True, steps: int | None = None) -> dict[str, Any]:
@@ -157,33 +150,30 @@ class _Rank:
         """
         from pipecomp.initialization import initialize
 
-        s = self._settings
-        store = self._out / "messages" / method
-        shutil.rmtree(store / f"rank-{self._rank}", ignore_errors=True)  # from an earlier demo
+        s = self.settings
+        store = self.out / "messages" / method
+        shutil.rmtree(store / f"rank-{self.rank}", ignore_errors=True)  # from an earlier demo
         config = ds_config(s, method, store, steps=s.steps, lr=s.lr)
-        with slow_link(self._throttle if limited else None):
-            data = Sequences(self._task.training)
-            engine = initialize(
-                str(self._out / "pretrained"), num_stages=self._world, config=config, training_data=data
-            )
+        with slow_link(self.throttle if limited else None):
+            data = Sequences(self.task.training)
+            engine = initialize(str(self.out / "pretrained"), num_stages=self.world, config=config, training_data=data)
             try:
                 results = self._train(engine, method, limited=limited, steps=steps)
             finally:
                 engine.close()
-        size = sum(file.stat().st_size for file in (store / f"rank-{self._rank}").rglob("data.mdb"))
+        size = sum(file.stat().st_size for file in (store / f"rank-{self.rank}").rglob("data.mdb"))
         return {"method": method, **results, "store_bytes": size}
 
     def _train(self, engine: TrainingEngine, method: str, *, limited: bool, steps: int | None) -> dict[str, Any]:
         from pipecomp.data import eval_batches
 
         name = NAMES[method]
-        phase = f"{name}, {self._link}" if limited else f"{name}, no limit on the link"
-        folder = self._out / (method if limited else UNLIMITED)
-        recorder = Recorder(folder if self._rank == 0 else None)
-        total = steps or self._settings.steps
-        recorder.start(
-            total, kind="demo", name=name if limited else f"{name}, no limit on the link", **engine.describe()
-        )
+        title = name if limited else f"{name}, no limit on the link"
+        phase = f"{name}, {format_nominal_rate(parse_rate('bandwidth', self.settings.bandwidth))}" if limited else title
+        folder = self.out / (method if limited else UNLIMITED)
+        recorder = Recorder(folder if self.rank == 0 else None)
+        total = steps or self.settings.steps
+        recorder.start(total, kind="demo", name=title, **engine.describe())
         losses: list[float] = []
         seconds: list[float] = []
         began = time.perf_counter()
@@ -195,12 +185,12 @@ class _Rank:
             self._progress(phase if steps is None else f"{phase}, {steps} steps", step, total, losses[-1])
         results: dict[str, Any] = {"losses": losses, "seconds": seconds}
         if steps is None:
-            held_out = eval_batches(Sequences(self._task.held_out), MICRO_BATCH)
+            held_out = eval_batches(Sequences(self.task.held_out), MICRO_BATCH)
             results["eval_loss"] = float(engine.eval_batch(iter(held_out), num_micro_batches=len(held_out)))
             recorder.evaluated(total, {"loss": results["eval_loss"]})
         recorder.end(engine.gather_comm_stats(), engine.gather_last_step())
         return {**results, "stats": engine.comm_stats()}
 
     def _progress(self, phase: str, step: int, steps: int, loss: Any) -> None:
-        if self._rank == 0:
-            self._note((phase, step + 1, steps, float(loss)))
+        if self.rank == 0:
+            self.note((phase, step + 1, steps, float(loss)))

@@ -171,7 +171,7 @@ def _read_trace(run: RunRecord, path: Path) -> None:
     _check(run, "events", TRACE, _check_events)
 
 
-def _check(run: RunRecord, attribute: str, file: str, check: Callable[[Any], None]) -> None:
+def _check(run: RunRecord, attribute: str, file: str, check: Callable[[Any], object]) -> None:
     """Leave out, with a note, what does not have this version's form."""
     try:
         check(getattr(run, attribute))
