@@ -59,7 +59,7 @@ def test_values_come_back(value):
 
 
 def test_what_ranks_measure_comes_back():
-    link = LinkMeasurement(1e9, 2e9, 0.001, 0.0, 0.0)
+    link = LinkMeasurement(1e9, 2e9, 0.001)
     for value in (
         RankMeasurement(1, StageCosts(forward_s=0.5, backward_s=1.0), link),
         TraceEvent("forward", 1.0, 2.0, 3, 0),

@@ -76,7 +76,7 @@ def machine_findings(launch: Launch, store: Path) -> list[Finding]:
         *compute_findings(launch),
         *network_findings(launch),
         *storage_findings(store),
-        *limit_findings(gpu=gpu),
+        *limit_findings(),
     ]
 
 

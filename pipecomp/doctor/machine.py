@@ -314,10 +314,7 @@ def check_tunnels(interfaces: Mapping[str, Interface], tunnels: Sequence[str], o
     below = interfaces.get(outer or "")
     if below is None or outer in tunnels:
         return []
-    consequence = (
-        "every full packet leaves in two pieces, each of which may be lost, and a router that drops pieces drops all "
-        "large packets"
-    )
+    consequence = "every full packet leaves in two pieces, and where a router drops pieces, large packets are lost"
     findings = []
     for name in tunnels:
         mtu, room = interfaces[name].mtu, below.mtu - _ENCAPSULATION
@@ -329,12 +326,8 @@ def check_tunnels(interfaces: Mapping[str, Interface], tunnels: Sequence[str], o
 
 def list_tunnels(interfaces: Mapping[str, Interface]) -> list[str]:
     """List the tunnels that are up, such as WireGuard's, Tailscale's and OpenVPN's; Linux only."""
-    names = []
-    for interface in interfaces.values():
-        kind = Path("/sys/class/net", interface.name, "type")
-        if interface.usable and kind.is_file() and int(kind.read_text()) == _ARPHRD_NONE:
-            names.append(interface.name)
-    return names
+    kinds = {i.name: Path("/sys/class/net", i.name, "type") for i in interfaces.values() if i.usable}
+    return [name for name, kind in kinds.items() if kind.is_file() and int(kind.read_text()) == _ARPHRD_NONE]
 
 
 def resolve(name: str) -> str | None:
@@ -351,11 +344,10 @@ _SHM = Path("/dev/shm")
 _OPEN_FILES = 1024  # a rank opens some 200 files and libraries, and a socket per other rank and group
 _ADDRESS_SPACE = 64 << 30  # torch maps several GiB, CUDA reserves tens, a message store doubles its map
 _MIN_ADDRESS_SPACE = 8 << 30
-_LOCKED = 64 << 20
 _SHM_BYTES = 512 << 20
 
 
-def limit_findings(*, gpu: bool) -> list[Finding]:
+def limit_findings() -> list[Finding]:
     """Check limits of open files, memory and shared memory."""
 
     def soft(number: int) -> int | None:
@@ -365,7 +357,6 @@ def limit_findings(*, gpu: bool) -> list[Finding]:
     return [
         check_open_files(soft(resource.RLIMIT_NOFILE)),
         check_address_space(soft(resource.RLIMIT_AS)),
-        check_locked_memory(soft(resource.RLIMIT_MEMLOCK), gpu=gpu),
         check_shared_memory(shutil.disk_usage(_SHM).free if _SHM.is_dir() else None),
     ]
 
@@ -384,18 +375,10 @@ def check_address_space(limit_bytes: int | None) -> Finding:
     fault = ("torch and the message store map files, which may fail", "ulimit -v unlimited")
     return judge(
         "address space",
-        f"{_format_limit(limit_bytes)} per process",
+        f"{'no limit' if limit_bytes is None else format_bytes(limit_bytes)} per process",
         (limit < _MIN_ADDRESS_SPACE, PROBLEM, *fault),
         (limit < _ADDRESS_SPACE, WARNING, *fault),
     )
-
-
-def check_locked_memory(limit_bytes: int | None, *, gpu: bool) -> Finding:
-    """Check the limit of locked memory, which GPU transfers need; None for no limit."""
-    small = gpu and limit_bytes is not None and limit_bytes < _LOCKED
-    advice = "ulimit -l unlimited; in a container: --ulimit memlock=-1"
-    fact = _format_limit(limit_bytes) + ("" if gpu else " (matters only with GPUs)")
-    return judge("locked memory", fact, (small, WARNING, "NCCL may fail where the network has RDMA", advice))
 
 
 def check_shared_memory(free_bytes: int | None) -> Finding:
@@ -410,7 +393,3 @@ def check_shared_memory(free_bytes: int | None) -> Finding:
     small = free_bytes < _SHM_BYTES
     fact = f"{format_bytes(free_bytes)} free in /dev/shm"
     return judge("shared memory", fact, (small, WARNING, consequence, advice))
-
-
-def _format_limit(limit_bytes: int | None) -> str:
-    return "no limit" if limit_bytes is None else format_bytes(limit_bytes)

@@ -1,4 +1,4 @@
-"""Measurements between two ranks: bandwidth, round trip and clocks of a connection; loss, jitter and MTU of its path.
+"""Measurements between two ranks: bandwidth and round trip of a connection; loss, jitter and MTU of its path.
 
 The lower rank of a pair leads: it sends commands, the other one answers them. A connection is gloo's, TLS, or a link of
 a pipeline. Loss, jitter and MTU are measured with UDP beside it: the other rank sends everything back.
@@ -45,15 +45,11 @@ class LinkMeasurement(NamedTuple):
         out_bit_s: Bits per second to the other rank.
         back_bit_s: Bits per second from the other rank.
         round_trip_s: Median round trip of small packets.
-        clock_ahead_s: Time by which the other rank's clock is ahead.
-        clock_error_s: Uncertainty of `clock_ahead_s`.
     """
 
     out_bit_s: float
     back_bit_s: float
     round_trip_s: float
-    clock_ahead_s: float
-    clock_error_s: float
 
 
 class _Command(IntEnum):
@@ -90,20 +86,19 @@ class GlooPeer:
 
 def lead(peer: Peer) -> LinkMeasurement:
     """Measure the connection to another rank, which must call `follow`; takes about two seconds."""
-    round_trip_s, ahead_s, error_s = _ping(peer)
+    round_trip_s = _ping(peer)
     out = _measure_rate(peer, _Command.TAKE, round_trip_s)
     back = _measure_rate(peer, _Command.GIVE, round_trip_s)
     _send_command(peer, _Command.END)
-    return LinkMeasurement(out, back, round_trip_s, ahead_s, error_s)
+    return LinkMeasurement(out, back, round_trip_s)
 
 
 def follow(peer: Peer) -> None:
     """Answer the leading rank until it is done."""
     while True:
         command, size = peer.receive(torch.empty(2, dtype=torch.int64)).tolist()
-        arrived = time.time_ns()
         if command == _Command.PING:
-            peer.send(torch.tensor([arrived, time.time_ns()]))
+            peer.send(torch.zeros(1, dtype=torch.uint8))
         elif command == _Command.TAKE:
             peer.receive(torch.empty(size, dtype=torch.uint8))
             peer.send(torch.zeros(1, dtype=torch.uint8))
@@ -117,24 +112,17 @@ def _send_command(peer: Peer, command: _Command, size: int = 0) -> None:
     peer.send(torch.tensor([command, size]))
 
 
-def _ping(peer: Peer) -> tuple[float, float, float]:
-    """Return the round trip, the time by which the other clock is ahead, and its uncertainty, in seconds."""
+def _ping(peer: Peer) -> float:
+    """Return the median round trip in seconds."""
     trips: list[float] = []
-    clocks: list[tuple[float, float]] = []
-    answer = torch.empty(2, dtype=torch.int64)
     began = time.perf_counter()
     # The first one opens the connection. Two more even on the slowest link.
     while len(trips) < 3 or (len(trips) <= _PINGS and time.perf_counter() - began < _PING_SECONDS):
-        left, start = time.time_ns(), time.perf_counter()
+        start = time.perf_counter()
         _send_command(peer, _Command.PING)
-        arrived, answered = peer.receive(answer).tolist()
-        trip = time.perf_counter() - start
-        trips.append(trip)
-        # As in NTP: if both directions take equally long, the clocks differ by the mean of the two differences.
-        ahead = ((arrived - left) + (answered - time.time_ns())) / 2e9
-        clocks.append((trip / 2, ahead))
-    error_s, ahead_s = min(clocks[1:])
-    return statistics.median(trips[1:]), ahead_s, error_s
+        peer.receive(torch.empty(1, dtype=torch.uint8))
+        trips.append(time.perf_counter() - start)
+    return statistics.median(trips[1:])
 
 
 def _measure_rate(peer: Peer, command: _Command, round_trip_s: float) -> float:

@@ -178,8 +178,6 @@ class RankSession:
         findings = [check_pair(a, b, measured, self._transport)]
         if a.machine != b.machine and isinstance(result, list):
             findings += check_path((a.rank, b.rank), None if path is None else PacketPath(*path))
-            if isinstance(measured, LinkMeasurement):
-                findings.append(check_clocks(a, b, measured))
         return findings
 
     def _measure_pair(self, number: int, pair: Sequence[int]) -> None:
@@ -287,7 +285,6 @@ class RankSession:
 
 _MAX_PAIRS = 28  # four seconds each
 _ALL_PAIRS_RANKS = 4
-_SKEW_S = 1.0
 _SLOW_BIT_S, _SLOW_TRIP_S, _LOPSIDED = 1e6, 0.5, 5.0
 
 
@@ -344,19 +341,6 @@ def check_pair(
         (most > _LOPSIDED * least, WARNING, "one direction is much slower", lopsided),
         (measured.round_trip_s > _SLOW_TRIP_S, WARNING, latency, more),
     )
-
-
-def check_clocks(first: RankIdentity, second: RankIdentity, measured: LinkMeasurement) -> Finding:
-    """Check whether the clocks of two machines agree."""
-    ahead, error = measured.clock_ahead_s, measured.clock_error_s
-    fast, slow = (second, first) if ahead > 0 else (first, second)
-    fact = f"rank {fast.rank}'s is {format_time(abs(ahead))} ahead of rank {slow.rank}'s (± {format_time(error)})"
-    consequence = (
-        "training itself needs no clocks, but times in logs and traces cannot be compared, and a machine whose clock "
-        "is far behind rejects keys"
-    )
-    advice = "timedatectl set-ntp true, on both machines"
-    return judge("clocks", fact, (abs(ahead) > _SKEW_S + error, WARNING, consequence, advice))
 
 
 def check_same_versions(identities: Sequence[RankIdentity]) -> Finding:

@@ -112,8 +112,6 @@ def _report(shape: LabShape, finished: Finished) -> dict[str, Any]:
         "loss": shape.loss,
         "nat": shape.nat,
         "wireguard": shape.wireguard,
-        "site": list(shape.site),
-        "between_bits_per_s": shape.between,
         "nodes": nodes,
     }
 
@@ -132,9 +130,8 @@ def describe(shape: LabShape, form: str) -> str:
     loss = f", {100 * shape.loss:g} % lost" if shape.loss else ""
     nat = ", all but node 0 behind routers" if shape.nat else ""
     through = ", through WireGuard" if shape.wireguard else ""
-    sites = f", {max(shape.site) + 1} sites joined at {format_nominal_rate(shape.between)}" if shape.between else ""
     by = "shaped by the kernel" if form == "kernel" else "in software"
-    return f"{shape.nodes} nodes, {rates}{delay}{jitter}{loss}{sites}{nat}{through}, {by}"
+    return f"{shape.nodes} nodes, {rates}{delay}{jitter}{loss}{nat}{through}, {by}"
 
 
 def bytes_table(report: dict[str, Any]) -> Table:

@@ -6,7 +6,7 @@
 
 The queue of eth0 shapes what a node sends, the queue of its port what it receives. If the kernel has netem, eth0 also
 delays packets; otherwise pipecomp's own links do. With `nat`, every node except 0 has a router between eth0 and its
-port. Each of several `sites` has a bridge of its own; a link with such queues joins it to a central bridge.
+port.
 """
 
 from __future__ import annotations
@@ -104,7 +104,9 @@ class KernelNetwork:
     def _build(self) -> None:
         run, hub, shape = self._run, self._hub, self._shape
         run(f"ip netns add {hub}")
-        self._build_bridges()
+        run(f"ip -n {hub} link add bridge type bridge mcast_snooping 0")
+        self._without_ipv6(hub, "bridge")
+        run(f"ip -n {hub} link set bridge up")
         for node, name in enumerate(self._nodes):
             port, router = f"port{node}", self._routers.get(node)
             run(f"ip netns add {name}")
@@ -126,23 +128,6 @@ class KernelNetwork:
             if shape.loss:
                 lose_packets(name, "eth0", shape.loss, run)
             self._name_nodes(name)
-
-    def _build_bridges(self) -> None:
-        """Create a bridge for each site, and a central one if there are several."""
-        run, hub, shape = self._run, self._hub, self._shape
-        sites = sorted(set(shape.site))
-        for bridge in [*(f"br{site}" for site in sites), *(["core"] if len(sites) > 1 else [])]:
-            run(f"ip -n {hub} link add {bridge} type bridge mcast_snooping 0")
-            self._without_ipv6(hub, bridge)
-            run(f"ip -n {hub} link set {bridge} up")
-        for site in sites if len(sites) > 1 else []:
-            run(f"ip -n {hub} link add out{site} type veth peer name in{site}")
-            for port, bridge in ((f"out{site}", f"br{site}"), (f"in{site}", "core")):
-                self._without_ipv6(hub, port)
-                for text in queue_commands("add", hub, port, shape.between, shape.delay_s, None):
-                    run(text)
-                run(f"ip -n {hub} link set {port} master {bridge}")
-                run(f"ip -n {hub} link set {port} up")
 
     def _build_router(self, node: int, router: str) -> None:
         """Create eth0 of a node, both interfaces of its router, and the port of the bridge."""
@@ -219,7 +204,7 @@ class KernelNetwork:
         self._run(f"ip -n {self._hub} link set port{node} nomaster")
 
     def join(self, node: int) -> None:
-        self._run(f"ip -n {self._hub} link set port{node} master br{self._shape.site[node]}")
+        self._run(f"ip -n {self._hub} link set port{node} master bridge")
 
     def processes(self) -> set[int]:
         return processes_in(self._namespaces, self._run) - self._helpers.pids

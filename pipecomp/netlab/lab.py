@@ -57,8 +57,6 @@ class Lab:
         outages: All connections lost for a while, "TIME@TIME" ("60s@300s": for 60 s, starting at 300 s).
         loss: Share of packets lost at random ("2%").
         nat: Put every node except 0 behind a router of its own that accepts no connection.
-        sites: Nodes of each site, and the rate each way of the link from each site to the others ("0,2/1,3@10mbit");
-            by default all nodes are at one site.
         wireguard: Connect the nodes through WireGuard; their addresses are then those inside it.
         software: Do without the kernel, and throttle only pipecomp's own links between stages.
 
@@ -75,8 +73,7 @@ class Lab:
 
     def __init__(self, *, software: bool = False, **options: Unpack[LabOptions]) -> None:
         self.shape: LabShape = read_shape(**options)
-        needs_kernel = {"loss": "loss", "nat": "nat", "wireguard": "wireguard", "between": "sites"}
-        only_kernel = [name for key, name in needs_kernel.items() if getattr(self.shape, key)]
+        only_kernel = [name for name in ("loss", "nat", "wireguard") if getattr(self.shape, name)]
         require(not (software and only_kernel), "software", software, f"a lab without {', '.join(only_kernel)}")
         self._software = software
         self._network: LabNetwork | None = None

@@ -45,8 +45,6 @@ class LabShape:
         loss: Share of lost packets.
         nat: Whether all nodes except 0 are behind routers of their own.
         wireguard: Whether the nodes are connected through WireGuard.
-        site: Site of each node.
-        between: Bits per second, each way, of the link from a site to the others.
     """
 
     nodes: int
@@ -58,8 +56,6 @@ class LabShape:
     loss: float = 0.0
     nat: bool = False
     wireguard: bool = False
-    site: tuple[int, ...] = ()
-    between: int | None = None
 
 
 class LabOptions(TypedDict, total=False):
@@ -75,7 +71,6 @@ class LabOptions(TypedDict, total=False):
     loss: str | None
     nat: bool
     wireguard: bool
-    sites: str | None
 
 
 def read_shape(**options: Unpack[LabOptions]) -> LabShape:
@@ -92,8 +87,6 @@ def read_shape(**options: Unpack[LabOptions]) -> LabShape:
     delay_s = 0.0 if delay is None else parse_time("delay", delay, MAX_DELAY_S)
     jitter_s = 0.0 if jitter is None else parse_time("jitter", jitter, MAX_DELAY_S)
     require(jitter_s <= delay_s, "jitter", jitter, "at most the delay")
-    sites = options.get("sites")
-    site, between = ((0,) * nodes, None) if sites is None else _sites(sites, nodes)
     cuts = [_cut(text, nodes) for text in options.get("cuts", ())]
     cuts += [cut for text in options.get("outages", ()) for cut in _outage(text, nodes)]
     return LabShape(
@@ -106,8 +99,6 @@ def read_shape(**options: Unpack[LabOptions]) -> LabShape:
         loss=0.0 if loss is None else _share(loss),
         nat=options.get("nat", False),
         wireguard=options.get("wireguard", False),
-        site=site,
-        between=between,
     )
 
 
@@ -152,17 +143,6 @@ def _outage(text: str, nodes: int) -> list[Cut]:
         raise ConfigError("outage", text, "TIME@TIME, the duration and the start, as in 60s@300s")
     at_s, for_s = parse_time("outage", begin, MAX_CUT_S), parse_time("outage", length, MAX_CUT_S)
     return [Cut(node=node, at_s=at_s, for_s=for_s) for node in range(nodes)]
-
-
-def _sites(text: str, nodes: int) -> tuple[tuple[int, ...], int]:
-    """Site of each node, and bits per second between sites."""
-    allowed = f"two sites or more, with every node from 0 to {nodes - 1} once, and a rate, as in 0,2/1,3@10mbit"
-    found = re.fullmatch(r"([0-9]+(?:[,/][0-9]+)*)@(.+)", text) if isinstance(text, str) else None
-    if found is None:
-        raise ConfigError("sites", text, allowed)
-    site = [(int(node), place) for place, part in enumerate(found[1].split("/")) for node in part.split(",")]
-    require("/" in found[1] and sorted(node for node, _ in site) == list(range(nodes)), "sites", text, allowed)
-    return tuple(place for _, place in sorted(site)), parse_rate("sites", found[2])
 
 
 def _share(text: str) -> float:

@@ -212,7 +212,6 @@ def test_the_rates_of_a_slow_link():
     up, down = (float(words[i - 1]) * units[word] for i, word in enumerate(words) if word in units)
     assert 0 < up < 4.4  # a busy machine measures less, and nothing can measure more
     assert 0 < down < 44.0
-    assert found["clocks"]["verdict"] == "ok"
     assert " lost there and back, jitter " in found["packets 0–1"]["found"]
     assert found["MTU 0–1"]["found"] == "1500 bytes come through whole, the interface takes 1500"
 

@@ -78,14 +78,6 @@ def test_an_outage_cuts_all_nodes():
         ({"loss": "2%", "software": True}, "software"),
         ({"nat": True, "software": True}, "software"),
         ({"wireguard": True, "software": True}, "software"),
-        ({"sites": "0/1"}, "sites"),
-        ({"sites": "0/1@"}, "sites"),
-        ({"sites": "0,1@1mbit"}, "sites"),
-        ({"sites": "0/0@1mbit"}, "sites"),
-        ({"sites": "0/2@1mbit"}, "sites"),
-        ({"sites": "0/1/@1mbit"}, "sites"),
-        ({"sites": "0/1@fast"}, "sites"),
-        ({"sites": "0/1@1mbit", "software": True}, "software"),
     ],
 )
 def test_impossible_options_are_refused(options, key):
@@ -102,9 +94,6 @@ def test_links_are_described():
         "3 nodes, unlimited each way, 2.5 % lost, all but node 0 behind routers, through WireGuard, shaped by the "
         "kernel"
     )
-
-    text = describe(read_shape(nodes=4, bandwidth="10mbit", sites="0,2/1,3@1mbit"), "kernel")
-    assert text == "4 nodes, 10 Mbit/s each way, 2 sites joined at 1 Mbit/s, shaped by the kernel"
 
 
 # -- the throttle
@@ -417,23 +406,6 @@ def test_pipecomp_delays_where_the_kernel_cannot(tmp_path):
     assert (told.node, told.delay_s, told.jitter_s, told.up, told.down) == (1, 0.02, 0.005, [None] * 2, [None] * 2)
     assert not any("netem" in text for text in fake.commands)
     SharedState(told.state).read(1)
-
-
-def test_sites_are_joined_by_lines_with_queues_of_their_own(tmp_path):
-    fake = Fake()
-    shape = read_shape(nodes=4, bandwidth="10mbit", sites="0,2/1,3@1mbit")
-    network = KernelNetwork(shape, tmp_path, "lab", run=fake)
-    assert shape.site == (0, 1, 0, 1)
-    for node, site in enumerate(shape.site):
-        assert f"ip -n lab-hub link set port{node} master br{site}" in fake.commands
-    for site in (0, 1):
-        assert f"ip -n lab-hub link set out{site} master br{site}" in fake.commands
-        assert f"ip -n lab-hub link set in{site} master core" in fake.commands
-        for end in (f"out{site}", f"in{site}"):
-            assert [text.split(" burst")[0] for text in queues(fake, end)] == ["root tbf rate 1000000bit"]
-    network.cut(3)
-    network.join(3)
-    assert fake.commands[-1] == "ip -n lab-hub link set port3 master br1"
 
 
 def test_routers_and_losses_are_asked_for(tmp_path):

@@ -110,7 +110,7 @@ def test_lengths_of_samples():
 
 
 def measured(out, back, trip=0.0):
-    return LinkMeasurement(out, back, trip, 0.0, 0.0)
+    return LinkMeasurement(out, back, trip)
 
 
 FORWARD, BACKWARD = ConstantError(error=0.025), ConstantError(error=0.05)  # where 8 bits are hidden

@@ -84,7 +84,7 @@ def test_foreign_bytes_while_measuring():
 
 
 def measured(out, back, trip=0.0):
-    return LinkMeasurement(out, back, trip, 0.0, 0.0)
+    return LinkMeasurement(out, back, trip)
 
 
 def test_the_slowest_replica_counts():
