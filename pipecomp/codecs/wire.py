@@ -2,6 +2,7 @@
 
     header   51 bytes   magic "PCMP", format version, kind, flags, method, bits, first-visit bits, dtype, payload dtype,
                         link, step, micro-batch, samples B, padded tokens S, hidden size H, group size, payload bytes
+                        flags: 1 checksum, 2 packed (a row of S tokens holds several samples, one after another)
     samples  B × 33     id, form, first real token, real tokens n, version it builds on, version it makes
     payload
     check    4 bytes    CRC-32 (zlib's) over all before it; zero without the checksum flag
@@ -49,6 +50,7 @@ _HEADER = struct.Struct("<4sH" + "".join(_FIELDS.values()))
 _SAMPLE = struct.Struct("<QBIIQQ")
 _CHECK = struct.Struct("<I")
 _FLAG_CHECKSUM = 1
+_FLAG_PACKED = 2
 _FLAGS_AT = 7  # byte of the header
 
 
@@ -134,6 +136,12 @@ class PacketHeader:
     hidden: int = 0
     group_size: int = 0  # 0: a whole row
     samples: tuple[Sample, ...] = field(default=())
+    packed: bool = False  # samples share rows of S tokens; one that starts at 0 begins a row
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of S tokens."""
+        return sum(s.start == 0 for s in self.samples) if self.packed else len(self.samples)
 
     def quantized(self) -> tuple[int, int]:
         """Count the quantized values and the bits of their codes."""
@@ -169,7 +177,8 @@ def encode(header: PacketHeader, payload: np.ndarray, *, checksum: bool = True) 
 def write_header(out: np.ndarray, header: PacketHeader, *, checksum: bool = True) -> None:
     """Write everything before the payload of a packet, uint8 [packet_bytes]."""
     payload = out.size - packet_bytes(len(header.samples), 0)
-    own = {"flags": _FLAG_CHECKSUM if checksum else 0, "samples": len(header.samples), "payload_bytes": payload}
+    flags = (_FLAG_CHECKSUM if checksum else 0) | (_FLAG_PACKED if header.packed else 0)
+    own = {"flags": flags, "samples": len(header.samples), "payload_bytes": payload}
     fields = (own[name] if name in own else getattr(header, name) for name in _FIELDS)
     _HEADER.pack_into(out, 0, MAGIC, VERSION, *fields)
     at = _HEADER.size
@@ -218,7 +227,7 @@ def parse(
     expected = packet_bytes(count, payload)
     if packet.size != expected:
         raise WireError(f"packet has {packet.size} bytes where its header says {expected}")
-    if flags & ~_FLAG_CHECKSUM:
+    if flags & ~(_FLAG_CHECKSUM | _FLAG_PACKED):
         raise WireError(f"packet has unknown flags {flags:#x}")
     table = packet[_HEADER.size : _HEADER.size + count * _SAMPLE.size]
     try:
@@ -226,7 +235,7 @@ def parse(
         samples = tuple(Sample(i, _member(Form, form), *rest) for i, form, *rest in _SAMPLE.iter_unpack(table))
     except ValueError as error:
         raise WireError(f"packet has an unknown code: {error}") from error
-    header = PacketHeader(**fields, samples=samples)
+    header = PacketHeader(**fields, samples=samples, packed=bool(flags & _FLAG_PACKED))
     for s in samples:
         if s.start + s.count > header.tokens:
             what = f"sample {s.id} has tokens {s.start}..{s.start + s.count} of {header.tokens}"

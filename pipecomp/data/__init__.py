@@ -19,6 +19,7 @@ from pipecomp.data.batches import (
     sample_id_function,
     seeded,
 )
+from pipecomp.data.packing import PackedSampler, PackingCollator
 
 __all__ = [
     "ID_KEY",
@@ -27,6 +28,8 @@ __all__ = [
     "MAX_ID",
     "SHOWN",
     "MicroBatch",
+    "PackedSampler",
+    "PackingCollator",
     "Sampler",
     "ShardedSampler",
     "TrainLoader",

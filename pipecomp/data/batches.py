@@ -13,7 +13,7 @@ import hashlib
 import operator
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pipecomp.data.packing import POSITIONS, document_ids, document_lengths, take_documents
 from pipecomp.errors import DataError
 from pipecomp.kernels import ops
 
@@ -39,26 +40,41 @@ class MicroBatch:
         ids: B sample ids.
         inputs: of the first stage, with input_ids [B, S] or pixel_values [B, …].
         labels: of the loss.
+        lengths: of a packed micro-batch, tokens of each sample in each row, in the order of the ids; None otherwise.
+        places: of a packed micro-batch, the place of each sample in the list that was collated; None if in its order.
     """
 
     ids: tuple[int, ...]
     inputs: dict[str, Tensor]
     labels: Tensor | None
+    lengths: tuple[tuple[int, ...], ...] | None = None
+    places: tuple[int, ...] | None = None
 
     def pin_memory(self) -> MicroBatch:
         """Return a copy in page-locked memory, for fast copies to a GPU; called by torch's DataLoader."""
         labels = None if self.labels is None else self.labels.pin_memory()
-        return MicroBatch(self.ids, {key: value.pin_memory() for key, value in self.inputs.items()}, labels)
+        inputs = {key: value.pin_memory() for key, value in self.inputs.items()}
+        return replace(self, inputs=inputs, labels=labels)
 
 
-def as_micro_batch(batch: Any, ids: Sequence[int] | None = None, *, number_from: int | None = None) -> MicroBatch:
+def as_micro_batch(
+    batch: Any,
+    ids: Sequence[int] | None = None,
+    *,
+    number_from: int | None = None,
+    samples: Sequence[Any] | None = None,
+) -> MicroBatch:
     """Convert a collated batch to a MicroBatch.
+
+    A batch whose "position_ids" restart within a row is packed, see `pipecomp.data.packing`: it needs an id for each
+    document.
 
     Args:
         batch: a mapping with "input_ids" (or "pixel_values") and usually "labels", or DeepSpeed's pair (inputs,
             labels).
         ids: of the samples; None to take them from the key "sample_ids".
         number_from: first of consecutive ids for a batch without ids, if samples need not be recognized later.
+        samples: that were collated, in the order of `ids`; a flattened batch may have none or several documents of one.
 
     Raises:
         DataError: for other batches, and batches without ids.
@@ -72,6 +88,7 @@ def as_micro_batch(batch: Any, ids: Sequence[int] | None = None, *, number_from:
         raise DataError(f"a batch is a {type(batch).__name__}; expected a mapping with input_ids, or a pair")
     fields = {key: value for key, value in batch.items() if value is not None}
     own_ids = fields.pop(ID_KEY, None)
+    given = ids
     if ids is None and own_ids is not None:
         ids = [_whole(i) for i in own_ids]
     labels = next((fields.pop(k) for k in LABEL_KEYS if k in fields), None)
@@ -79,20 +96,32 @@ def as_micro_batch(batch: Any, ids: Sequence[int] | None = None, *, number_from:
     if main is None:
         allowed = "input_ids as a tensor [B, S], or pixel_values [B, …]"
         raise DataError(f"a batch has the keys {sorted(batch)}; it needs {allowed}")
+    table = take_documents(fields)
     for key, value in {**fields, "labels": labels}.items():
         if value is not None and not isinstance(value, Tensor):
             raise DataError(f"{key!r} of a batch is a {type(value).__name__}; expected a tensor")
-    size = main.shape[0]
+    lengths, places = None, None
+    if table is not None:
+        lengths = tuple(tuple(length for _, length in row) for row in table)
+        if given is not None:
+            places = tuple(place for row in table for place, _ in row)
+            ids = [given[place] for place in places]
+    elif POSITIONS in fields:
+        if given is not None and samples is not None:
+            ids = document_ids(samples, given)
+        lengths = document_lengths(fields[POSITIONS], None if ids is None else len(ids))
+    size = main.shape[0] if lengths is None else sum(map(len, lengths))
     if ids is None and number_from is not None:
         ids = range(number_from, number_from + size)
     if ids is None:
         raise DataError(f"a batch has no {ID_KEY!r}: 'aqsgd' needs ids that stay the same over epochs")
     if len(ids) != size:
-        raise DataError(f"a batch of {size} samples has {len(ids)} ids")
+        what = "samples" if lengths is None else "documents"
+        raise DataError(f"a batch of {size} {what} has {len(ids)} ids")
     for i in ids:
         if not 0 <= i <= MAX_ID:
             raise DataError(f"sample id {i} is out of range: 0 to 2**63 - 1")
-    return MicroBatch(tuple(ids), fields, labels)
+    return MicroBatch(tuple(ids), fields, labels, lengths, places)
 
 
 def sample_id_function(data: Any) -> Callable[[int], int]:
@@ -208,7 +237,8 @@ def _micro_batch(data: Any, indices: list[int], collate: Callable[[list], Any] |
     """
     sample_id = sample_id_function(data)
     with seeded(*seed):
-        return as_micro_batch((collate or default_collate)([data[i] for i in indices]), [sample_id(i) for i in indices])
+        samples = [data[i] for i in indices]
+        return as_micro_batch((collate or default_collate)(samples), list(map(sample_id, indices)), samples=samples)
 
 
 def default_collate(samples: list[Mapping[str, Any]]) -> dict[str, Tensor]:

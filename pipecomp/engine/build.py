@@ -368,8 +368,9 @@ def open_links(
 
 def bounds_of(engine: PipelineEngine, crossing: Boundary) -> PacketLimits | None:
     """The largest packet that a link accepts; None for a model without `max_position_embeddings`."""
-    rows = crossing.rows
+    rows, documents = crossing.rows, 0
     if rows is None:
+        documents = engine.micro_batch_size * engine.micro_batches  # packing divides a step's samples among them
         positions = getattr(engine.stage.config, "max_position_embeddings", None)
         if not isinstance(positions, int) or positions <= 0:
             return None
@@ -381,7 +382,7 @@ def bounds_of(engine: PipelineEngine, crossing: Boundary) -> PacketLimits | None
         changed *= 2  # the gradient of a sample is an entry of its own
     if store.clusters is not None:
         changed = -(-store.clusters // BLOCK)
-    return PacketLimits(engine.micro_batch_size, rows, crossing.width, changed)
+    return PacketLimits(engine.micro_batch_size, rows, crossing.width, changed, documents=documents)
 
 
 def _environment(settings: Config, rank: int, staging: Staging) -> StoreEnvironment:

@@ -296,6 +296,27 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine, EngineState):
             ranks = AllRanks(missed=self.guard.missed)
             ranks.assert_same_on_all_ranks({"samples of an evaluation batch": samples})
 
+    def allow_documents(self, documents: int) -> None:
+        """Allow more packed samples in a micro-batch; every rank must call this with the same number.
+
+        A packed micro-batch may have all samples of an optimizer step, `train_micro_batch_size_per_gpu` ×
+        `gradient_accumulation_steps`, and the tokens of `train_micro_batch_size_per_gpu` samples.
+
+        Args:
+            documents: Maximum of a micro-batch, in training and evaluation. Smaller numbers change nothing.
+
+        Raises:
+            ConfigError: `documents` is not a positive whole number.
+            LinkError: On every rank, if the numbers differ.
+        """
+        allowed = "a whole number, 1 or more"
+        require(isinstance(documents, int) and documents >= 1, "documents", documents, allowed)
+        with self.propagate_failure():
+            for end in self.links:
+                end.allow_documents(documents)
+            ranks = AllRanks(missed=self.guard.missed)
+            ranks.assert_same_on_all_ranks({"documents of a packed micro-batch": documents})
+
     # -- checkpoints
 
     def save_checkpoint(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -67,9 +68,11 @@ class StageWork:
         engine, stage, device = self._engine, self._context.stage, self._context.device
         batch = self._next_batch(micro_batch)
         if engine.is_first_stage():
-            self._check_size(len(batch.ids), micro_batch)
-            layout = stage.layout(batch.ids, batch.inputs)
+            self._check_size(batch, micro_batch)
+            layout = stage.layout(batch.ids, batch.inputs, batch.lengths)
             inputs: dict[str, Tensor | None] = {k: copy_async(v, device) for k, v in batch.inputs.items()}
+            if layout.packed:
+                inputs["cu_seq_lens"] = layout.cu_seq_lens()
             self._batches[buffer_id] = _InFlightBatch(layout, layout, inputs)
             self._prefetch_next()
         if engine.is_last_stage():
@@ -79,6 +82,14 @@ class StageWork:
                     f"step {engine.global_steps}, micro-batch {micro_batch}: the first stage sent samples "
                     f"{list(layout.ids)}, the labels here are of samples {list(batch.ids)}: give every rank the same "
                     "data in the same order"
+                )
+            own = None if batch.lengths is None else tuple(chain.from_iterable(batch.lengths))
+            if layout.packed != (own is not None) or (own is not None and layout.counts != own):
+                raise DataError(
+                    f"step {engine.global_steps}, micro-batch {micro_batch}: the first stage sent "
+                    f"{'packed samples' if layout.packed else 'samples'} of {list(layout.counts)} tokens, the labels "
+                    f"here are of {'samples in rows of their own' if own is None else list(own)}: give every rank the "
+                    "same data and collate_fn"
                 )
             if batch.labels is None and engine._compute_loss:
                 raise DataError(f"micro-batch {micro_batch} has no labels: the collate_fn must return 'labels'")
@@ -99,19 +110,22 @@ class StageWork:
         needs_ids = self._engine.module.training and self._needs_ids
         return as_micro_batch(batch, number_from=None if needs_ids else micro_batch << 32)
 
-    def _check_size(self, samples: int, micro_batch: int) -> None:
+    def _check_size(self, batch: MicroBatch, micro_batch: int) -> None:
         """Raise DataError for more samples than the next stage accepts, where they would end the run."""
         link, training = self._engine.links.to_next, self._engine.module.training
         if link is None or link.limits is None:
             return
-        most = link.limits.samples if training else link.limits.max_samples
+        packed, samples = batch.lengths is not None, len(batch.ids)
+        most = link.limits.allowed_samples(packed=packed, training=training)
         if samples > most:
             kind, remedy = "evaluation", f"or call engine.allow_evaluation({samples}) on every rank before"
             if training:
                 kind, remedy = "training", "see the configuration's train_micro_batch_size_per_gpu"
+            if packed:
+                remedy = f"or call engine.allow_documents({samples}) on every rank before"
             raise DataError(
-                f"micro-batch {micro_batch} of {kind} has {samples} samples, allowed: at most {most}: make it smaller, "
-                f"{remedy}"
+                f"micro-batch {micro_batch} of {kind} has {samples} {'packed samples' if packed else 'samples'}, "
+                f"allowed: at most {most}: make it smaller, {remedy}"
             )
 
     def forward(self, buffer_id: int, micro_batch: int) -> None:
@@ -119,7 +133,8 @@ class StageWork:
         engine = self._engine
         engine.tput_timer.start()
         batch = self._batches[buffer_id]
-        masks = assume_masks(full=batch.received.full, device=self._context.device)
+        layout = batch.received
+        masks = assume_masks(full=layout.full, device=self._context.device, packed=layout.packed)
         with self._control.measuring_memory(batch.received), masks:
             outputs = DeepSpeedEngine.forward(engine, batch.inputs)
         if not engine.is_last_stage():
@@ -159,7 +174,10 @@ class StageWork:
                 "the ranks have different models"
             )
         x_BSH.requires_grad_(training)
-        inputs = {"hidden_states": x_BSH, "attention_mask": layout.mask_BS(self._context.device)}
+        device = self._context.device
+        inputs = {"hidden_states": x_BSH, "attention_mask": layout.mask_BS(device)}
+        if layout.packed:
+            inputs |= {"position_ids": layout.position_ids(device), "cu_seq_lens": layout.cu_seq_lens()}
         self._batches[buffer_id] = _InFlightBatch(layout, stage.next_layout(layout), inputs)
 
     def send_grad(self, buffer_id: int, micro_batch: int) -> None:

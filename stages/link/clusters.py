@@ -87,9 +87,8 @@ class ClusterCoder:
         codec = self._codec.fitted(x_TH, y_TH)
         samples = layout.samples(Form.DELTA, book.version, version)
         header = context.header(
-            PacketKind.ACTIVATION, codec.change, samples, at,
-            tokens=layout.tokens, hidden=x_TH.shape[1], dtype=x_TH.dtype,
-        )  # fmt: skip
+            PacketKind.ACTIVATION, codec.change, samples, at, layout, hidden=x_TH.shape[1], dtype=x_TH.dtype
+        )
         packet = Packet(context, replace(header, method=codec.method), codec.payload_bytes(*x_TH.shape))
         seed = context.seed(PacketKind.ACTIVATION, at)
         flag = codec.encode(x_TH, number_T, y_TH, packet.payload, packet.whole, seed)

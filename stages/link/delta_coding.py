@@ -181,9 +181,8 @@ class DeltaCoder:
         head, ends = _offsets(codecs, samples, hidden, dtype)
         named = codecs if choosing is None else codecs.fitted([], [])
         header = context.header(
-            self._kind, named.change, samples, at,
-            tokens=layout.tokens, hidden=hidden, dtype=dtype, first_bits=named.first_bits,
-        )  # fmt: skip
+            self._kind, named.change, samples, at, layout, hidden=hidden, dtype=dtype, first_bits=named.first_bits
+        )
         deferred = None
         if choosing is not None:
             deferred = DeferredHeader(header, choosing, "bits" if deltas[0] else "first_bits", head)

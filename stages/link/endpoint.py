@@ -141,6 +141,13 @@ class Endpoint:
         if self.limits is not None:
             self.set_limits(self.limits._replace(evaluated=max(EVALUATED, samples)), self._dtype)
 
+    def allow_documents(self, documents: int) -> None:
+        """Accept packed micro-batches of so many samples, in training and evaluation; never fewer than before."""
+        limits = self.limits
+        if limits is not None and documents > limits.documents:
+            changed = max(limits.changed, -(-limits.changed * documents // limits.samples))
+            self.set_limits(limits._replace(documents=documents, changed=changed), self._dtype)
+
     @property
     def max_packet_bytes(self) -> int:
         """Length of the longest packet that the peer may send."""
@@ -199,7 +206,7 @@ class Endpoint:
         """Encode all rows by a codec without memory."""
         (rows, hidden), dtype = x_TH.shape, x_TH.dtype
         choosing = codec if isinstance(codec, Quantized) and codec.error is not None else None
-        header = self.context.header(kind, codec, samples, at, tokens=layout.tokens, hidden=hidden, dtype=dtype)
+        header = self.context.header(kind, codec, samples, at, layout, hidden=hidden, dtype=dtype)
         deferred = None if choosing is None else DeferredHeader(header, choosing)
         packet = Packet(self.context, header, codec.payload_bytes(rows, hidden), deferred)
         seed, bits = self.context.seed(kind, at), None
@@ -259,8 +266,9 @@ class Endpoint:
                 self.limits.check(header, rows)
             except WireError as error:
                 raise WireError(self.context.peer_error(f"sent a packet that is too large: {error}")) from error
-        if 4 * len(header.samples) * rows * header.hidden > MAX_TENSOR_BYTES:
-            what = f"{len(header.samples)} samples with {rows} rows of {header.hidden} values"
+        if 4 * header.rows * rows * header.hidden > MAX_TENSOR_BYTES:
+            unit = "packed samples" if header.packed else "samples"
+            what = f"{header.rows} {unit} with {rows} rows of {header.hidden} values"
             limit = f"above the limit of {MAX_TENSOR_BYTES} bytes"
             raise WireError(self.context.peer_error(f"sent the {header.describe()}, of {what}: {limit}"))
         group_size = self._config.activations.group_size

@@ -30,6 +30,7 @@ from pipecomp.errors import LinkError, NonFiniteError, WireError
 from pipecomp.kernels import ops
 from pipecomp.kernels.ops import FiniteFlag
 from pipecomp.kernels.staging import Copy, Staging
+from pipecomp.stages.link.layout import Layout
 
 MAX_TENSOR_BYTES = 1 << 34  # of a decoded packet, padding included
 EVALUATED = 64  # samples of an evaluation micro-batch that are always allowed: no configuration has their number
@@ -76,13 +77,13 @@ class LinkContext:
         codec: Codec,
         samples: Sequence[Sample],
         at: Position,
+        layout: Layout,
         *,
-        tokens: int,
         hidden: int,
         dtype: torch.dtype,
         first_bits: int = 0,
     ) -> PacketHeader:
-        """Make the header of a packet of rows. dtype: of the stages."""
+        """Make the header of a packet of rows. layout: of the samples. dtype: of the stages."""
         return PacketHeader(
             kind=kind,
             method=codec.method,
@@ -93,10 +94,11 @@ class LinkContext:
             payload_dtype=codec.payload_dtype,
             bits=codec.bits,
             first_bits=first_bits,
-            tokens=tokens,
+            tokens=layout.tokens,
             hidden=hidden,
             group_size=self.config.activations.group_size or 0,
             samples=tuple(samples),
+            packed=layout.packed,
         )
 
     def matching_codec(self, header: PacketHeader, codec: Codec) -> Codec:
@@ -248,6 +250,7 @@ class PacketLimits(NamedTuple):
         width: Values of a row, exactly.
         changed: Entries of the stores that one check for drift compares.
         evaluated: Samples of an evaluation micro-batch; those of a training micro-batch are always allowed.
+        documents: Of a packed micro-batch in training, which has at most the tokens of `samples`; 0 for `samples`.
     """
 
     samples: int
@@ -255,30 +258,43 @@ class PacketLimits(NamedTuple):
     width: int
     changed: int = 0
     evaluated: int = EVALUATED
+    documents: int = 0
 
     @property
     def max_samples(self) -> int:
         """Samples of a packet of any kind."""
-        return max(self.samples, self.evaluated)
+        return max(self.samples, self.documents, self.evaluated)
+
+    def allowed_samples(self, *, packed: bool, training: bool) -> int:
+        """Return the samples that a micro-batch may have."""
+        most = max(self.samples, self.documents) if packed else self.samples
+        return most if training else max(most, self.evaluated)
 
     def check(self, header: PacketHeader, rows: int) -> None:
-        """Raise WireError if a packet claims more. rows: of each sample, as claimed."""
-        most = self.max_samples if header.kind is PacketKind.EVAL_ACTIVATION else self.samples
-        for what, got, allowed, ok in (
+        """Raise WireError if a packet claims more. rows: of each sample or packed row, as claimed."""
+        training = header.kind is not PacketKind.EVAL_ACTIVATION
+        most = self.allowed_samples(packed=header.packed, training=training)
+        limit, claimed, what = self.rows, rows, "rows of a sample"
+        if header.packed:
+            limit *= self.samples if training else max(self.samples, self.evaluated)
+            claimed, what = rows * header.rows, "rows of all samples"
+        for name, got, allowed, ok in (
             ("samples", len(header.samples), f"at most {most}", len(header.samples) <= most),
-            ("rows of a sample", rows, f"at most {self.rows}", rows <= self.rows),
+            (what, claimed, f"at most {limit}", claimed <= limit),
             ("values of a row", header.hidden, str(self.width), header.hidden == self.width),
         ):
             if not ok:
-                raise WireError(f"the {header.describe()} has {got} {what}; the agreed model and batch: {allowed}")
+                raise WireError(f"the {header.describe()} has {got} {name}; the agreed model and batch: {allowed}")
 
     def max_bytes(self, codecs: LinkCodecs, dtype: torch.dtype) -> int:
         """Return the length of the longest packet. dtype: of the stages."""
-        samples = self.max_samples
+        samples = max(self.samples, self.evaluated)
         # After an overflow in FP16, plain values replace quantized ones.
         every = [Cast(dtype), codecs.activation(dtype), codecs.gradient(dtype), codecs.evaluation(dtype)]
         every += [deltas.first_visit(dtype) for deltas in (codecs.activations, codecs.gradients) if deltas is not None]
         with_head = (codecs.gradients, codecs.clustered)
         head = max((codec.head_bytes(samples * self.rows) for codec in with_head if codec is not None), default=0)
         payload = head + samples * max(codec.payload_bytes(self.rows, self.width) for codec in every)
-        return max(packet_bytes(samples, payload), packet_bytes(0, self.changed * ROW_BYTES + _INVENTORY_BYTES))
+        return max(
+            packet_bytes(self.max_samples, payload), packet_bytes(0, self.changed * ROW_BYTES + _INVENTORY_BYTES)
+        )

@@ -152,8 +152,12 @@ class ModuleStage(PipelineStage):
         shapes = self._shapes[self.lo : self.hi] if self._recompute else ()
         return samples * sum(math.prod(shape) for shape in shapes)
 
-    def layout(self, ids: tuple[int, ...], inputs: Mapping[str, Tensor]) -> Layout:
+    def layout(
+        self, ids: tuple[int, ...], inputs: Mapping[str, Tensor], lengths: Sequence[Sequence[int]] | None = None
+    ) -> Layout:
         """Return the position of the output in the link's canvas, by the crops' `shifts` [B, 2]; on the first stage."""
+        if lengths is not None:
+            raise DataError("plain modules take no packed samples: give a collate_fn without packing")
         if SHIFTS in inputs and not self._margin:
             raise DataError(f"a batch has {SHIFTS!r}: give the model a margin, pipecomp.stages.modules(…, margin=…)")
         return self._layout(ids, inputs.get(SHIFTS))

@@ -7,6 +7,8 @@ name. B micro-batch, S tokens, H hidden size, V vocabulary, C classes.
 from __future__ import annotations
 
 import copy
+import inspect
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MethodType
@@ -105,14 +107,19 @@ class Stage(PipelineStage):
         self.generation_config = getattr(model, "generation_config", None)
         self.adapter = adapter_of(model)
         self.newly_initialized: tuple[str, ...] = ()
+        self._packs = False  # whether `check_packing` has passed
         self._architecture = architecture_of(model.config)
         self._head = self._architecture.heads[plan.model_class]
         # Numbers of embeddings, None if unlimited or on another stage.
         self._max_token = self._max_type = self._max_length = None
+        self._first_position = 0  # of a sample
         if self.is_first:
             self._max_token = model.get_input_embeddings().weight.shape[0]
             self._max_type = _embedding_rows(model, "token_type_embeddings")
             self._max_length = _embedding_rows(model, "wpe", "position_embeddings")
+            if self._max_length is not None:
+                rows = _embedding_rows(model, "wpe", "position_embeddings", padding=True)
+                self._first_position = (rows or 0) - self._max_length
         if not any(p.is_meta for p in self.parameters()):
             self.check_input_unchanged()
 
@@ -173,32 +180,30 @@ class Stage(PipelineStage):
                 module._buffers[name] = buffer.to(moved.device)
         return self
 
-    def layout(self, ids: tuple[int, ...], inputs: Mapping[str, Tensor]) -> Layout:
-        """Return the real tokens of a micro-batch by its attention mask; on the first stage.
+    def layout(
+        self, ids: tuple[int, ...], inputs: Mapping[str, Tensor], lengths: Sequence[Sequence[int]] | None = None
+    ) -> Layout:
+        """Return the real tokens of a micro-batch by its attention mask, or its packed samples; on the first stage.
 
         Args:
             ids: of the samples.
             inputs: of the batch, before they are moved to a GPU.
+            lengths: of a packed batch, tokens of each sample in each row, in the order of the ids.
 
         Raises:
-            DataError: a token, or a token type, has no embedding; there is padding where the head reads, since links
-                carry none; or the mask and `pad_token_id` disagree about the last token.
+            DataError: a token, a token type or a position has no embedding; there is padding where the head reads,
+                since links carry none; or the mask and `pad_token_id` disagree about the last token.
+            SplitError: samples are packed, and this model cannot tell them apart.
         """
-        for key, what, known in (
-            ("input_ids", "token", self._max_token),
-            ("token_type_ids", "token type", self._max_type),
-        ):
-            given_BS = inputs.get(key)
-            if given_BS is None or known is None or given_BS.device.type != "cpu":  # reading a GPU's waits for it
-                continue
-            wrong_BS = (given_BS < 0) | (given_BS >= known)
-            if bool(wrong_BS.any()):
-                row, place = wrong_BS.nonzero()[0].tolist()
-                raise DataError(
-                    f"sample {ids[row]} has the {what} {int(given_BS[row, place])} at place {place}; this "
-                    f"{self.plan.model_class} has embeddings of {known} {what}s: from 0 to {known - 1}"
-                )
-        layout = Layout.of_mask(ids, inputs.get("attention_mask"), inputs["input_ids"].shape[1])
+        tokens = inputs["input_ids"].shape[1]
+        if lengths is None:
+            layout = Layout.of_mask(ids, inputs.get("attention_mask"), tokens)
+        else:
+            self.check_packing()
+            layout = Layout.of_lengths(ids, lengths, tokens)
+            if len(inputs["input_ids"]) != layout.batch_size:
+                raise DataError(f"{len(inputs['input_ids'])} packed rows have samples for {layout.batch_size}")
+        self._check_numbers(layout, inputs)
         reads_one = self._head.reads_first_token or self._head.pools_last_token
         if reads_one and self.num_stages > 1 and not all(layout.counts):
             raise DataError(
@@ -215,17 +220,46 @@ class Stage(PipelineStage):
             self._check_last_tokens(inputs, ids)
         return layout
 
-    def mask_labels(self, layout: Layout, labels: Tensor) -> Tensor:
-        """Mask labels that a causal model would predict from padding: the first real token of a left-padded sample.
+    def _check_numbers(self, layout: Layout, inputs: Mapping[str, Tensor]) -> None:
+        """Raise DataError for a token or token type without an embedding, or a packed sample of too many tokens."""
+        for key, what, known in (
+            ("input_ids", "token", self._max_token),
+            ("token_type_ids", "token type", self._max_type),
+        ):
+            given_BS = inputs.get(key)
+            if given_BS is None or known is None or given_BS.device.type != "cpu":  # reading a GPU's waits for it
+                continue
+            given_BS = layout.unpack(given_BS, 0) if layout.packed else given_BS
+            wrong_BS = (given_BS < 0) | (given_BS >= known)
+            if bool(wrong_BS.any()):
+                row, place = wrong_BS.nonzero()[0].tolist()
+                raise DataError(
+                    f"sample {layout.ids[row]} has the {what} {int(given_BS[row, place])} at place {place}; this "
+                    f"{self.plan.model_class} has embeddings of {known} {what}s: from 0 to {known - 1}"
+                )
+        longest = max(layout.counts, default=0)
+        if layout.packed and self._max_length is not None and longest > self._max_length:
+            raise DataError(
+                f"sample {layout.ids[layout.counts.index(longest)]} has {longest} tokens: {self.plan.model_class} has "
+                f"{self._max_length} positions, so cut it to {self._max_length}"
+            )
 
-        Links carry no padding, so the last stage has no hidden states of it. labels: [B, S].
+    def mask_labels(self, layout: Layout, labels: Tensor) -> Tensor:
+        """Mask labels that a causal model would predict from padding or from another sample.
+
+        These are the first real tokens of left-padded and of packed samples. Links carry no padding, so the last stage
+        has no hidden states of it. labels: [B, S].
         """
-        padded = [(i, start) for i, start in enumerate(layout.starts) if start]
-        if self.num_stages == 1 or self._head.loss is not losses.causal_lm or not padded:
+        starts = [(i, start) for i, start in enumerate(layout.starts) if start]
+        if layout.packed:
+            rows = itertools.accumulate((start == 0 for start in layout.starts), initial=-1)
+            starts = list(zip(itertools.islice(rows, 1, None), layout.starts, strict=True))
+        alone = self.num_stages == 1 and not layout.packed
+        if alone or self._head.loss is not losses.causal_lm or not starts or labels.dim() != 2:
             return labels
         labels = labels.clone()
-        for i, start in padded:
-            labels[i, start] = -100
+        row_N, start_N = torch.tensor(starts).unbind(1)
+        labels[row_N, start_N] = -100
         return labels
 
     def check_labels(self, layout: Layout, labels: Tensor) -> None:
@@ -233,8 +267,69 @@ class Stage(PipelineStage):
 
         labels: those of `mask_labels`, [B, S] or [B, ...].
         """
-        mask_BS = layout.mask_BS(labels.device) if self.num_stages > 1 else None
+        mask_BS = layout.real_BS(labels.device) if self.num_stages > 1 else None
+        if layout.packed:
+            if labels.dim() != 2 or tuple(labels.shape) != (layout.batch_size, layout.tokens):
+                expected = (layout.batch_size, layout.tokens)
+                raise DataError(f"labels have shape {tuple(labels.shape)}, expected {expected}: one for each token")
+            if mask_BS is not None and bool(((mask_BS == 0) & (labels != -100)).any()):
+                raise DataError(f"a packed batch with sample {layout.ids[0]} has labels at padding; allowed: -100")
+            labels, mask_BS = layout.unpack(labels, -100), None
         losses.check_labels(self._head.loss, self.config, self.plan.model_class, layout.ids, labels, mask_BS)
+
+    def check_packing(self) -> None:
+        """Check that this stage's blocks keep packed samples apart, by their values and gradients of a few tokens.
+
+        Raises:
+            SplitError: The head or the attention needs samples of their own, or state passes from one to the next.
+        """
+        if self._packs:
+            return
+        name, base, architecture = self.plan.model_class, self._model.base_model, self._architecture
+        remedy = f"train {name} without packing"
+        if self._head.loss not in (losses.causal_lm, losses.masked_lm):
+            raise SplitError(f"packing: {name} computes one result for each row, not for each token: {remedy}")
+        if "position_ids" not in inspect.signature(type(base).forward).parameters:
+            raise SplitError(f"packing: {name} takes no position_ids, so it cannot tell samples apart: {remedy}")
+        like = next(p for p in self._model.parameters() if p.is_floating_point())
+        cut, total = 3, 5  # tokens of the first of two samples, and of both
+        x_1SH = torch.sin(torch.arange(total * self.hidden_size, device=like.device) * 0.7).to(like.dtype)
+        x_1SH = x_1SH.view(1, total, self.hidden_size).requires_grad_()
+
+        def run(x: Tensor, *lengths: int) -> Tensor:
+            positions = torch.cat([torch.arange(n, device=like.device) for n in lengths])[None]
+            call = {"inputs_embeds": x, **self._packing_call(positions, None), **architecture.forward_options}
+            hidden: Tensor = base(**call).last_hidden_state
+            return hidden
+
+        training = self._model.training
+        self._model.eval()
+        try:
+            with torch.enable_grad():
+                both_1SH = run(x_1SH, cut, total - cut)
+                with torch.no_grad():
+                    apart_1SH = torch.cat([run(x_1SH[:, :cut], cut), run(x_1SH[:, cut:], total - cut)], 1)
+                weight_1SH = torch.sin(torch.arange(both_1SH.numel(), device=like.device)).view_as(both_1SH)
+                # What one sample's result depends on: exactly nothing of the other one.
+                leaks = []
+                for own, other in ((slice(cut, None), slice(None, cut)), (slice(None, cut), slice(cut, None))):
+                    result = (both_1SH * weight_1SH)[:, own].float().sum()
+                    (gradient_1SH,) = torch.autograd.grad(result, x_1SH, retain_graph=True)
+                    leaks.append(bool((gradient_1SH[:, other] != 0).any()))
+        except Exception as error:  # raised by the model's code
+            raise SplitError(f"packing: {name} fails with {type(error).__name__}: {error}; {remedy}") from error
+        finally:
+            self._model.train(training)
+        tolerance = 16 * torch.finfo(both_1SH.dtype).eps * float(apart_1SH.abs().max()) * (self.hi - self.lo + 1)
+        differs = not torch.allclose(both_1SH, apart_1SH, rtol=0, atol=max(tolerance, 1e-5))
+        if any(leaks) or differs:
+            kinds = sorted(set(getattr(self.config, "layer_types", None) or ()))
+            what = f" (layer types {', '.join(kinds)})" if kinds else ""
+            raise SplitError(
+                f"packing: blocks {self.lo} to {self.hi - 1} of {name}{what} pass state from one sample of a row to "
+                f"the next: {remedy}"
+            )
+        self._packs = True
 
     def next_layout(self, layout: Layout) -> Layout:
         """Return the layout of the stage's output, from that of its input: the same tokens."""
@@ -267,30 +362,50 @@ class Stage(PipelineStage):
         Args:
             inputs: on the first stage `input_ids` int64 [B, S], optionally `attention_mask` [B, S] (1 for real tokens,
                 0 for padding) and inputs that only the embeddings use (`token_type_ids`); on later stages the output of
-                the stage before.
+                the stage before. If samples are packed, `position_ids` int64 [B, S] on every stage, which restart at
+                each sample, and optionally `cu_seq_lens`, see `Layout.cu_seq_lens`.
 
         Returns:
-            `{"hidden_states": [B, S, H], "attention_mask": the mask or None}`, on the last stage the logits, [B, S, V]
-            or [B, C].
+            `{"hidden_states": [B, S, H], "attention_mask": the mask or None}`, with the `position_ids` of packed
+            samples; on the last stage the logits, [B, S, V] or [B, C].
 
         Raises:
             DataError: other inputs.
+            SplitError: samples are packed, and this model cannot tell them apart.
         """
         given = self._check_inputs(inputs)
-        mask_BS = given.get("attention_mask")
+        mask_BS, positions_BS, bounds = (given.pop(k, None) for k in ("attention_mask", "position_ids", "cu_seq_lens"))
         pools = self._head.pools_last_token
         if self.is_first:
             call: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
             if pools and not self.is_last:
-                self._check_last_tokens(given)
+                self._check_last_tokens({**given, "attention_mask": mask_BS})
         else:
-            call = {"inputs_embeds": given["hidden_states"], "attention_mask": mask_BS}
+            call = {"inputs_embeds": given["hidden_states"]}
+        shape: tuple[int, ...] | None = None
+        if positions_BS is None:
+            call["attention_mask"] = mask_BS
+        else:
+            self.check_packing()
+            if self._first_position:  # RoBERTa counts from behind the padding's
+                positions_BS = positions_BS - positions_BS[:1, :1] + self._first_position
+            if self._flash_attention and len(positions_BS) > 1:  # which takes packed samples in one row only
+                shape = tuple(positions_BS.shape)
+                call = {key: value.reshape(1, -1, *value.shape[2:]) for key, value in call.items()}
+                positions_BS = positions_BS.reshape(1, -1)
+            call |= self._packing_call(positions_BS, bounds)
         call |= self._architecture.forward_options
         if self.is_last and not (pools and not self.is_first):
-            return self._model(**call).logits
-        hidden_BSH = self._model.base_model(**call).last_hidden_state
+            logits: Tensor = self._model(**call).logits
+            return logits if shape is None else logits.view(*shape, -1)
+        hidden_BSH: Tensor = self._model.base_model(**call).last_hidden_state
         if not self.is_last:
-            return {"hidden_states": hidden_BSH, "attention_mask": mask_BS}
+            passed = {} if positions_BS is None else {"position_ids": inputs["position_ids"]}
+            return {
+                "hidden_states": hidden_BSH if shape is None else hidden_BSH.view(*shape, -1),
+                "attention_mask": mask_BS,
+                **passed,
+            }
         # The model would look for padding in input_ids, which only the first stage has.
         logits_BSC = self._model.score(hidden_BSH)
         if mask_BS is None or self.config.pad_token_id is None:
@@ -298,9 +413,39 @@ class Stage(PipelineStage):
         rows_B = torch.arange(logits_BSC.shape[0], device=logits_BSC.device)
         return logits_BSC[rows_B, _last_places(mask_BS.to(logits_BSC.device))]
 
+    @property
+    def _flash_attention(self) -> bool:
+        return "flash" in str(self.config._attn_implementation)
+
+    def _packing_call(self, positions_BS: Tensor, bounds: Tensor | None) -> dict[str, Any]:
+        """Return the model's arguments that keep packed samples apart. bounds: `Layout.cu_seq_lens`."""
+        if self._flash_attention:
+            if bounds is None:
+                starts = sample_numbers(positions_BS.reshape(1, -1))[0].diff(prepend=positions_BS.new_full((1,), -1))
+                ends = torch.tensor([positions_BS.numel()], device=positions_BS.device)
+                bounds = torch.cat([starts.nonzero()[:, 0], ends]).to(torch.int32).cpu()
+            longest, moved = int(bounds.diff().max()), bounds.to(positions_BS.device, non_blocking=True)
+            varying = {"cu_seq_lens_q": moved, "cu_seq_lens_k": moved, "max_length_q": longest, "max_length_k": longest}
+            return {"attention_mask": None, "position_ids": positions_BS, **varying}
+        if self._head.loss is not losses.masked_lm:
+            return {"attention_mask": None, "position_ids": positions_BS}  # transformers makes the mask of these
+        # Encoders make no mask of positions, but take one by query and key: as numbers that eager attention adds.
+        number_BS = sample_numbers(positions_BS)
+        same_B1SS = (number_BS[:, :, None] == number_BS[:, None, :])[:, None]
+        if self.config._attn_implementation == "eager":
+            dtype = next(p.dtype for p in self._model.parameters() if p.is_floating_point())
+            same_B1SS = torch.zeros_like(same_B1SS, dtype=dtype).masked_fill_(~same_B1SS, torch.finfo(dtype).min)
+        return {"attention_mask": same_B1SS, "position_ids": positions_BS}
+
     def _check_inputs(self, inputs: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
         main = "input_ids" if self.is_first else "hidden_states"
-        allowed = (main, "attention_mask", *(self._architecture.extra_inputs if self.is_first else ()))
+        allowed = (
+            main,
+            "attention_mask",
+            "position_ids",
+            "cu_seq_lens",
+            *(self._architecture.extra_inputs if self.is_first else ()),
+        )
         if not isinstance(inputs, Mapping):
             raise DataError(f"stage {self.index}: got {type(inputs).__name__}, needs a dict with {main}")
         for key in inputs:
@@ -310,13 +455,16 @@ class Stage(PipelineStage):
         if tensor is None or tensor.dim() != dims:
             got = "nothing" if tensor is None else f"shape {tuple(tensor.shape)}"
             raise DataError(f"stage {self.index}: {main} needs {dims} dimensions, got {got}")
-        if self._max_length is not None and tensor.shape[1] > self._max_length:
+        positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
+        if positions is not None and mask is not None:
+            raise DataError(f"stage {self.index}: position_ids with an attention_mask; allowed: one of them")
+        if positions is None and self._max_length is not None and tensor.shape[1] > self._max_length:
             raise DataError(
                 f"a sample of {tensor.shape[1]} tokens: {self.plan.model_class} has {self._max_length} positions, so "
                 f"cut it to {self._max_length}"
             )
         for key, value in inputs.items():
-            if key != main and value is not None and value.shape != tensor.shape[:2]:
+            if key not in (main, "cu_seq_lens") and value is not None and value.shape != tensor.shape[:2]:
                 raise DataError(
                     f"stage {self.index}: {key} has shape {tuple(value.shape)}, {main} needs {tuple(tensor.shape[:2])}"
                 )
@@ -497,27 +645,33 @@ def _last_places(mask_BS: Tensor) -> Tensor:
     return (places_S * (mask_BS != 0).to(torch.int32)).argmax(-1)
 
 
-def _embedding_rows(model: Any, *endings: str) -> int | None:
+def _embedding_rows(model: Any, *endings: str, padding: bool = False) -> int | None:
     """Count the rows of learned embeddings, found by the end of their name; None if a model has none.
 
-    Rows up to the padding's are no positions, as RoBERTa counts.
+    Rows up to the padding's are no positions, as RoBERTa counts; with `padding` they count.
     """
     for name, module in model.base_model.named_modules():
         if name.endswith(endings) and isinstance(module, nn.Embedding):
-            return module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
+            return module.num_embeddings - (0 if module.padding_idx is None or padding else module.padding_idx + 1)
     return None
 
 
+def sample_numbers(positions_BS: Tensor) -> Tensor:
+    """Number the packed samples of each row from 0, by positions that restart at each; int64 [B, S]."""
+    return (positions_BS.diff(prepend=positions_BS[:, :1] - 1) != 1).cumsum(-1)
+
+
 @contextmanager
-def assume_masks(*, full: bool, device: torch.device) -> Iterator[None]:
+def assume_masks(*, full: bool, device: torch.device, packed: bool = False) -> Iterator[None]:
     """Replace transformers' checks of attention masks, which read a mask on the GPU and wait for it.
 
     At the beginning of a stage's forward, transformers checks if a mask masks anything and, without one, if positions
-    restart within a sample. The layout has the first answer; a stage takes no positions, so they never restart.
+    restart within a row. The layout has both answers.
 
     Args:
         full: True if no mask masks anything, False if each does.
         device: device of the masks; on a CPU, where reading is cheap, nothing is replaced.
+        packed: True if positions restart.
     """
     from transformers import masking_utils
 
@@ -529,7 +683,7 @@ def assume_masks(*, full: bool, device: torch.device) -> Iterator[None]:
         return lambda mask, *rest, **more: (full or mask is None) and ask(None, *rest, **more)
 
     answers: dict[str, Callable[[Any], Any]] = {
-        "find_packed_sequence_indices": lambda ask: lambda positions: None,
+        "find_packed_sequence_indices": lambda ask: lambda positions: sample_numbers(positions) if packed else None,
         "fast_all": lambda ask: lambda mask: full,  # for flash_attention_2
         "_ignore_causal_mask_sdpa": needs_no_mask,
         "_ignore_bidirectional_mask_sdpa": needs_no_mask,

@@ -183,8 +183,8 @@ def test_bytes_behind_a_packet_are_refused(more):
 def test_flags_of_another_version_are_refused():
     """Without a checksum nothing else would tell."""
     packet = encode(HEADER, payload("aabbcc"), checksum=False)
-    packet[7] = 2
-    with pytest.raises(WireError, match="unknown flags 0x2"):
+    packet[7] = 4
+    with pytest.raises(WireError, match="unknown flags 0x4"):
         decode(packet)
 
 

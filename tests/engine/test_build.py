@@ -73,7 +73,8 @@ def test_a_few_bytes_that_announce_gigabytes_of_plain_modules():
 def test_language_models_have_positions_or_no_bounds():
     stage = SimpleNamespace(config=gpt2(1, 16).config)
     crossing = Boundary(width=16, settings={})
-    assert bounds_of(engine(stage, {}), crossing) == PacketLimits(MICRO_BATCH, 2 * LENGTH, 16, CHANGED)
+    expected = PacketLimits(MICRO_BATCH, 2 * LENGTH, 16, CHANGED, documents=MICRO_BATCH * MICRO_BATCHES)
+    assert bounds_of(engine(stage, {}), crossing) == expected
     assert bounds_of(engine(SimpleNamespace(config=SimpleNamespace()), {}), crossing) is None
 
 

@@ -99,7 +99,7 @@ def test_weights_are_not_what_a_micro_batch_keeps(monkeypatch):
     stage.count_checkpointed_values = lambda samples, tokens: 0
     context: Any = SimpleNamespace(stage_id=0, num_stages=2, device=torch.device("cpu"), stage=stage)
     found = InFlightControl(context, "auto", 8)
-    with found.measuring_memory(SimpleNamespace(ids=(1, 2), tokens=1)):
+    with found.measuring_memory(SimpleNamespace(batch_size=2, tokens=1)):
         stage(torch.ones(2, 64))
     assert found.saved is not None
     assert found.saved.bytes == 2 * 4 * 2 * 64, "the input of each"

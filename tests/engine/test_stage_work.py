@@ -68,7 +68,7 @@ def test_a_forward_is_told_whether_there_is_padding(
     work = StageWork(CONTEXT, engine, CONTROL)
     work._batches[0] = stage_work._InFlightBatch(layout, layout, {})
     work.forward(0, 0)
-    assert told == [{"full": full, "device": CONTEXT.device}]
+    assert told == [{"full": full, "device": CONTEXT.device, "packed": False}]
 
 
 @pytest.mark.parametrize("returned", [1.5, (torch.tensor(1.5), {})])
