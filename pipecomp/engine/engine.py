@@ -436,13 +436,13 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine, EngineState):
         """Keep the events of training steps from here on for `save_trace`, the last 200,000 of each rank."""
         self.reporting.start_trace()
 
-    def save_trace(self, path: str | Path, *, title: str = "") -> None:
-        """Write all ranks' events since `start_trace` in Chrome's trace format; every rank must call this.
+    def save_trace(self, path: str | Path) -> None:
+        """Write all ranks' events since `start_trace` to a file of rank 0; every rank must call this.
 
-        Rank 0 writes the file, and a picture of the last step beside it (.png).
+        The file is in Chrome's trace format.
         """
         with self.propagate_failure():
-            self.reporting.save_trace(path, title)
+            self.reporting.save_trace(path)
 
     # -- DeepSpeed's hooks
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Iterator
@@ -15,12 +16,13 @@ from pipecomp.distributed.collectives import broadcast, gathered
 from pipecomp.engine.local_steps import LocalTraining
 from pipecomp.engine.reduction import GradientReduction
 from pipecomp.engine.schedule import InFlightControl
-from pipecomp.engine.trace import MAX_EVENTS, Trace, TracedStore, chrome_events, draw_trace, write_trace
+from pipecomp.engine.trace import MAX_EVENTS, Trace, TracedStore, chrome_events
 from pipecomp.errors import OutputError
 from pipecomp.interfaces import StageContext
 from pipecomp.stages.link.links import Links
 from pipecomp.stages.partition.splitting import Stage
 from pipecomp.stats import Seconds
+from pipecomp.utils.files import atomic_write_text
 from pipecomp.utils.serialization import replace_nonfinite
 
 _log = logging.getLogger(__name__)
@@ -110,24 +112,20 @@ class Reporting:
                 if end.store is not None:
                     end.replace_store(TracedStore(end.store, self.trace))
 
-    def save_trace(self, path: str | Path, title: str) -> None:
-        """Write all ranks' events to one file, and a picture of the last step beside it; every rank must call this.
+    def save_trace(self, path: str | Path) -> None:
+        """Write all ranks' events to one file; every rank must call this.
 
         Raises:
-            OutputError: On every rank if rank 0 cannot write one of the files. No part of that file remains.
+            OutputError: On every rank if rank 0 cannot write the file. No part of it remains.
         """
-        if Path(path).suffix == ".png":
-            raise OutputError(f"{path}: a trace cannot end in .png, the suffix of its picture")
         by_rank = dict(enumerate(gathered(self.trace.events())))
         problem: str | None = None
         if self._context.rank == 0:
-            picture = Path(path).with_suffix(".png")
             if any(len(events) >= MAX_EVENTS for events in by_rank.values()):
                 _log.warning("%s has only the last steps: each rank keeps its last %d events", path, MAX_EVENTS)
             try:
-                write_trace(path, by_rank)
-                path = picture
-                draw_trace(picture, by_rank, title=title)
+                trace = {"traceEvents": chrome_events(by_rank), "displayTimeUnit": "ms"}
+                atomic_write_text(path, json.dumps(trace))
             except OSError as error:
                 problem = f"{path} cannot be written on rank 0: {error.strerror or error}"
         problem = broadcast(problem)

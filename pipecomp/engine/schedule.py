@@ -10,20 +10,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.pipe.schedule import (
-    BackwardPass,
-    ForwardPass,
-    LoadMicroBatch,
-    OptimizerStep,
-    PipeInstruction,
-    PipeSchedule,
-    RecvActivation,
-    RecvGrad,
-    ReduceGrads,
-    ReduceTiedGrads,
-    SendActivation,
-    SendGrad,
-)
+from deepspeed.runtime.pipe import schedule as ds
 
 from pipecomp.distributed.rendezvous import ranks_here
 from pipecomp.interfaces import StageContext
@@ -33,22 +20,22 @@ from pipecomp.stats import LinkStats
 from pipecomp.utils.cgroups import free_bytes
 
 _INSTRUCTIONS = {
-    "receive activation": RecvActivation,
-    "load": LoadMicroBatch,
-    "forward": ForwardPass,
-    "send activation": SendActivation,
-    "receive gradient": RecvGrad,
-    "send gradient": SendGrad,
+    "receive activation": ds.RecvActivation,
+    "load": ds.LoadMicroBatch,
+    "forward": ds.ForwardPass,
+    "send activation": ds.SendActivation,
+    "receive gradient": ds.RecvGrad,
+    "send gradient": ds.SendGrad,
 }
 
 
-class _StageSchedule(PipeSchedule):
-    def _instructions(self, actions: Iterable[StageAction]) -> list[PipeInstruction]:
-        instructions: list[PipeInstruction] = []
+class _StageSchedule(ds.PipeSchedule):
+    def _instructions(self, actions: Iterable[StageAction]) -> list[ds.PipeInstruction]:
+        instructions: list[ds.PipeInstruction] = []
         for kind, micro_batch in actions:
             buffer_id = micro_batch % self.num_pipe_buffers()
             if kind == "backward":  # executed by DeepSpeed, which accepts no other argument
-                instructions.append(BackwardPass(buffer_id=buffer_id))
+                instructions.append(ds.BackwardPass(buffer_id=buffer_id))
             else:
                 instructions.append(_INSTRUCTIONS[kind](buffer_id=buffer_id, micro_batch=micro_batch))
         return instructions
@@ -68,11 +55,11 @@ class TrainSchedule(_StageSchedule):
         """Micro-batches whose activations this stage holds at the same time."""
         return max(1, min(self.micro_batches, self._in_flight))
 
-    def steps(self) -> Iterator[list[PipeInstruction]]:
+    def steps(self) -> Iterator[list[ds.PipeInstruction]]:
         """Yield the instructions of each forward or backward, then those of the update."""
         for actions in train_order(self.stage_id, self.stages, self.micro_batches, self.num_pipe_buffers()):
             yield self._instructions(actions)
-        yield [ReduceTiedGrads(), ReduceGrads(), OptimizerStep()]
+        yield [ds.ReduceTiedGrads(), ds.ReduceGrads(), ds.OptimizerStep()]
 
 
 class EvalSchedule(_StageSchedule):
@@ -82,7 +69,7 @@ class EvalSchedule(_StageSchedule):
         """Micro-batches whose activations this stage holds at the same time."""
         return 1
 
-    def steps(self) -> Iterator[list[PipeInstruction]]:
+    def steps(self) -> Iterator[list[ds.PipeInstruction]]:
         """Yield the instructions of each forward."""
         for micro_batch in range(self.micro_batches):
             yield self._instructions(forward_actions(self.stage_id, self.stages, micro_batch))

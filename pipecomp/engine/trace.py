@@ -1,38 +1,31 @@
 """Traces: when a rank computes, quantizes, sends, receives, stores and waits.
 
-All ranks write one file in Chrome's trace format, for a browser's tracing page or Perfetto, and a picture. Times are of
-each machine's own clock.
+All ranks write one file in Chrome's trace format, for a browser's tracing page or Perfetto. Times are of each machine's
+own clock.
 """
 
 from __future__ import annotations
 
-import json
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipecomp.buffers.base import CachedActivation, MessageStore, Put, PutCheck
-from pipecomp.utils.files import atomic_write, atomic_write_text
 from pipecomp.utils.serialization import serializable
 
 MAX_EVENTS = 200_000  # of a rank: about 30 MB to gather, and in the file
-_TRACKS = ("compute", "wait", "quantize", "store", "reduce", "update", "send", "receive")
-_STYLE = {  # name of an event -> its track and color
-    "forward": ("compute", "#4c72b0"),
-    "backward": ("compute", "#2a4d80"),
-    "encode": ("quantize", "#dd8452"),
-    "decode": ("quantize", "#e8b07a"),
-    "wait": ("wait", "#d9d9d9"),
-    "reduce": ("reduce", "#8172b3"),
-    "update": ("update", "#937860"),
-    "commit": ("store", "#64b5cd"),
-    "load": ("store", "#64b5cd"),
-    "keep": ("store", "#64b5cd"),
-    "send": ("send", "#55a868"),
-    "receive": ("receive", "#9bd0a5"),
+_TRACKS = {  # track -> names of its events
+    "compute": ("forward", "backward"),
+    "wait": ("wait",),
+    "quantize": ("encode", "decode"),
+    "store": ("commit", "load", "keep"),
+    "reduce": ("reduce",),
+    "update": ("update",),
+    "send": ("send",),
+    "receive": ("receive",),
 }
+_TRACK_NUMBERS = {name: number for number, names in enumerate(_TRACKS.values()) for name in names}
 
 
 @serializable
@@ -135,64 +128,7 @@ def chrome_events(by_rank: dict[int, Iterable[TraceEvent]]) -> list[dict[str, An
             out.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": track}})
         for e in events:
             details = {"step": e.step, "micro_batch": e.micro_batch, "bytes": e.bytes, "bits": e.bits}
-            out.append(
-                {
-                    "ph": "X",
-                    "name": e.name,
-                    "pid": rank,
-                    "tid": _TRACKS.index(_STYLE[e.name][0]),
-                    "ts": (e.start - begin) * 1e6,
-                    "dur": (e.end - e.start) * 1e6,
-                    "args": {k: v for k, v in details.items() if v is not None},
-                }
-            )
+            place = {"ph": "X", "name": e.name, "pid": rank, "tid": _TRACK_NUMBERS[e.name]}
+            span = {"ts": (e.start - begin) * 1e6, "dur": (e.end - e.start) * 1e6}
+            out.append({**place, **span, "args": {k: v for k, v in details.items() if v is not None}})
     return out
-
-
-def write_trace(path: str | Path, by_rank: dict[int, Iterable[TraceEvent]]) -> None:
-    """Write the events of all ranks as one JSON file."""
-    atomic_write_text(path, json.dumps({"traceEvents": chrome_events(by_rank), "displayTimeUnit": "ms"}))
-
-
-def draw_trace(path: str | Path, by_rank: dict[int, list[TraceEvent]], *, title: str = "", steps: int = 1) -> None:
-    """Draw the last `steps` steps as a PNG: time to the right, a row per rank and track."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    from matplotlib.patches import Patch
-
-    last = max((e.step for events in by_rank.values() for e in events), default=0)
-    shown = {rank: [e for e in events if e.step > last - steps] for rank, events in by_rank.items()}
-    begin = min((e.start for events in shown.values() for e in events), default=0.0)
-    rows = [
-        (rank, track)
-        for rank in sorted(shown)
-        for track in _TRACKS
-        if any(_STYLE[e.name][0] == track for e in shown[rank])
-    ]
-    figure, axes = pyplot.subplots(figsize=(12, 1 + 0.3 * len(rows)))
-    for y, (rank, track) in enumerate(rows):
-        for e in shown[rank]:
-            if _STYLE[e.name][0] == track:
-                axes.barh(y, e.end - e.start, left=e.start - begin, height=0.8, color=_STYLE[e.name][1], linewidth=0)
-                if e.name in ("forward", "backward") and e.micro_batch is not None and len(shown[rank]) < 400:
-                    middle = (e.start + e.end) / 2 - begin
-                    axes.text(middle, y, str(e.micro_batch), ha="center", va="center", fontsize=6, color="white")
-    axes.set_yticks(range(len(rows)), [f"rank {rank}  {track}" for rank, track in rows], fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xlabel("seconds")
-    axes.set_title(title, fontsize=10)
-    names = [n for n in _STYLE if any(e.name == n for events in shown.values() for e in events)]
-    axes.legend(
-        handles=[Patch(color=_STYLE[n][1], label=n) for n in names],
-        ncols=len(names),
-        fontsize=7,
-        loc="upper center",
-        bbox_to_anchor=(0.5, -1.1 / (1 + 0.3 * len(rows))),
-    )
-    try:
-        with atomic_write(path, synced=False) as part:
-            figure.savefig(part, format="png", dpi=120, bbox_inches="tight")
-    finally:
-        pyplot.close(figure)

@@ -84,12 +84,7 @@ def arguments(name: str, description: str, *, text: bool = True) -> argparse.Arg
         help="order of samples and stochastic rounding (default: the configuration's), dropout (default 0)",
     )
     add("--metrics", metavar="FILE", help="write JSON lines: one per step, one with 'eval' per epoch or round")
-    add(
-        "--trace",
-        type=beside_a_picture,
-        metavar="FILE",
-        help="write a timeline of all ranks in Chrome's trace format, and a picture",
-    )
+    add("--trace", metavar="FILE", help="write a timeline of all ranks in Chrome's trace format")
     add("--tensorboard", metavar="FOLDER", help="write the same curves for TensorBoard")
     add("--run", metavar="FOLDER", help="folder for metrics and report (default runs/RECIPE-DATE-TIME)")
     add(
@@ -118,13 +113,6 @@ def at_least(low: int, high: int | None = None) -> Callable[[str], int]:
 
     whole_number.__name__ = "whole number"  # for argparse's own message
     return whole_number
-
-
-def beside_a_picture(text: str) -> str:
-    """Check the type of a file for argparse: not .png, which is the suffix of the picture beside it."""
-    if text.endswith(".png"):
-        raise argparse.ArgumentTypeError(f"got {text!r}, allowed: any suffix but .png, which the picture has")
-    return text
 
 
 # -- starting and ending

@@ -8,7 +8,6 @@ import json
 import pytest
 
 from pipecomp.distributed.local_launcher import run_ranks
-from pipecomp.errors import OutputError
 from tests.limits import HANG_S
 from tests.models import ds_config, gpt2, samples
 
@@ -26,8 +25,6 @@ def traced(rank, world, note, folder):
     engine.start_trace()
     for _ in range(STEPS):
         engine.train_batch()
-    with pytest.raises(OutputError, match=r"cannot end in \.png"):
-        engine.save_trace(f"{folder}/trace.png")
     engine.save_trace(f"{folder}/trace.json")
     assert engine.timers("train_batch").event_timers == []  # DeepSpeed would keep each step's until it prints
     stats = engine.comm_stats()
@@ -55,4 +52,3 @@ def test_everything_is_in_the_trace(tmp_path):
     for rank in (0, 1):
         assert [row["micro_batch"] for row in found[rank][0]] == [0, 1, 2]
         assert all(row["forward_s"] > 0 and row["backward_s"] > 0 for row in found[rank][0])
-    assert (tmp_path / "trace.png").stat().st_size > 10_000

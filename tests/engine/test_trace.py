@@ -21,7 +21,6 @@ def test_a_trace_has_the_last_events_and_says_so(
         monkeypatch.setattr(module, "MAX_EVENTS", 10)
     monkeypatch.setattr(reporting, "gathered", lambda events: [events])
     monkeypatch.setattr(reporting, "broadcast", lambda problem: problem)
-    monkeypatch.setattr(reporting, "draw_trace", lambda path, by_rank, title: None)
     context: Any = SimpleNamespace(rank=0)
     others: Any = None
     kept = Reporting(context, others, others, None)
@@ -31,7 +30,7 @@ def test_a_trace_has_the_last_events_and_says_so(
         for name in ("forward", "backward", "update"):
             kept.trace.add(name, step, step + 1)
         kept.trace.end_step()
-    kept.save_trace(tmp_path / "trace.json", "")
+    kept.save_trace(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     found = [event["args"]["step"] for event in events if event["ph"] == "X"]
     assert found == [step for step in range(steps) for _ in range(3)][-10:]

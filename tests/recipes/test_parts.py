@@ -68,7 +68,6 @@ class TestCommandLine:
             (["--seed", "-1"], "--seed: got -1, allowed: a whole number from 0 to 4294967295"),
             (["--seed", "4294967296"], "--seed: got 4294967296"),
             (["--epoch", "3"], "unrecognized arguments: --epoch 3"),
-            (["--trace", "out.png"], "--trace: got 'out.png', allowed: any suffix"),
         ],
     )
     def test_what_is_wrong_is_told(self, words: list[str], told: str) -> None:
