@@ -301,8 +301,7 @@ def _compare(
     tied_plain_s = None
     if config.gradients == search.TIED:
         tied_plain_s = tied_seconds(job, config.replace(gradients=Gradients()), networks[0], speeds)
-    tied = search.choose_tied(choice.taken, networks[0], speeds) if job.replicas == 1 else []
-    return report.PlanResult(choice=choice, averages=averages, tied=tied, tied_plain_s=tied_plain_s, rows=rows)
+    return report.PlanResult(choice=choice, averages=averages, tied_plain_s=tied_plain_s, rows=rows)
 
 
 def plan_sizes(request: PlanRequest, profile: Profile) -> TrainingJob:
@@ -316,15 +315,8 @@ def plan_sizes(request: PlanRequest, profile: Profile) -> TrainingJob:
     [(samples, micro_batches)] = search.micro_batch_splits(options.batch, replicas, options.micro_batch or 1)
     model = without_weights(options.model, request.dtype)
     split = balanced(model, profile, K, tie=options.tie)
-    job = TrainingJob(
-        profile=profile,
-        plan=split,
-        samples=samples,
-        micro_batches=micro_batches,
-        replicas=replicas,
-        dtype=request.dtype,
-        tied=tied_values(model, split),
-    )
+    layout: dict[str, Any] = {"plan": split, "replicas": replicas, "tied": tied_values(model, split)}
+    job = TrainingJob(profile=profile, samples=samples, micro_batches=micro_batches, dtype=request.dtype, **layout)
     request.check_memory(max(memory_bytes(job)))
     return job
 
@@ -346,7 +338,6 @@ def as_json(result: report.PlanResult, network: LinkNetwork, names: Sequence[str
         "plain": as_row(result.choice.plain),
         "pays": result.choice.pays,
         "averages": [{"method": method, "seconds": seconds} for method, seconds in result.averages],
-        "tied": [{"method": method, "seconds": seconds} for method, seconds in result.tied],
         "methods": [
             {"name": name, "network": at, **as_row(prediction)}
             for name, predictions in result.rows

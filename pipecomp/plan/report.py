@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +16,7 @@ from pipecomp.config.activations import FEWEST, Bits, ConstantError, bits_text, 
 from pipecomp.plan.options import DTYPES
 from pipecomp.plan.prediction import StepPrediction, TrainingJob, memory_bytes, packet_sizes
 from pipecomp.plan.search import (
+    MAX_SHARE,
     MIN_OUTER_STEPS,
     TIED,
     PlanChoice,
@@ -40,16 +41,14 @@ class PlanResult:
     Attributes:
         choice: Recommended settings with their predictions.
         averages: Methods for averaging gradients over replicas with their seconds, as from `choose_average`.
-        tied: The same for tied weights, as from `choose_tied`.
         tied_plain_s: Seconds for tied weights without `TIED`; None if that is not recommended.
         rows: Every compared method with its prediction on every network.
     """
 
     choice: PlanChoice
-    averages: list[tuple[str, float]]
-    tied: list[tuple[str, float]]
-    tied_plain_s: float | None
-    rows: list[tuple[str, list[StepPrediction]]]
+    averages: list[tuple[str, float]] = field(default_factory=list)
+    tied_plain_s: float | None = None
+    rows: list[tuple[str, list[StepPrediction]]] = field(default_factory=list)
 
 
 def print_plan(result: PlanResult, network: LinkNetwork, names: Sequence[str], console: Console) -> None:
@@ -60,7 +59,7 @@ def print_plan(result: PlanResult, network: LinkNetwork, names: Sequence[str], c
         console.print(link_table(network, p, result.choice.plain))
     console.print(method_table(result.rows, names))
     console.print(p.job.text(), highlight=False)
-    for sentence in advice(result.choice, result.averages, result.tied, result.tied_plain_s):
+    for sentence in advice(result):
         console.print(sentence, highlight=False)
 
 
@@ -123,20 +122,9 @@ def _step_seconds(p: StepPrediction) -> str:
 # -- advice
 
 
-def advice(
-    choice: PlanChoice,
-    averages: Sequence[tuple[str, float]],
-    tied: Sequence[tuple[str, float]] = (),
-    tied_plain_s: float | None = None,
-) -> list[str]:
-    """Write the recommendation in sentences.
-
-    Args:
-        choice: Recommended bits and their predictions.
-        averages: As from `choose_average`; empty with one replica, or if the method is given.
-        tied: As from `choose_tied`; empty if tied weights hardly matter.
-        tied_plain_s: Seconds for tied weights without `search.TIED`; None if that is not recommended.
-    """
+def advice(result: PlanResult) -> list[str]:
+    """Write the recommendation in sentences."""
+    choice = result.choice
     p, plain = choice.prediction, choice.plain
     sentences = []
     if p.job.plan.num_stages > 1:
@@ -159,15 +147,25 @@ def advice(
                 sentences.append(
                     f"With dropout, fewer than {choice.fewest} bits forward may cost over 1 % of the training loss."
                 )
-        if tied_plain_s is not None:
-            sentences.append(_tied_compressed(choice.taken, tied_plain_s))
-        elif tied:
-            sentences.append(_tied_alternative(choice.taken, tied[0]))
+        taken = choice.taken
+        if result.tied_plain_s is not None:
+            sentences.append(
+                f"Take gradients.method {TIED.method} with {TIED.bits} bits for the gradients of tied weights, which "
+                f"stages sum in every step: {tied_names(taken.job)}. That takes {taken.tied_s:.3g} s of the step "
+                f"instead of {result.tied_plain_s:.3g} s, and no loss was measured from it. --gradients {TIED.method} "
+                f"uses 4 bits, --gradients none does not compress them; {_UNTIED}"
+            )
+        elif taken.job.replicas == 1 and taken.tied_s > MAX_SHARE * taken.step_s:
+            sentences.append(
+                f"Of this step, {taken.tied_s:.3g} s are for the gradients of tied weights, which stages sum in every "
+                f"step: {tied_names(taken.job)}. Fewer bits for activations do not shorten that; a gradients.method "
+                f"does. {_UNTIED}"
+            )
         if p.store_s >= p.step_s:
             remedy = "" if _clusters(choice) is not None else "; store.bits 8 helps"
             sentences.append(f"The message store's disk takes {p.store_s:.3g} s per step{remedy}.")
-    if averages:
-        sentences += _average_advice(choice, averages)
+    if result.averages:
+        sentences += _average_advice(choice, result.averages)
     return sentences
 
 
@@ -212,28 +210,6 @@ def tied_names(job: TrainingJob) -> str:
 
 
 _UNTIED = '--no-tie ("tie": false in the configuration) removes it, but each stage then trains a copy of its own.'
-
-
-def _tied_compressed(p: StepPrediction, plain_s: float) -> str:
-    return (
-        f"Take gradients.method {TIED.method} with {TIED.bits} bits for the gradients of tied weights, which stages "
-        f"sum in every step: {tied_names(p.job)}. That takes {p.tied_s:.3g} s of the step instead of {plain_s:.3g} s, "
-        f"and no loss was measured from it. --gradients {TIED.method} uses 4 bits, --gradients none does not compress "
-        f"them; {_UNTIED}"
-    )
-
-
-def _tied_alternative(p: StepPrediction, other: tuple[str, float]) -> str:
-    method, seconds = other
-    used = p.config.gradients.method
-    how = "uncompressed" if used == "none" else f"with {used}"
-    advice = (
-        f"Of this step, {p.tied_s:.3g} s are for the gradients of tied weights, which stages sum in every step, "
-        f"{how}: {tied_names(p.job)}. Fewer bits for activations do not shorten that. "
-    )
-    if seconds >= p.tied_s:
-        return advice + _UNTIED
-    return f"{advice}With gradients.method {method} (--gradients {method}) it takes {seconds:.3g} s; {_UNTIED}"
 
 
 # -- configuration

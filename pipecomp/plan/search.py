@@ -28,7 +28,7 @@ from pipecomp.errors import require
 from pipecomp.gradient_config import Gradients
 from pipecomp.plan.options import GRADIENT_METHODS
 from pipecomp.plan.packet_sizes import with_bits
-from pipecomp.plan.prediction import MachineSpeeds, StepPrediction, TrainingJob, average_seconds, predict, tied_seconds
+from pipecomp.plan.prediction import MachineSpeeds, StepPrediction, TrainingJob, average_seconds, predict
 from pipecomp.plan.simulation import LinkNetwork
 
 BIT_PAIRS = ((8, 8), (7, 8), (6, 8), (5, 8), (4, 8), (3, 6), (2, 4))
@@ -275,16 +275,6 @@ def choose_average(
     plain, best = options[0], min(options, key=lambda option: option[1])
     chosen = best if plain[1] > WORTHWHILE * best[1] else plain
     return [chosen, *(option for option in options if option is not chosen)]
-
-
-def choose_tied(p: StepPrediction, network: LinkNetwork, speeds: MachineSpeeds) -> list[tuple[str, float]]:
-    """List other methods for tied weights with their seconds per step, fastest first; empty if they take little."""
-    if p.tied_s <= MAX_SHARE * p.step_s:
-        return []
-    methods = [m for m in GRADIENT_METHODS if m != p.config.gradients.method]
-    configs = [p.config.replace(gradients=Gradients(method=m)) for m in methods]
-    options = [(m, tied_seconds(p.job, config, network, speeds)) for m, config in zip(methods, configs, strict=True)]
-    return sorted(options, key=lambda option: option[1])
 
 
 def choose_local_steps(step_s: float, average_s: float) -> int | None:
