@@ -42,7 +42,8 @@ LEVELS = [
     {"plan"},
     {"report"},
     {"initialization"},
-    {"demo", "recipes", "trainer"},
+    {"demo", "trainer"},
+    {"recipes"},
     {"bench", "up"},
     {"cli"},
 ]

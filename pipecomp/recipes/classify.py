@@ -15,9 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipecomp.distributed.collectives import broadcast
 from pipecomp.errors import DataError, require
-from pipecomp.interfaces import TrainingEngine
 from pipecomp.recipes.text import check_sources, dataset_split, read_sources, read_text
 
 LABEL = "label"
@@ -227,25 +225,15 @@ class Padding:
 # -- evaluation
 
 
-def evaluate(engine: TrainingEngine, batches: list) -> dict[str, float]:
-    """Evaluate held-out data on every replica.
+def compute_metrics(predicted: Any) -> dict[str, float]:
+    """Compute accuracy and Matthews correlation, for `PipelineTrainer`.
 
     Args:
-        engine: The engine.
-        batches: From `eval_batches`.
-
-    Returns:
-        Loss, accuracy and Matthews correlation over all samples, the same on every rank.
+        predicted: transformers' EvalPrediction, logits [N, C] and labels [N].
     """
-    mean_loss = engine.module.loss_fn
-
-    def on_logits(logits_BC: Tensor, labels_B: Tensor | None) -> Tensor:
-        assert labels_B is not None, "Padding makes them"
-        return counts(logits_BC, labels_B, mean_loss(logits_BC, labels_B))
-
-    results = engine.eval_batch(iter(batches), num_micro_batches=len(batches), on_logits=on_logits)
-    total = torch.stack(results).sum(0).tolist() if engine.is_last_stage() else None
-    return scores(broadcast(total, engine.grid._topo.get_rank(pipe=engine.num_stages - 1, data=0)))
+    logits_NC, labels_N = torch.as_tensor(predicted.predictions), torch.as_tensor(predicted.label_ids)
+    found = scores(counts(logits_NC, labels_N, torch.zeros(())).tolist())
+    return {name: found[name] for name in ("accuracy", "matthews")}
 
 
 def counts(logits_BC: Tensor, labels_B: Tensor, mean_loss: Tensor) -> Tensor:

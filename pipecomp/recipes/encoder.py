@@ -59,7 +59,8 @@ def fine_tune(args: argparse.Namespace, task: ClassificationTask) -> None:
             held_out=held_out,
             tokenizer=tokenizer,
             collate=classify.Padding(tokenizer.pad_token_id),
-            evaluation=classify.evaluate,
+            compute_metrics=classify.compute_metrics,
+            measures=("loss", "accuracy", "matthews"),
         ),
     )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import zipfile
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -145,6 +146,19 @@ def _check_sizes(where: str, shapes: set[tuple[int, ...]]) -> None:
         raise DataError(f"{where}: images of different sizes: {sorted(shapes)}")
 
 
+class Elsewhere(Dataset):
+    """The number of samples that other ranks hold."""
+
+    def __init__(self, samples: int) -> None:
+        self._samples = samples
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def __getitem__(self, index: int) -> NoReturn:
+        raise DataError("the samples are on other ranks")
+
+
 # -- random crops and flips
 
 
@@ -228,6 +242,17 @@ def shares(labels: Tensor, clients: int, concentration: float, seed: int) -> lis
     raise DataError(f"{len(labels)} images are too few for {clients} clients: use fewer clients")
 
 
+class OtherOrder:
+    """The size of an order of samples that other ranks hold. per_epoch: micro-batches of a round."""
+
+    def __init__(self, per_epoch: int, micro_batch: int) -> None:
+        self.per_epoch, self._micro = per_epoch, micro_batch
+
+    def size(self, number: int) -> int:
+        """Return the images of a micro-batch."""
+        return self._micro
+
+
 class ClientTurns:
     """The order of split learning: in every round each client trains on its own images, one client after another.
 
@@ -258,6 +283,10 @@ class ClientTurns:
         self.per_epoch = self.per_round * self._per_step
         self._turn: tuple[int, int] | None = None
         self._order: list[int] = []
+
+    def size(self, number: int) -> int:
+        """Return the images of a micro-batch."""
+        return self._micro
 
     def turn(self, step: int) -> tuple[int, int, int]:
         """Return round, client and the client's own step of an optimizer step, all counted from 0."""

@@ -11,7 +11,6 @@ from typing import Any
 
 from pipecomp.distributed import rendezvous
 from pipecomp.errors import DataError, require
-from pipecomp.interfaces import TrainingEngine
 from pipecomp.recipes import run, text
 from pipecomp.recipes.resume import DATA, data_facts, what_is_trained
 
@@ -69,7 +68,8 @@ def fine_tune(
             training=training,
             trained=trained,
             held_out=held_out,
-            evaluation=evaluate,
+            derived=perplexity,
+            measures=("loss", "perplexity"),
             tokenizer=tokenizer,
             cuts=cuts,
             config=ds_config,
@@ -77,18 +77,9 @@ def fine_tune(
     )
 
 
-def evaluate(engine: TrainingEngine, batches: list) -> dict[str, float]:
-    """Evaluate held-out data on every replica.
-
-    Args:
-        engine: The engine.
-        batches: From `eval_batches`.
-
-    Returns:
-        Loss in nats per token, and perplexity.
-    """
-    loss = run.evaluate(engine, batches)["loss"]
-    return {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf}
+def perplexity(loss: float) -> dict[str, float]:
+    """Return the perplexity of a mean loss in nats per token."""
+    return {"perplexity": math.exp(loss) if loss < 700 else math.inf}
 
 
 # -- documents

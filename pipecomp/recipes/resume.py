@@ -290,15 +290,20 @@ class RunCheckpoints:
             return "with the cached activations of that step: losses equal those of an uninterrupted run"
         return "with the cached activations that both ends of each link have in common; others are dropped"
 
-    def save(self, engine: TrainingEngine, step: int, *, ends_epoch: bool, last: bool) -> None:
-        """Write a checkpoint after step `step` if it is due. Every rank must call this."""
-        due = ends_epoch if self._every is None else step % self._every == 0
-        if (due or last) and not self.save_now(engine):
+    def is_due(self, step: int, *, ends_epoch: bool, last: bool) -> bool:
+        """Return whether a checkpoint is due after step `step`."""
+        return self.folder is not None and (last or (ends_epoch if self._every is None else step % self._every == 0))
+
+    def save(self, engine: TrainingEngine, *, last: bool) -> bool:
+        """Write a checkpoint that is due. Every rank must call this. Returns False if it could not be written."""
+        saved = self.save_now(engine)
+        if not saved:
             say_here(
                 "the run ends without this checkpoint"
                 if last
                 else "the run continues without this checkpoint, and tries again when the next one is due"
             )
+        return saved
 
     def save_now(self, engine: TrainingEngine, *, evaluation_due: bool = False) -> bool:
         """Write a checkpoint, if there is a folder for it. Every rank must call this.

@@ -28,14 +28,13 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from pipecomp.config import MOST_SEED
-from pipecomp.data import default_collate, eval_batches
-from pipecomp.distributed import preemption, rendezvous
-from pipecomp.distributed.rendezvous import check_processes, silence_stderr
+from pipecomp.data import default_collate
+from pipecomp.distributed import preemption
+from pipecomp.distributed.rendezvous import silence_stderr
 from pipecomp.errors import PipecompError
 from pipecomp.interfaces import TrainingEngine
 from pipecomp.recipes import resume
-from pipecomp.recipes.fit import Fit
-from pipecomp.recipes.steps import check_config, make_plan, read_config
+from pipecomp.recipes.steps import Plan
 from pipecomp.utils.tables import outlast_readers, replace_unprintable
 
 _FIRST_S = 10.0
@@ -163,6 +162,12 @@ def _print_once(line: str) -> None:
 # -- the run
 
 
+def _save_model(engine: TrainingEngine, folder: str, tokenizer: Any) -> None:
+    engine.save_pretrained(folder)
+    if tokenizer is not None and dist.get_rank() == 0:
+        tokenizer.save_pretrained(folder)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     """A recipe's model and data.
@@ -171,24 +176,52 @@ class Workload:
         model: As for `pipecomp.initialize`.
         training: Samples with a length.
         trained: From `resume.what_is_trained`.
+        training_samples: Their number for reports; None for the length of `training`.
         held_out: Samples to evaluate after every epoch, or None.
         collate: Makes a micro-batch from a list of samples.
-        evaluation: Takes the engine and the held-out batches and returns the numbers of an `eval` line, with "loss";
-            called on every rank.
+        compute_metrics: As for `PipelineTrainer`; None to keep no logits.
+        derived: Further metrics by name, from an evaluation's mean loss.
+        measures: The metrics of an `eval` line.
         tokenizer: Saved with the model.
         cuts: The model's cuts; None for stages of about equal size.
         config: DeepSpeed's configuration; None to read --deepspeed_config.
+        plan: Number and size of steps; None to compute them from --epochs, --max-steps and the samples.
+        sampler: The order of samples; None for a new one in every epoch.
+        loss: Mean loss of outputs and labels, for a model of plain modules.
+        lr_scheduler: Makes a scheduler from the optimizer, if the configuration has none.
+        unit: Unit of the speed: "tokens", or "images" for samples.
+        period: Interval of evaluations, for reports.
+        is_compared: The data are compared, or only some ranks have them.
+        save_parts: Writes the part of a stage into a folder; None for a from_pretrained folder.
     """
 
     model: Any
     training: Any
     trained: Mapping[str, Any]
+    training_samples: int | None = None
     held_out: Any = None
     collate: Callable[[list], Any] = default_collate
-    evaluation: Callable[[Any, list], dict[str, float]] = lambda engine, batches: evaluate(engine, batches)
+    compute_metrics: Callable[[Any], dict[str, float]] | None = None
+    derived: Callable[[float], dict[str, float]] = lambda loss: {}
+    measures: Sequence[str] = ("loss",)
     tokenizer: Any = None
     cuts: Sequence[int] | None = None
     config: dict[str, Any] | None = None
+    plan: Plan | None = None
+    sampler: Any = None
+    loss: Callable[[Any, Any], Any] | None = None
+    lr_scheduler: Callable[[Any], Any] | None = None
+    unit: str = "tokens"
+    period: str = "epoch"
+    is_compared: bool = False
+    save_parts: Callable[[Any, str], None] | None = None
+
+    def save(self, engine: TrainingEngine, folder: str) -> None:
+        """Write the trained model. Every rank must call this."""
+        if self.save_parts is not None:
+            self.save_parts(engine.stage, folder)
+        else:
+            _save_model(engine, folder, self.tokenizer)
 
 
 def train(args: argparse.Namespace, work: Workload) -> None:
@@ -201,86 +234,6 @@ def train(args: argparse.Namespace, work: Workload) -> None:
     Raises:
         PipecompError: On every rank, if one has an error or they have different arguments or data.
     """
-    fit = _prepare(args, work)
+    from pipecomp.recipes.trainer import RecipeTrainer  # imports transformers, which takes seconds
 
-    from pipecomp.initialization import initialize
-
-    count = _TokenCount(work.collate)
-    stages = None if work.cuts is not None else fit.stages
-    engine = initialize(work.model, stages, fit.config, training_data=work.training, collate_fn=count, cuts=work.cuts)
-    batches = [] if work.held_out is None else eval_batches(work.held_out, fit.plan.micro_batch, work.collate)
-    count.taken()  # reset, because the engine has read some batches
-
-    def save(folder: str) -> None:
-        engine.save_pretrained(folder)
-        if work.tokenizer is not None and dist.get_rank() == 0:
-            work.tokenizer.save_pretrained(folder)
-
-    fit.run(
-        engine,
-        samples=len(work.training),
-        held_out=0 if work.held_out is None else len(work.held_out),
-        units=count.taken,
-        evaluate=lambda: work.evaluation(engine, batches) if batches else None,
-        save=save,
-    )
-
-
-def _prepare(args: argparse.Namespace, work: Workload) -> Fit:
-    """Prepare the run and compare it on all ranks, before the engine is made."""
-    ranks = rendezvous.all_ranks()
-    with ranks.collective_errors():
-        world = dist.get_world_size()
-        stages = args.stages or world
-        check_processes("--stages", stages)
-        samples = len(work.training)
-        config = read_config(args.deepspeed_config) if work.config is None else check_config(work.config)
-        plan = make_plan(
-            config, samples=samples, replicas=world // stages, epochs=args.epochs, max_steps=args.max_steps
-        )
-        fit = Fit(args, config, plan, work.trained, stages=stages)
-    ranks.assert_same_on_all_ranks({**fit.facts(), "held-out data": work.held_out is not None})
-    with ranks.collective_errors():
-        fit.begin()
-        if args.save and dist.get_rank() == 0:
-            resume.make_folder("--save", args.save)
-    return fit
-
-
-def evaluate(engine: TrainingEngine, batches: list) -> dict[str, float]:
-    """Evaluate held-out data on every replica.
-
-    Args:
-        engine: The engine.
-        batches: From `eval_batches`.
-
-    Returns:
-        The mean "loss" over all samples with equal weights.
-    """
-    total, samples = 0.0, 0
-    size = len(batches[0].ids)
-    full = [batch for batch in batches if len(batch.ids) == size]
-    for part in (full, batches[len(full) :]):  # eval_batch weights micro-batches equally; the last may be incomplete
-        if part:
-            loss = engine.eval_batch(iter(part), num_micro_batches=len(part))
-            count = sum(len(batch.ids) for batch in part)
-            total, samples = total + float(loss) * count, samples + count
-    return {"loss": total / samples}
-
-
-class _TokenCount:
-    """A collator that counts tokens without padding."""
-
-    def __init__(self, collate: Callable[[list], Any]) -> None:
-        self._collate, self._tokens = collate, 0
-
-    def __call__(self, samples: list) -> Any:
-        batch = self._collate(samples)
-        mask = batch.get("attention_mask")
-        self._tokens += batch["input_ids"].numel() if mask is None else int(mask.sum())
-        return batch
-
-    def taken(self) -> int:
-        """Return the number of tokens since the last call."""
-        tokens, self._tokens = self._tokens, 0
-        return tokens
+    RecipeTrainer(args, work).run()

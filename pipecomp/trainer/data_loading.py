@@ -230,10 +230,11 @@ class StepLoader(TrainLoader):
             self.begin_step(1)
             batch = self._ahead.popleft()
             self.taken += 1
-            ids, mask = batch.inputs["input_ids"], batch.inputs.get("attention_mask")
-            real = (ids != self._pad) if mask is None and self._pad is not None else mask
-            self.tokens += ids.numel()
-            self.real_tokens += ids.numel() if real is None else int(real.sum())
+            ids, mask = batch.inputs.get("input_ids"), batch.inputs.get("attention_mask")
+            if ids is not None:  # None for images
+                real = (ids != self._pad) if mask is None and self._pad is not None else mask
+                self.tokens += ids.numel()
+                self.real_tokens += ids.numel() if real is None else int(real.sum())
             yield batch
 
 

@@ -15,18 +15,23 @@ from pipecomp.errors import ConfigError, require
 SECTION = "pipecomp"
 
 
-def engine_config(args: Any, pipecomp: str | os.PathLike | dict[str, Any] | None) -> dict[str, Any]:
+def engine_config(
+    args: Any, pipecomp: str | os.PathLike | dict[str, Any] | None, *, complete: bool = False
+) -> dict[str, Any]:
     """Return the configuration for `pipecomp.initialize`.
 
     Args:
         args: TrainingArguments. `args.deepspeed` may be the DeepSpeed configuration.
         pipecomp: The "pipecomp" section, or a DeepSpeed configuration (a dict with that key, or a JSON file). `args`
             supplies values that are missing or "auto".
+        complete: `pipecomp` is a DeepSpeed configuration with all values, optimizer included; return it unchanged.
 
     Raises:
         ConfigError: If a value contradicts `args`, or a pipeline does not support it.
     """
     config = _read_config(args, pipecomp)
+    if complete:
+        return config
     own = {
         "train_micro_batch_size_per_gpu": ("per_device_train_batch_size", args.per_device_train_batch_size),
         "gradient_accumulation_steps": ("gradient_accumulation_steps", args.gradient_accumulation_steps),

@@ -93,6 +93,14 @@ class StepLoss:
         self._notes = kind is classification and own is None and not label_smoothing
 
     @classmethod
+    def of_function(cls, loss: LossFn) -> StepLoss:
+        """Make the loss of plain modules from a function of outputs and labels that returns their mean loss."""
+        made = cls.__new__(cls)
+        made.causal, made._loss, made._smoother, made._own, made._notes = False, loss, None, None, False
+        made.share, made._counts = (1, 1), deque()
+        return made
+
+    @classmethod
     def of(
         cls, config: Any, model_class: Any, model: Any, smoothing: float, own: Callable[..., Tensor] | None
     ) -> StepLoss:

@@ -11,7 +11,6 @@ from pipecomp.distributed.collectives import broadcast
 from pipecomp.interfaces import TrainingEngine
 from pipecomp.report.page import try_write_report
 from pipecomp.report.progress import LinkMeter
-from pipecomp.report.recorder import Recorder
 from pipecomp.stats import WEIGHTS, BitsMeter, Traffic, counted_since
 
 _TRAINING = ("forward", "backward")
@@ -99,17 +98,18 @@ class TrainingRecorder:
 
     Args:
         trainer: The `PipelineTrainer` in its state before the first step.
-        steps: The last step of the training.
+        length: The length of the training.
         before: All ranks' `comm_stats` so far.
     """
 
-    def __init__(self, trainer: Any, steps: int, before: Sequence[Mapping[str, Any]]) -> None:
-        args, state = trainer.args, trainer.state
-        self._recorder = Recorder(args.output_dir if trainer.rank == 0 else None, after=state.global_step)
-        facts = {**trainer.engine.describe(), "micro_batches": args.gradient_accumulation_steps}
-        self._recorder.start(steps, kind="trainer", unit="samples", **facts)
+    def __init__(self, trainer: Any, length: Any, before: Sequence[Mapping[str, Any]]) -> None:
+        self._trainer, self._length, state = trainer, length, trainer.state
+        self._recorder, facts = trainer._start_recorder()
+        self._unit = facts["unit"]
+        facts |= {**trainer.engine.describe(), "micro_batches": trainer.args.gradient_accumulation_steps}
+        self._recorder.start(length.max_steps, **facts)
         self._step: dict[str, Any] | None = None  # written later, because a log may add the ranks' counters
-        self._began = 0.0
+        self._began, self._tokens, self._per_s = 0.0, 0, 0.0
         self._meter, self._group = LinkMeter(), trainer.group
         self._meter.since_last(before)
         self._before, self._first_step = {rank["rank"]: rank for rank in before}, state.global_step
@@ -124,10 +124,15 @@ class TrainingRecorder:
         spent = time.perf_counter() - self._began
         self._meter.spent += spent
         values = {"loss": loss, "lr": lr, "step_s": spent, "per_s": samples / spent}
-        self._step = {"step": step, "seconds": self._recorder.seconds(), **values}
+        epoch = self._length.epoch(step - 1) + 1
+        self._step = {"step": step, "seconds": self._recorder.seconds(), "epoch": epoch, **values}
 
-    def counters(self, stats: Sequence[Mapping[str, Any]]) -> None:
-        """Add all ranks' `comm_stats` to the last step."""
+    def counters(self, stats: Sequence[Mapping[str, Any]], tokens: int = 0) -> None:
+        """Add all ranks' `comm_stats` to the last step. tokens: of all replicas so far, without padding."""
+        taken, self._tokens = tokens - self._tokens, tokens
+        if self._step is not None and self._unit == "tokens":  # counted in every step
+            self._step["per_s"] = taken / self._step["step_s"]
+        self._per_s = self._step["per_s"] if self._step is not None else 0.0
         self._flush(stats)
 
     def rates(self, stats: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -138,29 +143,41 @@ class TrainingRecorder:
         measured = self._meter.since_last(stats)
         names = ("forward_mb_per_s", "backward_mb_per_s", "slowest_wait")
         values: dict[str, float] = {f"link_{name}": measured[name] for name in names if name in measured}
+        if self._unit != "samples":
+            values[f"{self._unit}_per_second"] = self._per_s
         return broadcast(values, group=self._group)
 
-    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record the loss from `evaluate` after this step. Call `counters` first."""
-        if "eval_loss" in metrics:
-            self._recorder.evaluated(step, {"loss": metrics["eval_loss"]})
+    def evaluated(
+        self, step: int, measures: Mapping[str, float], stats: Sequence[Mapping[str, Any]] | None = None
+    ) -> None:
+        """Record measures of an evaluation after this step, after `counters`. stats: to record its traffic, too."""
+        self._recorder.evaluated(step, measures, None if stats is None else self._counted(stats))
 
     def interrupted(self) -> None:
         """Record that a signal stopped the training."""
         self._flush()
         self._recorder.interrupted()
 
-    def end(self, engine: TrainingEngine, stats: Sequence[Mapping[str, Any]], *, page: bool) -> None:
-        """Record the end of the training and write its page. Every rank must call this."""
+    def end(self, engine: TrainingEngine, stats: Sequence[Mapping[str, Any]], *, page: bool) -> str | None:
+        """Record the end of the training and write its page, if any. Every rank must call this.
+
+        Returns:
+            On rank 0 the page's file, or why there is none.
+        """
         last_step = engine.gather_last_step()
         self._flush(stats)
         self._recorder.end(self._counted(stats), last_step)
-        if page and self._recorder.folder is not None:
-            _log.info("report: %s", try_write_report([self._recorder.folder]))
+        if not page or self._recorder.folder is None:
+            return None
+        written = try_write_report([self._recorder.folder])
+        _log.info("report: %s", written)
+        return written
 
     def _flush(self, stats: Sequence[Mapping[str, Any]] | None = None) -> None:
         if self._step is not None:
-            self._recorder.step(stats=None if stats is None else self._counted(stats), **self._step)
+            counted = None if stats is None else self._counted(stats)
+            self._recorder.step(stats=counted, **self._step)
+            self._trainer._report_step(self._step, counted or [])
             self._step = None
 
     def _counted(self, stats: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -43,8 +43,11 @@ class EngineHolder:
         model: Any,
         model_init: Callable[..., Any] | None,
         used: dict[str, Any],
+        *,
+        deepspeed_optimizer: bool = False,
     ) -> None:
-        """used: values of arguments that the trainer has read."""
+        """used: values of arguments that the trainer has read. deepspeed_optimizer: the configuration's."""
+        self._deepspeed_optimizer = deepspeed_optimizer
         self._pipeline, self._optimizers, self._loss = pipeline, optimizers, loss
         self._original, self._model_init = model, model_init
         self._used = used
@@ -75,7 +78,7 @@ class EngineHolder:
 
         if self._lost:
             raise PipecompError("end() has closed the trained model: call evaluate, predict and save_model before it")
-        own = not self._pipeline.settings.gradients.exchanges_in_optimizer
+        own = not self._pipeline.settings.gradients.exchanges_in_optimizer and not self._deepspeed_optimizer
         enable_model(self._original)
         self._precision = parameter_dtypes(self._original)
         engine = initialize(
@@ -84,6 +87,7 @@ class EngineHolder:
             cuts=self._pipeline.plan.cuts,
             loss_fn=self._loss,
             optimizer=(self._optimizers.optimizer or arguments.optimizer_factory(args)) if own else None,
+            lr_scheduler=self._optimizers.scheduler if self._deepspeed_optimizer else None,
             parameter_groups=arguments.parameter_groups(args) if own else None,
             tokens=tokens() if needs_measuring(self._pipeline.settings) else None,
         )
@@ -115,7 +119,7 @@ class EngineHolder:
             self.engine = None
             self._lost = self._trained and not isinstance(self._original, nn.Module)
 
-    def prepare_training(self, args: Any, checkpoint: str | None) -> None:
+    def prepare_training(self, args: Any, checkpoint: str | None, *, clear_stores: bool = True) -> None:
         """Call `model_init`, if there is one, for a new model as Trainer does, and clear the message stores.
 
         checkpoint: the checkpoint to restore cached activations from, or None. Raises ConfigError if an argument
@@ -131,9 +135,10 @@ class EngineHolder:
             else (*arguments.READ_BY_TRAINER, *arguments.READ_BY_ENGINE)
         )
         arguments.check_unchanged(args, {name: self._used[name] for name in names})
-        if checkpoints.needs_closed_engine(self._pipeline.settings, checkpoint):
-            self.close()
-        checkpoints.prepare_store(self._pipeline.settings, self.engine, checkpoint)
+        if clear_stores:
+            if checkpoints.needs_closed_engine(self._pipeline.settings, checkpoint):
+                self.close()
+            checkpoints.prepare_store(self._pipeline.settings, self.engine, checkpoint)
         self._lost = False  # a new training starts from the folder's weights or a checkpoint's
 
 

@@ -24,6 +24,7 @@ from pipecomp.distributed.rendezvous import all_ranks, check_processes, start_pr
 from pipecomp.errors import ConfigError, PipecompError, SplitError, require
 from pipecomp.stages.partition.adapters import without_peft
 from pipecomp.stages.partition.loading import resolve, skeleton
+from pipecomp.stages.partition.modules import Modules, plan_modules
 from pipecomp.stages.partition.planning import SplitPlan, plan_model
 from pipecomp.tls.process_group import BACKEND
 from pipecomp.trainer import arguments, deepspeed_config
@@ -97,13 +98,30 @@ class PipelineSetup:
         pipecomp: str | os.PathLike | dict[str, Any] | None,
         num_stages: int | None,
         cuts: Sequence[int] | None,
+        *,
+        complete_config: bool = False,
     ) -> PipelineSetup:
-        """Plan the partition. Parameters as for `PipelineTrainer`. Raises ConfigError and SplitError."""
+        """Plan the partition. Parameters as for `PipelineTrainer`. Raises ConfigError and SplitError.
+
+        complete_config: see `deepspeed_config.engine_config`.
+        """
         world = dist.get_world_size()
-        source = resolve(model)
-        config = deepspeed_config.engine_config(args, pipecomp)
+        config = deepspeed_config.engine_config(args, pipecomp, complete=complete_config)
         settings = Config.from_dict(config[deepspeed_config.SECTION])
         stages = num_stages if num_stages is not None or cuts is not None else world
+        if isinstance(model, Modules):
+            split_plan = plan_modules(model, stages, cuts)
+            check_processes("num_stages", split_plan.num_stages)
+            return cls(
+                model_class=type(model.model),
+                model_config=None,
+                engine_config=config,
+                settings=settings,
+                plan=split_plan,
+                replicas=world // split_plan.num_stages,
+                flos_per_token=0,
+            )
+        source = resolve(model)
         whole = source.model if source.model is not None else skeleton(source)
         split_plan = plan_model(whole, stages, cuts, tie=settings.tie)
         check_not_trained(model, split_plan.cuts)
@@ -117,7 +135,7 @@ class PipelineSetup:
             )
         check_processes("num_stages", split_plan.num_stages)
         zero = config.get("zero_optimization", {})
-        if zero.get("stage") == 1:  # DeepSpeed's default is a buffer of 5e8 values for any model
+        if zero.get("stage") == 1 and not complete_config:  # DeepSpeed's default is 5e8 values for any model
             zero.setdefault("reduce_bucket_size", min(500_000_000, max(split_plan.parameters)))
         return cls(
             model_class=source.model_class,

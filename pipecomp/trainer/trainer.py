@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -19,11 +19,13 @@ from transformers import (
 )
 from transformers.trainer_pt_utils import log_metrics, metrics_format, save_metrics, save_state
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput, speed_metrics
+from transformers.utils import logging as transformers_logging
 
-from pipecomp.data import dataset_facts
+from pipecomp.data import ShardedSampler, dataset_facts
 from pipecomp.distributed.rendezvous import all_ranks
 from pipecomp.errors import require, writable
 from pipecomp.interfaces import TrainingEngine
+from pipecomp.report.recorder import Recorder
 from pipecomp.trainer import arguments, callbacks, checkpoints, model_io, setup
 from pipecomp.trainer.callbacks import fire
 from pipecomp.trainer.data_loading import (
@@ -32,11 +34,15 @@ from pipecomp.trainer.data_loading import (
     check_seeded_collator,
     data_seed,
     longest_sample,
+    make_sampler,
     set_epoch,
 )
 from pipecomp.trainer.evaluation import Evaluation, check_ignored_keys, select_dataset
 from pipecomp.trainer.losses import StepLoss
-from pipecomp.trainer.training import Training
+from pipecomp.trainer.meters import TrainingRecorder
+from pipecomp.trainer.training import Training, TrainingLength
+
+_log = transformers_logging.get_logger(__name__)
 
 
 class PipelineTrainer:
@@ -101,6 +107,7 @@ class PipelineTrainer:
             trainer.save_model("trained")
     """
 
+    uses_deepspeed_optimizer = False
     log_metrics = log_metrics
     metrics_format = metrics_format
     save_metrics = save_metrics
@@ -133,16 +140,12 @@ class PipelineTrainer:
         self.group = setup.join(self.args, model, model_init, pipecomp)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         model = model if model_init is None else model_io.make_model(model_init)
-        self._pipeline = setup.PipelineSetup.of(self.args, model, pipecomp, num_stages, cuts)
+        self._pipeline = setup.PipelineSetup.of(
+            self.args, model, pipecomp, num_stages, cuts, complete_config=self.uses_deepspeed_optimizer
+        )
         self.settings, self.plan, self.replicas = self._pipeline.settings, self._pipeline.plan, self._pipeline.replicas
         self.flos_per_token = self._pipeline.flos_per_token
-        self._loss = StepLoss.of(
-            self._pipeline.model_config,
-            self._pipeline.model_class,
-            model,
-            self.args.label_smoothing_factor,
-            compute_loss_func,
-        )
+        self._loss = self._make_loss(model, compute_loss_func)
         self._optimizers = setup.OptimizerFactories.of(optimizers, optimizer_cls_and_kwargs, self.settings)
         self._save_messages, self._report, self._save_on_signal = save_messages, report, save_on_signal
 
@@ -161,7 +164,15 @@ class PipelineTrainer:
         )
 
         used = arguments.values(self.args, arguments.READ_BY_TRAINER)
-        self._holder = model_io.EngineHolder(self._pipeline, self._optimizers, self._loss, model, model_init, used)
+        self._holder = model_io.EngineHolder(
+            self._pipeline,
+            self._optimizers,
+            self._loss,
+            model,
+            model_init,
+            used,
+            deepspeed_optimizer=self.uses_deepspeed_optimizer,
+        )
         self._eval_loaders = EvalLoaders()
         self._training: Training | None = None
         self._start_callbacks(model, callbacks or [])
@@ -255,11 +266,7 @@ class PipelineTrainer:
             facts = self._facts(samples, self.args.per_device_train_batch_size, "train_dataset")
         resumes = bool(resume_from_checkpoint) if resume_from_checkpoint in (None, True, False) else "from a folder"
         setup.check_equal_arguments(ranks, self.args, **facts, resumes=resumes, save_on_signal=self._save_on_signal)
-        layout = checkpoints.layout(self.plan, self.replicas)
-        resume_point = checkpoints.find(resume_from_checkpoint, self.args.output_dir, layout, self.group)
-        self._holder.prepare_training(
-            self.args, resume_point.folder if resume_point is not None and resume_point.same else None
-        )
+        resume_point = self._prepare_training(resume_from_checkpoint)
         self.engine.data_facts = facts if samples.sample_id is int else {}
         self._training = Training(
             self,
@@ -304,6 +311,7 @@ class PipelineTrainer:
             return out
         loss_only = self.compute_metrics is None or self.args.prediction_loss_only
         metrics = self._run_evaluation(chosen, "eval_dataset", metric_key_prefix, loss_only, arrays=False).metrics or {}
+        metrics |= self._derived_metrics(metrics)
         self.log(metrics)
         fire(self, "on_evaluate", metrics)
         return metrics
@@ -379,6 +387,72 @@ class PipelineTrainer:
     def num_examples(self, dataloader: Any) -> int:
         """Return the number of samples in the dataset of one of this trainer's loaders."""
         return len(dataloader.dataset)
+
+    # -- what a subclass that runs a whole program, as recipes do, replaces
+
+    def _make_loss(self, model: Any, own: Callable[..., Any] | None) -> StepLoss:
+        """Make the loss of the engine."""
+        pipeline = self._pipeline
+        return StepLoss.of(pipeline.model_config, pipeline.model_class, model, self.args.label_smoothing_factor, own)
+
+    def _make_sampler(self, samples: SampleSource, replica: int) -> ShardedSampler:
+        """Make the order of the training samples of a replica."""
+        data, processing = self.train_dataset, self.processing_class
+        return make_sampler(samples, self.args, data, processing, replicas=self.replicas, replica=replica)
+
+    def _training_length(self, per_epoch: int) -> TrainingLength:
+        """Return the length of the training. per_epoch: micro-batches of one replica."""
+        return TrainingLength.of(self.args, per_epoch)
+
+    def _prepare_training(self, resume: str | os.PathLike | bool | None) -> checkpoints.ResumePoint | None:
+        """Find the checkpoint to resume from, and clear the message stores."""
+        layout = checkpoints.layout(self.plan, self.replicas)
+        resume_point = checkpoints.find(resume, self.args.output_dir, layout, self.group)
+        self._holder.prepare_training(
+            self.args, resume_point.folder if resume_point is not None and resume_point.same else None
+        )
+        return resume_point
+
+    def _load_checkpoint(self, resume_point: checkpoints.ResumePoint) -> checkpoints.ResumePoint:
+        """Load the engine's state; returns the checkpoint with its pending work."""
+        checkpoints.load_engine(self.engine, resume_point, self.lr_scheduler)
+        return resume_point
+
+    def _write_checkpoint(self, *, messages: bool, count: Callable[[], Any], due: Sequence[str]) -> bool:
+        """Write a checkpoint of the last step; returns whether it was written. Arguments as `write_checkpoint`."""
+        return checkpoints.write_checkpoint(self, messages=messages, count=count, due=due)
+
+    def _start_recorder(self) -> tuple[Recorder, dict[str, Any]]:
+        """Open the run's folder. Returns its recorder and facts for run.json, with the unit of speed."""
+        folder = self.args.output_dir if self.rank == 0 else None
+        return Recorder(folder, after=self.state.global_step), {"kind": "trainer", "unit": "samples"}
+
+    def _record_evaluation(self, recording: TrainingRecorder, metrics: dict[str, float]) -> None:
+        """Record the metrics of an evaluation during training."""
+        if "eval_loss" in metrics:
+            recording.evaluated(self.state.global_step, {"loss": metrics["eval_loss"]})
+
+    def _derived_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return further metrics of an evaluation."""
+        return {}
+
+    def _report_step(self, record: Mapping[str, Any], stats: Sequence[Mapping[str, Any]]) -> None:
+        """Report a recorded step. stats: all ranks' counters; empty if not gathered."""
+
+    def _take_errors(self) -> list[str]:
+        """Return errors of outputs without which training continues; every rank prints them."""
+        return []
+
+    def _report_interruption(self, reason: str, *, saved: bool) -> None:
+        """Report that training stops after this step. saved: with a checkpoint."""
+        remedy = "resume_from_checkpoint=True continues" + ("" if saved else " from an earlier checkpoint, if any")
+        _log.warning("stopped after step %d: %s; %s", self.state.global_step, reason, remedy)
+
+    def _save_results(self) -> None:
+        """Write what the program saves after the last step, before the last counters are gathered."""
+
+    def _report_end(self, page: str | None, stats: Sequence[Mapping[str, Any]]) -> None:
+        """Report the end of the training. page: see `TrainingRecorder.end`."""
 
     # -- callbacks and logs
 

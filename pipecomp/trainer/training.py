@@ -16,13 +16,14 @@ from transformers.trainer_utils import TrainOutput, compare_trainer_and_checkpoi
 from transformers.utils import logging as transformers_logging
 
 from pipecomp.distributed.collectives import broadcast, gathered
-from pipecomp.distributed.preemption import Interruption
+from pipecomp.distributed.preemption import Interruption, say_here
 from pipecomp.errors import require
 from pipecomp.interfaces import TrainingEngine
 from pipecomp.kernels import ops
+from pipecomp.report.recorder import counted
 from pipecomp.trainer import callbacks, checkpoints
 from pipecomp.trainer.callbacks import fire
-from pipecomp.trainer.data_loading import SampleSource, StepLoader, data_seed, loader_options, make_sampler
+from pipecomp.trainer.data_loading import SampleSource, StepLoader, data_seed, loader_options
 from pipecomp.trainer.losses import StepLoss
 from pipecomp.trainer.meters import LossMeter, TrafficMeter, TrainingRecorder
 
@@ -31,33 +32,77 @@ from pipecomp.trainer.meters import LossMeter, TrafficMeter, TrainingRecorder
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingLength:
-    """The length of a training. per_epoch: micro-batches of one replica. updates: optimizer steps per epoch."""
+    """The length of a training. Steps and epochs are counted from 0.
+
+    Attributes:
+        per_epoch: Micro-batches of one replica in an epoch.
+        accumulation: Micro-batches of an optimizer step.
+        updates: Optimizer steps of an epoch.
+        epochs: Epochs, of which the last may be incomplete.
+        max_steps: Optimizer steps of the training.
+        spanning: Every step has `accumulation` micro-batches and may extend into the next epoch. Otherwise the last
+            step of an epoch has the remainder, as in Trainer.
+    """
 
     per_epoch: int
     accumulation: int
     updates: int
     epochs: int
     max_steps: int
+    spanning: bool = False
 
     @classmethod
-    def of(cls, args: Any, per_epoch: int) -> TrainingLength:
-        """Compute it as Trainer does."""
+    def of(cls, args: Any, per_epoch: int, *, spanning: bool = False) -> TrainingLength:
+        """Compute it as Trainer does. spanning: see the class; then `args.max_steps` is set."""
         accumulation, max_steps = args.gradient_accumulation_steps, args.max_steps
         updates = -(-per_epoch // accumulation)
-        if max_steps > 0:
+        if spanning:
+            epochs = (max_steps - 1) * accumulation // per_epoch + 1
+        elif max_steps > 0:
             epochs = -(-max_steps // updates)
         else:
             epochs = math.ceil(args.num_train_epochs)
             max_steps = math.ceil(args.num_train_epochs * updates)
-        return cls(per_epoch=per_epoch, accumulation=accumulation, updates=updates, epochs=epochs, max_steps=max_steps)
+        return cls(
+            per_epoch=per_epoch,
+            accumulation=accumulation,
+            updates=updates,
+            epochs=epochs,
+            max_steps=max_steps,
+            spanning=spanning,
+        )
 
-    def micro_batches(self, update: int) -> int:
-        """Return the micro-batches of optimizer step `update` of an epoch; the last step takes the remainder."""
-        return min(self.accumulation, self.per_epoch - update * self.accumulation)
+    def epoch(self, step: int) -> int:
+        """Return the epoch in which a step starts."""
+        return step * self.accumulation // self.per_epoch if self.spanning else step // self.updates
+
+    def first_step(self, epoch: int) -> int:
+        """Return the first step that starts in an epoch."""
+        return -(-epoch * self.per_epoch // self.accumulation) if self.spanning else epoch * self.updates
+
+    def first_micro_batch(self, step: int) -> int:
+        """Return the number of a step's first micro-batch, counted from the start of training."""
+        if self.spanning:
+            return step * self.accumulation
+        return step // self.updates * self.per_epoch + step % self.updates * self.accumulation
+
+    def micro_batches(self, step: int) -> int:
+        """Return the number of micro-batches of a step."""
+        if self.spanning:
+            return self.accumulation
+        return min(self.accumulation, self.per_epoch - step % self.updates * self.accumulation)
+
+    def epochs_after(self, steps: int) -> float:
+        """Return the epochs that the first `steps` steps take."""
+        if steps == 0:
+            return 0.0
+        epoch = self.epoch(steps - 1)
+        end = self.first_micro_batch(steps - 1) + self.accumulation
+        return epoch + min(1.0, (end - epoch * self.per_epoch) / self.per_epoch)
 
     def has_other_length(self, step: int, epoch: float) -> bool:
-        """Return whether a training in which `step` ended at `epoch` has another number of steps per epoch."""
-        return abs(epoch - step / self.updates) > 1 / self.updates
+        """Return whether a training in which `step` steps took `epoch` epochs has another number of steps per epoch."""
+        return abs(epoch - self.epochs_after(step)) > 1 / self.updates
 
 
 def make_lr_scheduler(args: Any, optimizer: Any, make: Callable[[Any], Any] | None, max_steps: int) -> Any:
@@ -79,8 +124,8 @@ def uses_metric(scheduler: Any) -> bool:
 
 
 def learning_rate(scheduler: Any, optimizer: Any) -> float:
-    """Return the learning rate of the last step. Call it before the schedule steps."""
-    if uses_metric(scheduler):
+    """Return the learning rate of the next step. scheduler: None if DeepSpeed has it."""
+    if scheduler is None or uses_metric(scheduler):
         return float(optimizer.param_groups[0]["lr"])
     return float(scheduler.get_last_lr()[0])
 
@@ -146,35 +191,31 @@ class Training:
         engine: TrainingEngine = trainer.engine
         self._trainer, self._engine, self._loss, self._save_messages = trainer, engine, loss, save_messages
         self._report, self._interruption = report, Interruption(active=save_on_signal)
+        self._stop_reason: str | None = None
         # The group of the last stages of all replicas, which sum their numbers of labels.
         average = args.average_tokens_across_devices and trainer.replicas > 1
         self._loss_group = engine.grid.get_data_parallel_group() if average else None
-        self._sampler = sampler = make_sampler(
-            samples,
-            args,
-            trainer.train_dataset,
-            trainer.processing_class,
-            replicas=trainer.replicas,
-            replica=engine.grid.data_parallel_id,
-        )
-        self._length = length = TrainingLength.of(args, sampler.per_epoch)
+        self._sampler = sampler = trainer._make_sampler(samples, engine.grid.data_parallel_id)
+        self._length = length = trainer._training_length(sampler.per_epoch)
         pad = getattr(trainer.processing_class, "pad_token_id", None)
         seed = ops.mix_seed(data_seed(args), engine.grid.data_parallel_id)  # replicas mask differently
         self._loader = StepLoader(samples, sampler, seed, loader_options(args), pad)
         handler = trainer.callback_handler
-        handler.lr_scheduler = make_lr_scheduler(args, engine.basic_optimizer, make_scheduler, length.max_steps)
+        if trainer.uses_deepspeed_optimizer:
+            handler.lr_scheduler = None  # DeepSpeed's engine has the configuration's
+        else:
+            handler.lr_scheduler = make_lr_scheduler(args, engine.basic_optimizer, make_scheduler, length.max_steps)
         self._start_state(resume_point)
-        self._resume_point = resume_point
-        if resume_point is not None:
-            checkpoints.load_engine(engine, resume_point, trainer.lr_scheduler)
+        self._resume_point = None if resume_point is None else trainer._load_checkpoint(resume_point)
         engine.set_loader(self._loader)
         handler.train_dataloader = self._loader
         self._began, self._first_step = time.time(), trainer.state.global_step
         self.tokens_before, self._flos_before = trainer.state.num_input_tokens_seen, trainer.state.total_flos
         self._losses, self._traffic = LossMeter(trainer.state.global_step), TrafficMeter()
+        self._real_tokens = 0  # of all replicas, since the engine was made
         before = self._gather_stats()  # counters of earlier trainings with this engine
         self._traffic.since_last(before)
-        self._recording = TrainingRecorder(trainer, length.max_steps, before)
+        self._recording = TrainingRecorder(trainer, length, before)
 
     def _start_state(self, resume_point: checkpoints.ResumePoint | None) -> None:
         """Set the trainer's state to the checkpoint's, or to a new one."""
@@ -188,8 +229,8 @@ class Training:
             if self._length.has_other_length(state.global_step, state.epoch or 0.0):
                 _log.warning(
                     f"step {state.global_step} ended at epoch {state.epoch or 0:.2f} in the training that saved it, "
-                    f"but ends at {state.global_step / self._length.updates:.2f} here: the number of samples per step "
-                    f"differs. Training continues by steps, as with Trainer, to step {self._length.max_steps}"
+                    f"but ends at {self._length.epochs_after(state.global_step):.2f} here: the number of samples per "
+                    f"step differs. Training continues by steps, as with Trainer, to step {self._length.max_steps}"
                 )
             best = state.best_model_checkpoint
             if not broadcast(best is None or Path(best).is_dir(), group=trainer.group):
@@ -201,6 +242,11 @@ class Training:
         state.max_steps, state.num_train_epochs = self._length.max_steps, self._length.epochs
         state.is_local_process_zero = trainer.is_local_process_zero()
         state.is_world_process_zero = trainer.is_world_process_zero()
+
+    def is_stopping(self) -> bool:
+        """Return whether training stops after this step because of a signal."""
+        over = self._trainer.state.global_step >= self._length.max_steps or self._trainer.control.should_training_stop
+        return self._stop_reason is not None and not over
 
     # -- from the first step to the last
 
@@ -218,31 +264,33 @@ class Training:
         if self._resume_point is not None and self._resume_point.due:
             self._do_pending_work(self._resume_point)
             over = over or trainer.control.should_training_stop
-        done, skip = divmod(trainer.state.global_step, length.updates)
+        done = length.epoch(trainer.state.global_step)
         for epoch in () if over else range(done, length.epochs):
-            self._run_epoch(epoch, skip if epoch == done and not trainer.args.ignore_data_skip else 0)
+            begins = epoch > done or trainer.args.ignore_data_skip
+            self._run_epoch(epoch, length.first_step(epoch) if begins else trainer.state.global_step)
             if trainer.control.should_training_stop:
                 break
         return self._finish()
 
     def _run_epoch(self, epoch: int, first: int) -> None:
-        """Take the optimizer steps of an epoch, starting with number `first`."""
+        """Take the optimizer steps that start in an epoch, from step `first` on."""
         trainer, length = self._trainer, self._length
         fire(trainer, "on_epoch_begin")
-        self._loader.begin_epoch(epoch, epoch * length.per_epoch + first * length.accumulation)
+        self._loader.begin_epoch(epoch, length.first_micro_batch(first))
         logs: dict[str, float] = {}
-        for update in range(first, length.updates):
+        end = length.first_step(epoch + 1)
+        for step in range(first, end):
             fire(trainer, "on_step_begin")
-            micro_batches = length.micro_batches(update)
+            micro_batches = length.micro_batches(step)
             if micro_batches > 1 and (trainer.control.should_epoch_stop or trainer.control.should_training_stop):
                 break  # Trainer checks after the first micro-batch, and takes the step if it is the only one
-            logs = self._step(micro_batches, epoch * length.per_epoch + update * length.accumulation)
+            logs = self._step(micro_batches, length.first_micro_batch(step))
             if trainer.args.include_num_input_tokens_seen != "no":
                 self._gather_stats()  # callbacks may use the number of tokens in any step, as with Trainer
             trainer.state.global_step += 1
-            trainer.state.epoch = epoch + min(1.0, (update + 1) * length.accumulation / length.per_epoch)
+            trainer.state.epoch = length.epochs_after(step + 1)
             fire(trainer, "on_step_end")
-            self._stop_if_asked(logs, ends_epoch=update + 1 == length.updates or trainer.control.should_epoch_stop)
+            self._stop_if_asked(logs, ends_epoch=step + 1 == end or trainer.control.should_epoch_stop)
             self._log_evaluate_save(logs)
             if trainer.control.should_epoch_stop or trainer.control.should_training_stop:
                 break
@@ -254,20 +302,21 @@ class Training:
 
         There may be no time for an evaluation, so the checkpoint records it, and the end of an epoch, as pending.
         """
-        trainer, state, control = self._trainer, self._trainer.state, self._trainer.control
-        with self._engine.propagate_failure():
-            reason = self._interruption.agree(trainer.group)
-        if reason is None or state.global_step >= self._length.max_steps or control.should_training_stop:
+        trainer = self._trainer
+        if not self._log(logs):
+            with self._engine.propagate_failure():
+                self._stop_reason = self._interruption.agree(trainer.group)
+        if not self.is_stopping():
             return
-        control.should_log |= ends_epoch and trainer.args.logging_strategy.value == "epoch"
+        assert self._stop_reason is not None
+        trainer.control.should_log |= ends_epoch and trainer.args.logging_strategy.value == "epoch"
         self._log(logs)
         due = [checkpoints.EVALUATION] if trainer.control.should_evaluate else []
         saved = self._save([*due, checkpoints.EPOCH_END] if ends_epoch else due)
         self._recording.interrupted()
-        remedy = "resume_from_checkpoint=True continues" + ("" if saved else " from an earlier checkpoint, if any")
-        _log.warning("stopped after step %d: %s; %s", state.global_step, reason, remedy)
+        trainer._report_interruption(self._stop_reason, saved=saved)
         trainer.end()
-        raise self._interruption.leave(reason)
+        raise self._interruption.leave(self._stop_reason)
 
     def _do_pending_work(self, resume_point: checkpoints.ResumePoint) -> None:
         """Do the pending work of a checkpoint that was written after a signal.
@@ -298,6 +347,7 @@ class Training:
         )
         if engine.micro_batches != micro_batches:
             engine.set_train_batch_size(micro_batches * args.per_device_train_batch_size * self._trainer.replicas)
+        rate = learning_rate(scheduler, engine.basic_optimizer)
         self._recording.begin_step()
         self._load(micro_batches)
         own = sum(map(self._sampler.size, range(first, first + micro_batches)))
@@ -305,16 +355,16 @@ class Training:
         loss = float(engine.train_batch())
         if state.global_step + 1 >= self._length.max_steps:
             engine.average_replicas()
-        logs = {"learning_rate": learning_rate(scheduler, engine.basic_optimizer)}
+        logs = {"learning_rate": rate}
         samples = own * self._trainer.replicas
-        self._recording.end_step(state.global_step + 1, loss=loss, lr=logs["learning_rate"], samples=samples)
+        self._recording.end_step(state.global_step + 1, loss=loss, lr=rate, samples=samples)
         if args.logging_nan_inf_filter and not math.isfinite(loss):  # use the mean since the last log, as Trainer does
             loss = self._losses.sum / (1 + state.global_step - self._losses.last_logged)
         self._losses.sum += loss
         norm = engine.get_global_grad_norm()
         if norm is not None:
             logs["grad_norm"] = float(norm)
-        if engine.was_step_applied() and not uses_metric(scheduler):
+        if scheduler is not None and engine.was_step_applied() and not uses_metric(scheduler):
             scheduler.step()
         every = args.torch_empty_cache_steps
         if every is not None and state.global_step % every == 0 and torch.cuda.is_available():
@@ -335,17 +385,19 @@ class Training:
                 group = None if engine.begins_local_step() else self._loss_group
                 self._loss.set_share(labels, self._trainer.replicas, group, engine.device)
 
-    def _log(self, logs: dict[str, float]) -> None:
-        """Log if the callbacks request it."""
+    def _log(self, logs: dict[str, float]) -> bool:
+        """Log if the callbacks request it; the ranks then also agree whether to stop. Returns whether it logged."""
         trainer, state = self._trainer, self._trainer.state
-        if trainer.control.should_log and state.global_step > self._losses.last_logged:
-            own = {"loss": self._losses.log(state.global_step)}
-            if "grad_norm" in logs:
-                own["grad_norm"] = logs["grad_norm"]
-            stats, common = self._gather(own)
-            self._recording.counters(stats)
-            traffic = {**self._traffic.since_last(stats), **self._recording.rates(stats)}
-            trainer.log({"loss": common["loss"], **logs, **common, **traffic}, self._began)
+        if not trainer.control.should_log or state.global_step <= self._losses.last_logged:
+            return False
+        own = {"loss": self._losses.log(state.global_step)}
+        if "grad_norm" in logs:
+            own["grad_norm"] = logs["grad_norm"]
+        stats, common = self._gather(own)
+        self._recording.counters(stats, self._real_tokens)
+        traffic = {**self._traffic.since_last(stats), **self._recording.rates(stats)}
+        trainer.log({"loss": common["loss"], **logs, **common, **traffic}, self._began)
+        return True
 
     def _log_evaluate_save(self, logs: dict[str, float]) -> None:
         """Log, evaluate and save as the callbacks request."""
@@ -360,7 +412,7 @@ class Training:
         if trainer.control.should_evaluate:
             self._update_counters()  # writes the step's line before the evaluation's
             metrics = trainer.evaluate()
-            self._recording.evaluated(state.global_step, metrics)
+            trainer._record_evaluation(self._recording, metrics)
             if uses_metric(trainer.lr_scheduler):
                 trainer.lr_scheduler.step(best_model_metric(trainer.args, metrics))
             new_best = update_best(trainer.args, state, metrics)
@@ -374,9 +426,10 @@ class Training:
         loss = self._losses.total() / max(steps, 0.001)
         if steps:  # also if a callback ended the training early
             self._engine.average_replicas()
+        trainer._save_results()
         stats, common = self._gather({"loss": loss})
         loss = common["loss"]
-        self._recording.end(self._engine, stats, page=self._report)
+        trainer._report_end(self._recording.end(self._engine, stats, page=self._report), stats)
         if args.max_steps <= 0:
             samples = len(trainer.train_dataset) * args.num_train_epochs
         else:
@@ -409,22 +462,29 @@ class Training:
         engine, trainer, loader = self._engine, self._trainer, self._loader
         tokens = (loader.tokens, loader.real_tokens) if engine.is_first_stage() else (0, 0)
         with engine.propagate_failure():
-            rows = gathered((engine.comm_stats(), tokens, dict(values)), trainer.group)
-        seen = sum(tokens[0] for _, tokens, _ in rows)
+            own_stats = counted([engine.comm_stats()])[0]  # without the last step's micro-batches
+            own = (own_stats, tokens, dict(values), self._interruption.wanted, trainer._take_errors())
+            rows = gathered(own, trainer.group)
+        self._stop_reason = self._interruption.decide([wanted for *_, wanted, _ in rows])
+        for rank, (*_, errors) in enumerate(rows):
+            for error in errors:
+                say_here(f"rank {rank}: {error}. The run continues without it")
+        self._real_tokens = sum(tokens[1] for _, tokens, *_ in rows)
+        seen = sum(tokens[0] for _, tokens, *_ in rows)
         trainer.state.total_flos = self._flos_before + seen * trainer.flos_per_token
-        counted = trainer.args.include_num_input_tokens_seen
-        if counted != "no":
-            column = 1 if counted == "non_padding" else 0
-            trainer.state.num_input_tokens_seen = self.tokens_before + sum(tokens[column] for _, tokens, _ in rows)
-        by_rank = [own for *_, own in rows]
+        which = trainer.args.include_num_input_tokens_seen
+        if which != "no":
+            column = 1 if which == "non_padding" else 0
+            trainer.state.num_input_tokens_seen = self.tokens_before + sum(tokens[column] for _, tokens, *_ in rows)
+        by_rank = [of_rank for _, _, of_rank, *_ in rows]
         common = dict(values)
-        if any(own != by_rank[0] for own in by_rank):
-            common = {name: sum(own[name] for own in by_rank) / len(by_rank) for name in values}
+        if any(of_rank != by_rank[0] for of_rank in by_rank):
+            common = {name: sum(of_rank[name] for of_rank in by_rank) / len(by_rank) for name in values}
         return [stats for stats, *_ in rows], common
 
     def _update_counters(self) -> None:
         """Update the state's number of tokens and the recorded counters, which checkpoints save."""
-        self._recording.counters(self._gather_stats())
+        self._recording.counters(self._gather_stats(), self._real_tokens)
 
     def _save(self, due: Sequence[str] = ()) -> bool:
         """Write a checkpoint and fire on_save. Returns False if it could not be written; training then continues.
@@ -432,8 +492,8 @@ class Training:
         due: the work that is pending after this step, see `checkpoints.ResumePoint`.
         """
         with self._engine.propagate_failure():
-            saved = checkpoints.write_checkpoint(
-                self._trainer, messages=self._save_messages, count=self._update_counters, due=due
+            saved = self._trainer._write_checkpoint(
+                messages=self._save_messages, count=self._update_counters, due=tuple(due)
             )
         if saved:
             fire(self._trainer, "on_save")

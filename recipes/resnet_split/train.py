@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,13 @@ from torch import Tensor
 
 from pipecomp.config import Config
 from pipecomp.config.checks import batch_sizes
-from pipecomp.data import TrainLoader, eval_batches
 from pipecomp.distributed import rendezvous
-from pipecomp.distributed.collectives import broadcast, gathered
+from pipecomp.distributed.collectives import gathered
 from pipecomp.distributed.consistency import settings_of
 from pipecomp.errors import DataError, require
 from pipecomp.recipes import images, run, steps
-from pipecomp.recipes.fit import Fit
 from pipecomp.recipes.resnet import client_cuts, resnet
-from pipecomp.recipes.resume import DATA, make_folder, what_is_trained
+from pipecomp.recipes.resume import DATA, what_is_trained
 from pipecomp.recipes.text import check_one_source
 from pipecomp.stages import modules
 from pipecomp.utils.serialization import serializable
@@ -103,30 +102,45 @@ def main(args: argparse.Namespace) -> None:
         if dist.get_rank() != SERVER:
             data, mine = read(args, micro, accumulation, seed)
     task = agreed(mine)
+    count = min(args.rounds * task.per_round, args.max_steps or args.rounds * task.per_round)
+    per_epoch = task.per_round * accumulation
     with ranks.collective_errors():
-        per_epoch = task.per_round * accumulation
-        count = min(args.rounds * task.per_round, args.max_steps or args.rounds * task.per_round)
-        plan = steps.Plan(steps=count, per_epoch=per_epoch, micro_batch=micro, accumulation=accumulation, replicas=1)
-        trained = what_is_trained(args, meanings(args, config, task))
-        fit = Fit(args, config, plan, trained, stages=STAGES, unit="images", period="round")
-    with ranks.collective_errors():
-        fit.begin()
-        if args.save:
-            make_folder("--save", args.save)
         network = make_network(args, task, seed)
-
-    engine = open_engine(args, network, fit.config, task)
-    if data is not None:
-        engine.set_loader(TrainLoader(data.views, data.turns))
-    batches = [] if data is None or data.held_out is None else eval_batches(data.held_out, micro)
-    fit.run(
-        engine,
-        samples=task.images,
-        held_out=task.held_out,
-        units=lambda: micro * accumulation,
-        evaluate=lambda: evaluate(engine, batches, -(-task.held_out // micro)) if task.held_out else None,
-        save=lambda folder: save(engine.stage, folder),
+    run.train(
+        args,
+        run.Workload(
+            model=modules(network, task.shape, margin=0 if args.unmatched else args.crop),
+            cuts=client_cuts(network),
+            loss=mean_loss,
+            lr_scheduler=None if "scheduler" in config else partial(falling, args, task),
+            config=config,
+            plan=steps.Plan(steps=count, per_epoch=per_epoch, micro_batch=micro, accumulation=accumulation, replicas=1),
+            training=images.Elsewhere(task.images) if data is None else data.views,
+            held_out=held_out_images(data, task),
+            sampler=images.OtherOrder(per_epoch, micro) if data is None else data.turns,
+            trained=what_is_trained(args, meanings(args, config, task)),
+            training_samples=task.images,
+            compute_metrics=accuracy,
+            measures=("loss", "accuracy"),
+            unit="images",
+            period="round",
+            is_compared=True,
+            save_parts=save,
+        ),
     )
+
+
+def held_out_images(data: ClientData | None, task: Task) -> Any:
+    """The held-out images, on the server their number; None if there are none."""
+    if not task.held_out:
+        return None
+    return images.Elsewhere(task.held_out) if data is None else data.held_out
+
+
+def falling(args: argparse.Namespace, task: Task, optimizer: Any) -> Any:
+    """A schedule that falls to a tenth after every --decay-rounds rounds."""
+    every = (args.decay_rounds or DECAY_ROUNDS) * task.per_round
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.1 ** (step // every))
 
 
 def read_settings(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
@@ -213,37 +227,14 @@ def agreed(mine: Found | None) -> Task:
     return task
 
 
-def open_engine(args: argparse.Namespace, network: torch.nn.Sequential, config: dict[str, Any], task: Task) -> Any:
-    """The engine over client, server and client."""
-    from pipecomp.initialization import initialize
-
-    def falling(optimizer: Any) -> Any:
-        every = (args.decay_rounds or DECAY_ROUNDS) * task.per_round
-        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.1 ** (step // every))
-
-    return initialize(
-        modules(network, task.shape, margin=0 if args.unmatched else args.crop),
-        config=config,
-        cuts=client_cuts(network),
-        loss_fn=torch.nn.functional.cross_entropy,
-        lr_scheduler=None if "scheduler" in config else falling,
-    )
+def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross entropy of images, float32: half precision is too coarse for a mean of many."""
+    return torch.nn.functional.cross_entropy(logits.float(), labels)
 
 
-def evaluate(engine: Any, batches: list, count_all: int) -> dict[str, float]:
-    """Loss and accuracy over all held-out images, known on every rank; count_all: of their batches."""
-    found = engine.eval_batch(iter(batches), num_micro_batches=count_all, on_logits=count)
-    total = None if found is None else torch.stack(found).sum(0).tolist()
-    loss, right, images = broadcast(total, STAGES - 1)
-    return {"loss": loss / images, "accuracy": right / images}
-
-
-def count(logits: Tensor, labels: Tensor | None) -> Tensor:
-    """Sum of losses, right answers and images of a batch, float64: half precision counts no further than 256."""
-    assert labels is not None, "held-out images have them"
-    loss = torch.nn.functional.cross_entropy(logits.float(), labels, reduction="sum").double()
-    right = (logits.argmax(1) == labels).sum().double()
-    return torch.stack([loss, right, torch.full_like(loss, len(labels))])
+def accuracy(predicted: Any) -> dict[str, float]:
+    """The share of right answers; predicted: logits and labels of all held-out images."""
+    return {"accuracy": float((predicted.predictions.argmax(1) == predicted.label_ids).mean())}
 
 
 def load(network: torch.nn.Sequential, folder: str) -> None:

@@ -292,28 +292,6 @@ class TestConfiguration:
         assert params["warmup_type"] == "linear"  # DeepSpeed's default is logarithmic
 
 
-def test_held_out_loss_counts_every_sample_alike() -> None:
-    rows = [{"input_ids": torch.tensor([value, 0])} for value in (1, 2, 3, 4, 10)]
-
-    class Engine:
-        """A micro-batch's loss is the mean of its first tokens; as in DeepSpeed, all micro-batches count alike."""
-
-        def eval_batch(self, batches: Any, num_micro_batches: int) -> torch.Tensor:
-            losses = [next(batches).inputs["input_ids"][:, 0].double().mean() for _ in range(num_micro_batches)]
-            return torch.stack(losses).mean()
-
-    for micro_batch in (1, 2, 3, 5, 8):
-        assert run.evaluate(Engine(), eval_batches(rows, micro_batch))["loss"] == pytest.approx(4.0)
-
-
-def test_only_real_tokens_are_counted() -> None:
-    count = run._TokenCount(lambda samples: samples[0])
-    count([{"input_ids": torch.zeros(3, 5)}])
-    count([{"input_ids": torch.zeros(3, 5), "attention_mask": torch.tensor([[1, 1, 0], [1, 0, 0], [0, 0, 0]])}])
-    assert count.taken() == 15 + 3
-    assert count.taken() == 0
-
-
 class TestText:
     @given(lines=st.lists(st.lists(st.integers(0, 49), max_size=7), max_size=9), size=st.integers(2, 8))
     @settings(max_examples=60, deadline=None)

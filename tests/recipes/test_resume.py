@@ -17,9 +17,9 @@ import torch
 from pipecomp.checkpoint import manifest
 from pipecomp.errors import CheckpointError, ConfigError
 from pipecomp.recipes import run, steps
-from pipecomp.recipes.fit import Fit
 from pipecomp.recipes.report import Report
 from pipecomp.recipes.resume import RunCheckpoints, lock_folder
+from pipecomp.recipes.trainer import RecipeSetup
 from pipecomp.stats import Traffic
 from tests.limits import HANG_S
 
@@ -283,21 +283,21 @@ class TestResume:
             engine = Engine()
             written = []
             for step in range(1, 8):
-                before = len(engine.saved)
-                checkpoints.save(engine, step, ends_epoch=step % 3 == 0, last=step == 7)
-                written += [step] * (len(engine.saved) - before)
+                if checkpoints.is_due(step, ends_epoch=step % 3 == 0, last=step == 7):
+                    assert checkpoints.save(engine, last=step == 7)
+                    written.append(step)
             assert written == expected
             assert engine.saved[0] == (str(tmp_path), {"recipe": {"lr": 1}, "recipe_trained": {"--crop": 4}})
             assert checkpoints.save_now(engine, evaluation_due=True)
             assert engine.saved[-1][1] == {**engine.saved[0][1], "recipe_evaluation_due": True}
 
 
-def fitted(folder: Path, micro_batches: int, replicas: int, stages: int = 1, **config: Any) -> Fit:
+def fitted(folder: Path, micro_batches: int, replicas: int, stages: int = 1, **config: Any) -> RecipeSetup:
     """A recipe that goes on from a folder of checkpoints. config: DeepSpeed's, beside the samples of a step."""
     args = given("--checkpoint", str(folder), "--resume", "auto")
     config |= {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": micro_batches}
     plan = steps.make_plan(config, samples=100, replicas=replicas, epochs=3, max_steps=None)
-    return Fit(args, config, plan, {}, stages=stages)
+    return RecipeSetup.of(args, config, plan, {}, stages)
 
 
 class Writing(Engine):
@@ -320,9 +320,7 @@ class TestWhoseTheyAre:
     ) -> None:
         engine = Writing()
         engine.refusals = 2
-        RunCheckpoints(given("--checkpoint", str(tmp_path)), {}, {"lr": 1}, {}).save(
-            engine, 4, ends_epoch=True, last=last
-        )
+        assert not RunCheckpoints(given("--checkpoint", str(tmp_path)), {}, {"lr": 1}, {}).save(engine, last=last)
         assert f"{then} without this checkpoint" in "".join(capsys.readouterr())
 
     def test_a_run_does_not_begin_where_another_has_checkpoints(self, tmp_path: Path) -> None:
@@ -342,19 +340,19 @@ class TestWhoseTheyAre:
         monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)  # rank 0 would hold the folder
         path = tmp_path / "checkpoints"
 
-        def fit(replicas: int, micro_batches: int, total: int | str = "auto") -> Fit:
+        def fit(replicas: int, micro_batches: int, total: int | str = "auto") -> RecipeSetup:
             scheduler = {"type": "WarmupDecayLR", "params": {"total_num_steps": total}}
             return fitted(path, micro_batches, replicas, scheduler=scheduler)
 
         assert fit(1, 2).plan.steps != fit(2, 1).plan.steps, "an epoch leaves out other samples"
-        one = fit(1, 2)._checkpoints
+        one = fit(1, 2).checkpoints
         checkpoint(path, 3, recipe=one._settings, recipe_trained=one._trained)
         assert one.find() == "continues after step 3"
         with pytest.raises(ConfigError, match="samples of a step is 16 in this run, 8 in the checkpoint"):
-            fit(2, 2)._checkpoints.find()
-        assert fit(2, 1)._checkpoints.find() == "continues after step 3", "as many samples, otherwise shared"
+            fit(2, 2).checkpoints.find()
+        assert fit(2, 1).checkpoints.find() == "continues after step 3", "as many samples, otherwise shared"
         with pytest.raises(ConfigError, match="total_num_steps is 500 in this run"):
-            fit(2, 1, 500)._checkpoints.find()
+            fit(2, 1, 500).checkpoints.find()
 
     def test_one_stage_or_one_replica_goes_on_without_settings_of_what_several_exchange(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -363,7 +361,7 @@ class TestWhoseTheyAre:
         path = tmp_path / "checkpoints"
 
         def fit(stages: int, replicas: int, **section: dict) -> RunCheckpoints:
-            return fitted(path, 4 // replicas, replicas, stages, pipecomp=section)._checkpoints
+            return fitted(path, 4 // replicas, replicas, stages, pipecomp=section).checkpoints
 
         links = {"activations": {"method": "aqsgd"}, "store": {"bits": 8}}
         replicas = {"gradients": {"method": "global_qsgd"}}

@@ -4,38 +4,53 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import sqlite3
+from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
 
-from pipecomp.errors import ConfigError
-from pipecomp.recipes.trackers import Trackers
+from tests.models import made_up_text
+from tests.recipes.recipe_runs import ROOT, Ended, launch
 
-VALUES = {"loss": 2.5, "learning_rate": 1e-3, "tokens_per_second": 100.0, "link_forward_mb_per_s": 1.5}
+pytestmark = pytest.mark.ranks
 
 
-def tell(names, folder):
-    with Trackers(names, folder, "my run") as trackers:
-        trackers.begin({"model": "GPT2LMHeadModel", "stages": 2})
-        for step in (1, 2):
-            trackers.log(step, {**VALUES, "loss": VALUES["loss"] / step})
-        trackers.log(2, {"eval_loss": 1.25})
+def run_with(folder: Path, name: str) -> Ended:
+    """One process, two steps and an evaluation."""
+    (folder / "a.txt").write_text(made_up_text(60, 0))
+    config = str(ROOT / "recipes" / "gpt2_wikitext2" / "ds_config_cpu_fp32.json")
+    files = ["--train-file", "a.txt", "--eval-file", "a.txt", "--metrics", "m.jsonl", "--run", "run"]
+    model = ["--model", "tiny", "--tokenizer", "train:300", "--block-size", "16", "--max-steps", "2"]
+    return launch(
+        folder,
+        "gpt2_wikitext2",
+        *["--deepspeed_config", config, *model, *files, "--report-to", name],
+        processes=1,
+    )
+
+
+def losses(folder: Path) -> tuple[list[float], list[float]]:
+    """Of steps and of evaluations."""
+    lines = [json.loads(line) for line in (folder / "m.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line], [
+        line["eval"]["loss"] for line in lines if "eval" in line
+    ]
 
 
 def test_tensorboard_has_the_curves(tmp_path):
     pytest.importorskip("tensorboard", reason="no tensorboard (pip install tensorboard)")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    tell(["tensorboard"], tmp_path)
-    (file,) = tmp_path.rglob("events.out.tfevents.*")
+    ended = run_with(tmp_path, "tensorboard")
+    assert ended.status == 0, ended.output
+    (file,) = (tmp_path / "run").rglob("events.out.tfevents.*")
     found = EventAccumulator(str(file))
     found.Reload()
-    assert [(e.step, e.value) for e in found.Scalars("train/loss")] == [(1, 2.5), (2, 1.25)]
-    assert [e.value for e in found.Scalars("train/link_forward_mb_per_s")] == [1.5, 1.5]
-    assert [e.value for e in found.Scalars("eval/loss")] == [1.25]
+    steps, evaluations = losses(tmp_path)
+    assert [e.value for e in found.Scalars("train/loss")] == pytest.approx(steps)
+    assert [e.step for e in found.Scalars("train/loss")] == [1, 2]
+    assert [e.value for e in found.Scalars("eval/loss")] == pytest.approx(evaluations)
+    assert {"train/learning_rate", "train/tokens_per_second", "eval/perplexity"} <= set(found.Tags()["scalars"])
     assert "GPT2LMHeadModel" in str(found.Tensors("model_config/text_summary"))
 
 
@@ -43,42 +58,15 @@ def test_tensorboard_has_the_curves(tmp_path):
 def test_trackio_has_the_curves(tmp_path, monkeypatch):
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    tell(["trackio"], tmp_path)
+    ended = run_with(tmp_path, "trackio")
+    assert ended.status == 0, ended.output
     (file,) = (tmp_path / "trackio").glob("*.db")
     rows = sqlite3.connect(file).execute("SELECT run_name, metrics FROM metrics ORDER BY id").fetchall()
-    logged = [json.loads(metrics) for name, metrics in rows if name == "my run"]
-    assert [values["train/loss"] for values in logged if "train/loss" in values] == [2.5, 1.25]
-    assert logged[0]["train/link_forward_mb_per_s"] == 1.5
-
-
-def test_a_ranks_environment_and_threads_stay(tmp_path, monkeypatch):
-    """As deepspeed's launcher starts the first of two ranks of a machine; accelerate would have it for itself."""
-    from accelerate.state import AcceleratorState
-
-    threads = torch.get_num_threads()
-    monkeypatch.setattr("transformers.integrations.get_reporting_integration_callbacks", lambda names: [])
-    for name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    before = dict(os.environ)
-    try:
-        torch.set_num_threads(3)
-        tell(["none of them"], tmp_path)
-        assert torch.get_num_threads() == 3
-        assert dict(os.environ) == before
-    finally:
-        dist.destroy_process_group()
-        torch.set_num_threads(threads)
-        AcceleratorState._reset_state(reset_partial_state=True)
-
-
-def test_without_names_nothing_is_loaded_or_written(tmp_path):
-    tell([], tmp_path)
-    assert list(tmp_path.iterdir()) == []
+    logged = [json.loads(metrics) for name, metrics in rows if name == "gpt2_wikitext2"]
+    assert [values["train/loss"] for values in logged if "train/loss" in values] == pytest.approx(losses(tmp_path)[0])
 
 
 def test_a_tracker_that_is_not_known_is_an_error(tmp_path):
-    with pytest.raises(ConfigError, match="--report-to: got 'carrier-pigeon'"):
-        Trackers(["carrier-pigeon"], tmp_path, "run")
+    ended = run_with(tmp_path, "carrier-pigeon")
+    assert ended.status == 1
+    assert "gpt2_wikitext2: error: --report-to: got 'carrier-pigeon'" in ended.output

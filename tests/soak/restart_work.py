@@ -159,8 +159,9 @@ def _instrument(job: Job, note: Note) -> None:
     from pipecomp.local_steps.outer_steps import OuterSteps
     from pipecomp.recipes.resume import RunCheckpoints
     from pipecomp.stages.link.links import Links
+    from pipecomp.trainer.training import Training
 
-    load, save, write = RunCheckpoints.load, RunCheckpoints.save, PipelineEngine.save_checkpoint
+    load, finish, write = RunCheckpoints.load, Training._log_evaluate_save, PipelineEngine.save_checkpoint
     reconcile_stores = Links.reconcile_stores
     send, land = OuterSteps._send, OuterSteps._apply_due
     faults = None
@@ -177,14 +178,20 @@ def _instrument(job: Job, note: Note) -> None:
         note("training")
         return words
 
-    def noted_save(self: Any, engine: Any, step: int, **more: Any) -> None:
-        if step % job.get("note_every", 1) == 0:
+    last = [0]
+
+    def noted_finish(self: Any, logs: dict[str, float]) -> None:
+        step, before = self._trainer.state.global_step, last[0]
+        if step != before and step % job.get("note_every", 1) == 0:
             note("step", step)
-        save(self, engine, step, **more)
-        if more["last"]:
-            note("compared", *compare(engine))
+        finish(self, logs)
+        last[0] = step
+        if step == before:  # of an epoch, whose last step this was
+            return
+        if step == self._length.max_steps:
+            note("compared", *compare(self._engine))
         elif faults is not None:
-            faults.after_step(engine)
+            faults.after_step(self._engine)
 
     def noted_write(self: Any, *args: Any, **more: Any) -> Any:
         note("saving")
@@ -213,7 +220,7 @@ def _instrument(job: Job, note: Note) -> None:
         _write_slowly(job["slow_s"])
     if not job.get("agreement", True):
         _forget_to_drop()
-    RunCheckpoints.load, RunCheckpoints.save = checked_load, noted_save  # type: ignore[method-assign]
+    RunCheckpoints.load, Training._log_evaluate_save = checked_load, noted_finish  # type: ignore[method-assign]
     PipelineEngine.save_checkpoint, Links.reconcile_stores = noted_write, noted_reconcile  # type: ignore[method-assign]
     OuterSteps._send, OuterSteps._apply_due = noted_send, noted_land  # type: ignore[method-assign]
 

@@ -16,10 +16,13 @@ import tests.dist.trainer_work as work
 from pipecomp.checkpoint.writing import CollectiveWrite
 from pipecomp.config import Config
 from pipecomp.data import MicroBatch, ShardedSampler
+from pipecomp.distributed.preemption import Interruption
 from pipecomp.errors import ConfigError, DataError
 from pipecomp.report.reader import read_runs
+from pipecomp.report.recorder import Recorder
 from pipecomp.stages import split
 from pipecomp.trainer import checkpoints, setup
+from pipecomp.trainer import training as training_module
 from pipecomp.trainer.data_loading import EvalLoader, LengthSampler, SampleSource, StepLoader, data_seed, make_sampler
 from pipecomp.trainer.evaluation import EvaluatedBatch, Evaluation
 from pipecomp.trainer.losses import StepLoss
@@ -102,7 +105,17 @@ def test_a_steps_line_says_when_it_ended(tmp_path: Path, monkeypatch: pytest.Mon
     args = SimpleNamespace(output_dir=str(tmp_path), gradient_accumulation_steps=1)
     engine = SimpleNamespace(describe=dict)
     state = TrainerState(global_step=0)
-    recording = TrainingRecorder(SimpleNamespace(args=args, state=state, rank=0, engine=engine, group=None), 3, [])
+    trainer = SimpleNamespace(
+        args=args,
+        state=state,
+        rank=0,
+        engine=engine,
+        group=None,
+        _start_recorder=lambda: (Recorder(tmp_path), {"kind": "trainer", "unit": "samples"}),
+        _report_step=lambda record, stats: None,
+    )
+    length = TrainingLength(per_epoch=3, accumulation=1, updates=3, epochs=1, max_steps=3)
+    recording = TrainingRecorder(trainer, length, [])
     for step in (1, 2, 3):
         clock[0] += 5.0
         recording.begin_step()
@@ -114,6 +127,29 @@ def test_a_steps_line_says_when_it_ended(tmp_path: Path, monkeypatch: pytest.Mon
     assert [(line["step"], line["seconds"], line["step_s"]) for line in lines] == [(1, 7, 2), (2, 24, 2), (3, 41, 2)]
     rates = recording.rates(counters(made_step(Config.from_dict({"activations": AQSGD})), 3, 0.5))
     assert rates["link_slowest_wait"] == 0.25, "what is between steps, as evaluations, is no time to wait"
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_tokens_of_each_replica_count_once(monkeypatch: pytest.MonkeyPatch, first: bool) -> None:
+    """Replicas have samples of other lengths, and the last stage loads what the first one does."""
+    sent: list[Any] = []
+    others = [({}, (60, 50), {}, 0, []), ({}, (0, 0), {}, 0, [])]
+    monkeypatch.setattr(training_module, "gathered", lambda own, group: sent.append(own) or [own, *others])
+    training = object.__new__(Training)
+    training._engine = SimpleNamespace(
+        is_first_stage=lambda: first,
+        comm_stats=lambda: {"steps": 3, "micro_batches": [{"micro_batch": 0, "forward_s": 0.1}]},
+        propagate_failure=nullcontext,
+    )
+    args = SimpleNamespace(include_num_input_tokens_seen="no")
+    training._trainer = SimpleNamespace(
+        args=args, group=None, flos_per_token=1, state=TrainerState(), _take_errors=lambda: []
+    )
+    training._loader = SimpleNamespace(tokens=40, real_tokens=30)
+    training._flos_before, training._interruption = 0.0, Interruption(active=False)
+    training._gather({})
+    assert training._real_tokens == (80 if first else 50)
+    assert sent[0][0] == {"steps": 3}, "micro-batches, of which a step may have hundreds, travel once, in the trace"
 
 
 PADDED = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]])
