@@ -1,1 +1,1 @@
-"""What this project is measured by; `python -m benchmarks` lists it, README.md says what is where."""
+"""Benchmarks; `python -m benchmarks` lists them, README.md has their results."""

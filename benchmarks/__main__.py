@@ -9,13 +9,13 @@ from pathlib import Path
 
 
 def questions() -> dict[str, str]:
-    """What each benchmark asks: the first line of every module here that has a `main`."""
-    found = {}
+    """Return each benchmark's description: the first line of every module here that has a `main`."""
+    lines = {}
     for file in sorted(Path(__file__).parent.glob("[a-z]*.py")):
         module = ast.parse(file.read_text(encoding="utf-8"))
         if any(isinstance(part, ast.FunctionDef) and part.name == "main" for part in module.body):
-            found[file.stem] = (ast.get_docstring(module) or "").splitlines()[0]
-    return found
+            lines[file.stem] = (ast.get_docstring(module) or "").splitlines()[0]
+    return lines
 
 
 def run(argv: list[str]) -> None:

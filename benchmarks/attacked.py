@@ -1,4 +1,4 @@
-"""What a run under attack loses: training steps over TLS with thousands of strangers at its port, beside those without.
+"""Time training steps over TLS with thousands of strangers at the port, beside those without.
 
     python -m benchmarks attacked [--pairs 30] [--only NAME ...] [--out FOLDER] [--redraw]
 
@@ -40,7 +40,7 @@ _DONE = "done"
 
 
 class Case(NamedTuple):
-    """How many strangers come: those that say nothing, and those that send garbage."""
+    """Numbers of strangers: those that send nothing, and those that send garbage."""
 
     idle: int
     garbage: int

@@ -141,10 +141,10 @@ def _torchs_own(method: type[GradientMethod]) -> bool:
 
 def _variants() -> tuple[Variant, ...]:
     """List what the methods say is to be measured: the baseline, those of torch's own by name, then the others."""
-    found = sorted(METHODS.items(), key=lambda item: (item[0] != "none", item[0] if _torchs_own(item[1]) else "~"))
+    methods = sorted(METHODS.items(), key=lambda item: (item[0] != "none", item[0] if _torchs_own(item[1]) else "~"))
     return tuple(
         Variant(name, dict(options), own)
-        for name, method in found
+        for name, method in methods
         for options in OPTIONS[name].measured
         for own in ((False, True) if _torchs_own(method) else (False,))
     )
@@ -190,8 +190,8 @@ def bench_allreduce(
     timeout_s = TIMEOUT_S + 10 * seconds * len(cases) * len(buckets)
     rows = []
     for n in ranks:
-        found = run(n, _measure, buckets, cases, seconds, timeout_s=timeout_s)
-        rows += [_merged(parts) for parts in zip(*(found[rank] for rank in range(n)), strict=True)]
+        by_rank = run(n, _measure, buckets, cases, seconds, timeout_s=timeout_s)
+        rows += [_merged(parts) for parts in zip(*(by_rank[rank] for rank in range(n)), strict=True)]
     return rows
 
 
@@ -274,7 +274,7 @@ class _Case:
         variant, d = self._variant, values_in(self._shapes)
         middle = self.totals.index(statistics.median_low(self.totals))
         times = {"total": self.totals[middle]} | self._parts[middle]
-        found = {
+        row_values = {
             "label": variant.label,
             "method": variant.method,
             "options": variant.options,
@@ -291,7 +291,7 @@ class _Case:
         }
         if self._state is not None:
             self._state.close()
-        return found
+        return row_values
 
     def _torchs_bytes(self, d: int) -> int:
         """Count what torch's own function puts on this rank's links, if its all-reduce is a ring."""

@@ -1,4 +1,4 @@
-"""What joins two stages of an `InProcessPipeline`: the product's own link, or another method that is compared with it.
+"""Links between stages of an `InProcessPipeline`: the product's own, or another method that is compared with it.
 
 A method plugs in as `Coders`. Each end of a link has its own, and nothing but bytes passes between them, so that what
 is counted is what would be sent, and what an end remembers it has from these bytes.
@@ -26,19 +26,19 @@ class Boundary(Protocol):
     stats: LinkStats
 
     def forward(self, x_BSH: Tensor, layout: Layout, at: Position, *, training: bool) -> tuple[Tensor, Layout]:
-        """What the later stage computes with, a tensor of its own, and the layout that it reads."""
+        """Return the later stage's input, a tensor of its own, and its layout."""
 
     def backward(self, g_BSH: Tensor, layout: Layout, at: Position) -> Tensor:
-        """What the earlier stage gets of the gradient of what `forward` returned."""
+        """Return the gradient that the earlier stage receives for `forward`'s result."""
 
     def end_step(self) -> None:
         """Keep what a step has changed."""
 
     def same_messages(self) -> bool:
-        """Whether both ends remember the same."""
+        """Return True if both ends have the same state."""
 
     def held_bytes(self) -> int:
-        """What both ends remember beside message stores."""
+        """Return the bytes of both ends' state beside message stores."""
 
 
 class Packets:
@@ -87,7 +87,7 @@ class Coder(Protocol):
         """All that is sent of x, uint8 [n], beside the samples' ids and lengths; remember what the other end will."""
 
     def decode(self, payload: Tensor, layout: Layout, hidden: int) -> Tensor:
-        """What this end computes with, float32 [T, H]; remember it, where the method does."""
+        """Return this end's input, float32 [T, H], and update the method's state."""
 
 
 class Coders(NamedTuple):

@@ -1,4 +1,4 @@
-"""Where the time of averaging goes, per method, and what throughput that leaves: results/allreduce.md and its pictures.
+"""Time of averaging gradients by part and method, and the throughput that it leaves: results/allreduce.md, pictures.
 
     python -m benchmarks breakdown [--seconds S] [--lab RATE ...] [--out FOLDER] [--redraw]
 
@@ -50,7 +50,7 @@ Parts = dict[str, float]
 def measure(seconds: float, rates: list[str]) -> dict[str, Any]:
     """All that is measured: rows of `bench_allreduce`."""
     networks = list(NETWORKS.values())
-    found: dict[str, Any] = {
+    measurement: dict[str, Any] = {
         "command": " ".join(
             ["python -m benchmarks breakdown --seconds", f"{seconds:g}", *(["--lab", *rates] if rates else [])]
         ),
@@ -68,9 +68,9 @@ def measure(seconds: float, rates: list[str]) -> dict[str, Any]:
         with Lab(nodes=2, bandwidth=rate) as lab:
             methods = variants_of(LAB_METHODS)
             rows = bench_allreduce(sizes=[LAB_SIZE], variants=methods, seconds=seconds, run=partial(_in_lab, lab))
-            found["lab"][rate] = {"bits_per_s": lab.shape.up[0], "rows": rows}
-    found["load"].append(os.getloadavg()[0])
-    return found
+            measurement["lab"][rate] = {"bits_per_s": lab.shape.up[0], "rows": rows}
+    measurement["load"].append(os.getloadavg()[0])
+    return measurement
 
 
 def _in_lab(lab: Any, world: int, function: Any, *args: Any, timeout_s: float) -> dict[int, Any]:
@@ -90,13 +90,13 @@ def predicted(row: Row, n: int, bits_per_s: float, alone: Parts | None = None, l
     return predict(row["method"], row["d"], n, kernel_seconds=kernels, shapes=shapes, **link, **row["options"])
 
 
-def breakdown(found: dict[str, Any]) -> dict[str, dict[str, dict[str, Parts]]]:
+def breakdown(measurement: dict[str, Any]) -> dict[str, dict[str, dict[str, Parts]]]:
     """network -> where ("here" and RATES) -> method -> milliseconds of quantize, send, reduce and decode."""
-    power = [row for row in found["alone"] if row["method"] == "powersgd"]
+    power = [row for row in measurement["alone"] if row["method"] == "powersgd"]
     alone = {(row["d"], row["label"]): {"quantize": row["total_ms"] / 1e3} for row in power}
     out: dict[str, dict[str, dict[str, Parts]]] = {}
     for network, shapes in NETWORKS.items():
-        rows = [row for row in found["networks"] if row["d"] == values_in(shapes)]
+        rows = [row for row in measurement["networks"] if row["d"] == values_in(shapes)]
         places = out.setdefault(network, {"here": {}, **{rate: {} for rate in RATES}})
         for row in rows:
             arithmetic = alone.get((row["d"], row["label"]))
@@ -175,15 +175,16 @@ def lab_lines(lab: dict[str, Any]) -> list[str]:
     return lines
 
 
-def markdown(found: dict[str, Any], parts: dict[str, dict[str, dict[str, Parts]]]) -> str:
+def markdown(measurement: dict[str, Any], parts: dict[str, dict[str, dict[str, Parts]]]) -> str:
     """The page of results."""
+    before, after = measurement["load"]
     text = (Path(__file__).parent / "breakdown_page.md").read_text(encoding="utf-8")
     sections = {
-        "COMMAND": [found["command"]],
-        "MACHINE": [f"{found['machine']}, load average {found['load'][0]:.1f} before, {found['load'][1]:.1f} after"],
-        "BUSY": [BUSY] if found["load"][0] > 1 else [],
-        "BUCKETS": bucket_lines(found["buckets"]),
-        "LAB": lab_lines(found["lab"]) or ["Not measured: `--lab` was not given.", ""],
+        "COMMAND": [measurement["command"]],
+        "MACHINE": [f"{measurement['machine']}, load average {before:.1f} before, {after:.1f} after"],
+        "BUSY": [BUSY] if before > 1 else [],
+        "BUCKETS": bucket_lines(measurement["buckets"]),
+        "LAB": lab_lines(measurement["lab"]) or ["Not measured: `--lab` was not given.", ""],
         "BREAKDOWN": breakdown_lines(parts),
         "THROUGHPUT": throughput_lines(),
     }
@@ -199,8 +200,8 @@ def main(argv: Sequence[str]) -> None:
     file = given.out / "allreduce.json"
     if not given.redraw:
         atomic_write_text(file, json.dumps(measure(given.seconds, given.lab), indent=1) + "\n")
-    found = json.loads(file.read_text(encoding="utf-8"))
-    parts = breakdown(found)
+    measurement = json.loads(file.read_text(encoding="utf-8"))
+    parts = breakdown(measurement)
     plot_parts(parts, given.out / "allreduce.png")
     plot_throughput(given.out / "allreduce_throughput.png")
-    atomic_write_text(given.out / "allreduce.md", markdown(found, parts))
+    atomic_write_text(given.out / "allreduce.md", markdown(measurement, parts))

@@ -21,9 +21,9 @@ def plot_parts(parts: dict[str, dict[str, dict[str, dict[str, float]]]], file: P
     """Stacked bars: a row for each network, a column for each place (see `breakdown.breakdown`); milliseconds."""
     places = list(next(iter(parts.values())))
     figure, axes = plt.subplots(len(parts), len(places), figsize=(13, 6.4), sharey=True, constrained_layout=True)
-    for row, (network, found) in zip(axes, parts.items(), strict=True):
+    for row, (network, by_place) in zip(axes, parts.items(), strict=True):
         for axis, place in zip(row, places, strict=True):
-            _stack(axis, found[place])
+            _stack(axis, by_place[place])
             where = "measured, 2 ranks on this machine" if place == "here" else f"predicted, 4 ranks at {place}"
             axis.set_title(f"{network}: {where}", fontsize=10)
             axis.set_xlabel("ms")
@@ -32,11 +32,11 @@ def plot_parts(parts: dict[str, dict[str, dict[str, dict[str, float]]]], file: P
     plt.close(figure)
 
 
-def _stack(axis: Axes, found: dict[str, dict[str, float]]) -> None:
-    labels = list(found)[::-1]
+def _stack(axis: Axes, by_label: dict[str, dict[str, float]]) -> None:
+    labels = list(by_label)[::-1]
     left = [0.0] * len(labels)
     for part, color in COLORS.items():
-        widths = [found[label][part] for label in labels]
+        widths = [by_label[label][part] for label in labels]
         axis.barh(labels, widths, left=left, color=color, label=part)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     axis.grid(axis="x", alpha=0.3)

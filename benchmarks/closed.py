@@ -1,4 +1,4 @@
-"""What TLS costs: training steps, gloo's all-reduce and a link's rate both ways, beside gloo and WireGuard.
+"""Cost of TLS: training steps, gloo's all-reduce and a link's rate both ways, beside gloo and WireGuard.
 
     python -m benchmarks closed [--pairs 30] [--only NAME ...] [--out FOLDER] [--redraw]
 
@@ -36,7 +36,7 @@ SLOW = "r = 5.8"
 
 
 class Case(NamedTuple):
-    """What one turn is, at which rate; aim: of tls over gloo, of the nominal rate with "both ways"."""
+    """One turn and its rate. aim: tls over gloo, or with "both ways" the share of the nominal rate."""
 
     what: str
     rate: str | None
@@ -117,7 +117,7 @@ def one_rank(
 
 
 def _position(number: int, index: int, sides: int) -> int:
-    """Where in a turn a side comes: each is first as often, and nobody follows itself, its data still in caches."""
+    """Return a side's place in a turn: each is first equally often, and none follows itself with its data in caches."""
     return index if sides == 2 else (index - number) % sides
 
 
@@ -161,7 +161,7 @@ def _ratios(row: Row, side: str) -> list[float]:
 
 
 def _share(row: Row) -> float:
-    """Of the nominal rate, which counts all headers, that packets of a link have had."""
+    """Return the share of the nominal rate, which counts all headers, that a link's packets have."""
     from pipecomp.utils.units import parse_rate
 
     return 8 * LINK_BYTES * LINK_PACKETS / statistics.median(row["seconds"][TLS]) / parse_rate("rate", row["rate"])

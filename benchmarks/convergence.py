@@ -1,4 +1,4 @@
-"""Does training converge with compressed links as it does without? Fine-tune a pre-trained GPT-2.
+"""Fine-tune a pre-trained GPT-2 over compressed links, and compare its losses with FP32's.
 
     python -m benchmarks convergence [--seeds 3] [--stages 4 2] [--only NAME ...] [--workers 2]
                                      [--data FOLDER] [--cache FOLDER] [--out FOLDER] [--redraw]
@@ -234,18 +234,18 @@ def _of(rows: list[Row], method: str, stages: int | None = None) -> list[Row]:
 
 
 def _gaps(rows: list[Row]) -> list[str]:
-    """How much of what DirectQ loses AQ-SGD wins back."""
+    """Table of the share of DirectQ's loss above FP32 that AQ-SGD recovers."""
     lines = []
     for stages in sorted({row["stages"] for row in rows}, reverse=True):
         for bits in (f"fw{forward} bw{backward}" for forward, backward in BITS):
             three = (_of(rows, f"DirectQ {bits}", stages), _of(rows, f"AQ-SGD {bits}", stages), _of(rows, "FP32"))
-            by_seed = [{row["seed"]: row for row in found} for found in three]
+            by_seed = [{row["seed"]: row for row in group} for group in three]
             seeds = sorted(set.intersection(*map(set, by_seed)))
             if seeds:
                 losses = [
-                    [[found[seed][key] for seed in seeds] for found in by_seed] for key in ("train_loss", "eval_loss")
+                    [[series[seed][key] for seed in seeds] for series in by_seed] for key in ("train_loss", "eval_loss")
                 ]
-                lines.append([bits, stages, len(seeds), *(_closed(*found) for found in losses)])
+                lines.append([bits, stages, len(seeds), *(_closed(*series) for series in losses)])
     return page.table(("bits", "K", "seeds", "training loss", "held-out loss"), lines)
 
 
@@ -259,14 +259,14 @@ def _table(rows: list[Row]) -> list[str]:
 
     def above(group: list[Row]) -> str:
         name = group[0]["method"]
-        dropped = next((said for said in DROPPED.values() if name.endswith(said)), "")
+        dropped = next((suffix for suffix in DROPPED.values() if name.endswith(suffix)), "")
         reference = "BF16" if name.startswith("BF16") else f"FP32{dropped}"
         seeds = values(group, "seed")
         base = [row for row in _of(rows, reference) if row["seed"] in seeds]
         if name == reference or not base:
             return "–"
-        found = statistics.mean(page.above(group, base, "train_loss"))
-        return f"{found:+.4f} ({100 * found / statistics.mean(values(base, 'train_loss')):+.2f} %)"
+        difference = statistics.mean(page.above(group, base, "train_loss"))
+        return f"{difference:+.4f} ({100 * difference / statistics.mean(values(base, 'train_loss')):+.2f} %)"
 
     cells = {
         "method": lambda group: group[0]["method"],

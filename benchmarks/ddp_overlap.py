@@ -1,4 +1,4 @@
-"""A DDP training step over a slow link: does communication begin before the backward pass ends?
+"""Record the communication and the backward pass of a DDP step over a slow link.
 
     python -m benchmarks ddp_overlap [--bandwidth 100mbit] [--method double_squeeze] [--out FOLDER] [--redraw]
 
@@ -129,12 +129,12 @@ def results(rows: list[Row], picture: Path) -> list[str]:
     """
     draw(rows[-1], picture)
     cells = {
-        "method": lambda found: found["method"],
-        "rank": lambda found: found["rank"],
-        "step": lambda found: f"{found['step']:.3f}",
-        "compute alone": lambda found: f"{found['alone']:.3f}",
-        "first bucket begins": lambda found: f"{min(a for a, _ in found['buckets']):.3f}",
-        "last bucket ends": lambda found: f"{max(b for _, b in found['buckets']):.3f}",
+        "method": lambda row: row["method"],
+        "rank": lambda row: row["rank"],
+        "step": lambda row: f"{row['step']:.3f}",
+        "compute alone": lambda row: f"{row['alone']:.3f}",
+        "first bucket begins": lambda row: f"{min(a for a, _ in row['buckets']):.3f}",
+        "last bucket ends": lambda row: f"{max(b for _, b in row['buckets']):.3f}",
     }
     ranks = [{"method": row["method"], "rank": i, **rank} for row in rows for i, rank in enumerate(row["ranks"])]
     return [*prose(text), *page.columns(cells, ranks)]

@@ -1,4 +1,4 @@
-"""Does the demo's comparison depend on the seed? Its three trainings, from other initial weights and orders of data.
+"""Run the demo's three trainings from other initial weights and orders of data.
 
     python -m benchmarks demo_seeds [--seeds 3] [--workers 2] [--out FOLDER] [--redraw]
 
@@ -43,20 +43,20 @@ def train(seed: int) -> Row:
         pipeline.train_batch()
     weights = {name: value for stage in pipeline.stages for name, value in stage.state_dict().items()}
     model.load_state_dict(weights)
-    found: Row = {"seed": seed}
+    row: Row = {"seed": seed}
     for name, method in METHODS.items():
         config = ds_config(s, method, Path(), steps=s.steps, lr=s.lr)
         if method == "aqsgd":
             config["pipecomp"]["store"] = {"backend": "memory"}
         pipeline = InProcessPipeline(model, s.stages, config, Sequences(task.training))
         losses = [float(pipeline.train_batch()) for _ in range(s.steps)]
-        found[name] = epoch_means(losses, s.per_epoch)[-1]
-        found[f"{name} held out"] = float(pipeline.eval_batch(eval_batches(Sequences(task.held_out), MICRO_BATCH)))
-    return {**found, "cpu_seconds": time.process_time() - began}
+        row[name] = epoch_means(losses, s.per_epoch)[-1]
+        row[f"{name} held out"] = float(pipeline.eval_batch(eval_batches(Sequences(task.held_out), MICRO_BATCH)))
+    return {**row, "cpu_seconds": time.process_time() - began}
 
 
 def gap(row: Row) -> float:
-    """What DirectQ's training loss is above FP32's."""
+    """Return DirectQ's training loss less FP32's."""
     return row["DirectQ"] - row["FP32"]
 
 

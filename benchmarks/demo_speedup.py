@@ -1,11 +1,11 @@
-"""Is the demo's speed-up what a network of the kernel's own gives? FP32 and AQ-SGD whole, in two network namespaces.
+"""Repeat the demo's FP32 and AQ-SGD trainings over links that the kernel shapes, in network namespaces.
 
     python -m benchmarks demo_speedup DEMO-OUT [--within 0.1]
 
 DEMO-OUT is the folder of a demo that has ended (`pipecomp demo --out`), on the same machine. Its model is fine-tuned
 again with its settings, each stage in a network namespace whose link has the demo's rate by the kernel's shaping (root
 needed): AQ-SGD whole, and FP32 until it has the loss that AQ-SGD ended with, which takes minutes. Exit status 1 if the
-times differ by more than --within from what the demo said. Nothing is derived here, and nothing kept.
+times differ by more than --within from the demo's. Nothing is derived or recorded here.
 """
 
 from __future__ import annotations
@@ -60,18 +60,22 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("folder", metavar="DEMO-OUT", type=Path, help="of a demo that has ended")
     parser.add_argument("--within", type=float, default=0.1, help="how far the times may differ (0.1)")
     given = parser.parse_args(argv)
-    told = json.loads((given.folder / "demo.json").read_text())
-    by_name = {r["method"]: r for r in told["results"]}
-    if told["faster"] is None:
+    record = json.loads((given.folder / "demo.json").read_text())
+    by_name = {r["method"]: r for r in record["results"]}
+    if record["faster"] is None:
         raise SystemExit(f"{given.folder}: this demo has no FP32 and AQ-SGD to compare")
-    settings = Settings(**{**told["settings"], "methods": tuple(told["settings"]["methods"]), "out": str(given.folder)})
-    print(f"{told['link']}, by the kernel in {settings.stages} network namespaces. The demo said: {told['sentence']}")
+    settings = Settings(
+        **{**record["settings"], "methods": tuple(record["settings"]["methods"]), "out": str(given.folder)}
+    )
+    print(
+        f"{record['link']}, by the kernel in {settings.stages} network namespaces. The demo said: {record['sentence']}"
+    )
     seconds, apart = {}, []
     for method in ("aqsgd", "none"):
         demo = by_name[method]
-        found = measure(settings, told["bandwidth"], method, demo["reached"])
-        same = found["losses"] == demo["losses"][: demo["reached"]]
-        seconds[method] = found["seconds"][-1]
+        run_here = measure(settings, record["bandwidth"], method, demo["reached"])
+        same = run_here["losses"] == demo["losses"][: demo["reached"]]
+        seconds[method] = run_here["seconds"][-1]
         apart.append(seconds_until(demo) / seconds[method] - 1)
         times = f"{seconds[method]:.1f} s here, {seconds_until(demo):.1f} s in the demo ({100 * apart[-1]:+.1f} %)"
         equal = "equal, bit for bit" if same else "DIFFERENT"
@@ -79,7 +83,7 @@ def main(argv: Sequence[str]) -> None:
         if not same:
             raise SystemExit("The losses are not those of the demo: not the same machine, versions or settings?")
     faster = seconds["none"] / seconds["aqsgd"]
-    apart.append(told["faster"] / faster - 1)
-    print(f"faster: {faster:.2f} times here, {told['faster']:.2f} times in the demo ({100 * apart[-1]:+.1f} %)")
+    apart.append(record["faster"] / faster - 1)
+    print(f"faster: {faster:.2f} times here, {record['faster']:.2f} times in the demo ({100 * apart[-1]:+.1f} %)")
     if abs(apart[-1]) > given.within:
         raise SystemExit(f"The speed-ups differ by more than {100 * given.within:.0f} %.")

@@ -1,4 +1,4 @@
-"""What does a constant error cost beside as many fixed bits: a call of the sender's end of a link, and its kernels?
+"""Time a constant error beside as many fixed bits: a call of the sender's end of a link, and its kernels.
 
     python -m benchmarks error_cost [--rounds 60] [--threads 1]
 
@@ -51,12 +51,12 @@ def kernels(x_TH: Tensor, m_TH: Tensor | None, error: float) -> tuple[int, list[
     visit = ops.EncodeItem(x_TH, m_TH, ops.QuantizerOptions(HIGH, None), delta)
     bits = ops.fewest_bits([visit], error, LOW, HIGH)
     part = payload[: rows * (4 + ops.row_bytes(hidden, bits))]
-    kept = None if m_TH is None else m_TH.clone()  # moves with every call, and is set back before the next
+    initial = None if m_TH is None else m_TH.clone()  # moves with every call, and is set back before the next
 
     def moving() -> ops.EncodeItem:
-        if kept is not None and m_TH is not None:
-            kept.copy_(m_TH)
-        return visit._replace(m=kept)
+        if initial is not None and m_TH is not None:
+            initial.copy_(m_TH)
+        return visit._replace(m=initial)
 
     def fixed() -> object:
         return ops.encode_batch([moving()._replace(options=ops.QuantizerOptions(bits, None))], part)

@@ -1,4 +1,4 @@
-"""What may a sample's first visit cost? Fine-tune with first visits of several bits, over 1, 2, 3 and 10 epochs.
+"""Fine-tune with first visits of several numbers of bits, over 1, 2, 3 and 10 epochs.
 
     python -m benchmarks first_visit [--seeds 3] [--epochs 3 1 2 10] [--only NAME ...] [--workers 2]
                                      [--data FOLDER] [--cache FOLDER] [--out FOLDER] [--redraw]
@@ -65,12 +65,12 @@ def results(rows: list[Row]) -> list[str]:
 
 
 def _section(rows: list[Row]) -> list[str]:
-    """What training of one length reached."""
+    """Return the section of trainings of one length."""
     exact = [row for row in rows if row["method"] == "FP32"]
 
     def above(group: list[Row], key: str) -> str:
-        found = page.above(group, exact, key)
-        return "–" if group[0]["method"] == "FP32" else spread(found, sign="+") if found else "?"
+        differences = page.above(group, exact, key)
+        return "–" if group[0]["method"] == "FP32" else spread(differences, sign="+") if differences else "?"
 
     def first_epoch(row: Row, kind: str) -> int:
         return row[f"forward_bytes_{kind}"] - row[f"forward_bytes_{kind}_after_first_epoch"]

@@ -36,8 +36,8 @@ def results(rows: list[Row], order: Sequence[str]) -> list[str]:
 
 def _table(rows: list[Row]) -> list[str]:
     def error(group: list[Row]) -> str:
-        found = [row["relative_error"] for row in group if row["relative_error"] is not None]
-        return f"{statistics.mean(found):.3f}" if found else "–"
+        errors = [row["relative_error"] for row in group if row["relative_error"] is not None]
+        return f"{statistics.mean(errors):.3f}" if errors else "–"
 
     cells = {
         "method": lambda group: group[0]["method"],

@@ -57,9 +57,9 @@ class ResNetTask:
         except OSError as error:
             raise DataError(f"{path}: {error.strerror}; --data names the folder that has cifar10/") from error
         names = sorted(arrays.files)
-        found = {name: torch.from_numpy(arrays[name]) for name in names}
-        images = {len(v): v for v in found.values() if v.ndim == 4}
-        labels = {len(v): v.long().flatten() for v in found.values() if v.ndim == 1}
+        tensors = {name: torch.from_numpy(arrays[name]) for name in names}
+        images = {len(v): v for v in tensors.values() if v.ndim == 4}
+        labels = {len(v): v.long().flatten() for v in tensors.values() if v.ndim == 1}
         self._x, self._y = _images(images[4000]), labels[4000]
         self._test_x, self._test_y = _images(images[1000]), labels[1000]
         self.model = resnet()
@@ -105,7 +105,7 @@ class Gpt2Task:
         yield from _orders(len(self._x), "gpt2", seed)
 
     def loss(self, batch: Tensor) -> Tensor:
-        """Of the next token."""
+        """Return the mean loss of the next token."""
         loss: Tensor = self.model(input_ids=self._x[batch], labels=self._x[batch]).loss
         return loss
 

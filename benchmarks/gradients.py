@@ -1,4 +1,4 @@
-"""Does data-parallel training converge with compressed gradients? A ResNet on CIFAR-10 and a GPT-2 on WikiText-2.
+"""Train a ResNet on CIFAR-10 and a GPT-2 on WikiText-2 data-parallel with compressed gradients.
 
     python -m benchmarks gradients [--seeds 3] [--workers-per-run 2 4] [--tasks resnet gpt2] [--only NAME ...]
                                    [--jobs 2] [--data FOLDER] [--cache FOLDER] [--out FOLDER] [--redraw]
@@ -153,7 +153,7 @@ def run(task_name: str, name: str, n: int, seed: int, data: Path, cache: Path, r
 def averager(
     name: str, n: int, seed: int, ranks: list[int], shapes: list[Any]
 ) -> tuple[Callable[[list[list[Any]]], list[Any]], Callable[[], dict[str, Any]]]:
-    """How the workers' gradients become their mean, and the counters of the first worker."""
+    """Return the function that averages the workers' gradients, and the first worker's counters."""
     import torch
 
     from pipecomp.allreduce import State

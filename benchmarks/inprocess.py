@@ -325,7 +325,7 @@ class InProcessPipeline:
 
         on_logits: as for the engine: the result is the list of what it returned.
         """
-        found: list[Tensor] = []
+        measures: list[Tensor] = []
         measure: Any = on_logits or self._loss
         for stage in self.stages:
             stage.eval()
@@ -333,16 +333,16 @@ class InProcessPipeline:
             outputs: list[Tensor] = []
             for _ in self._forward(batch, Position(self._evaluations, number), outputs, training=False):
                 pass
-            found.append(measure(outputs[-1], batch.labels))
+            measures.append(measure(outputs[-1], batch.labels))
         self._evaluations += 1
-        return found if on_logits is not None else torch.stack(found).sum() / len(found)
+        return measures if on_logits is not None else torch.stack(measures).sum() / len(measures)
 
     def comm_stats(self) -> dict[str, Any]:
         """The links' counters as in the engine's `comm_stats`, by "k->k+1", at the sending end."""
         return {f"{index}->{index + 1}": link.stats.as_dict() for index, link in enumerate(self.links)}
 
     def same_messages(self) -> bool:
-        """Whether both ends of every link hold the same messages."""
+        """Return True if both ends of every link hold the same messages."""
         return all(link.same_messages() for link in self.links)
 
     def store_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""How near is quantizing to memcpy? The kernels measured several times over, and the medians.
+"""Compare quantizing with memcpy: medians of repeated measurements of the kernels.
 
     python -m benchmarks kernels [--rounds N] [--seconds S] [--threads N] [--torch] [--out FOLDER] [--redraw]
 

@@ -1,4 +1,4 @@
-"""What does a sample cost in CPU time at both ends of a link: AQ-SGD beside uncompressed?
+"""Measure the CPU time of a sample at both ends of a link: AQ-SGD beside uncompressed.
 
     python -m benchmarks link_cpu [--rounds 8] [--steps 8] [--tokens 36] [--hidden 384] [--profile FILE]
 
@@ -99,14 +99,14 @@ class Line:
 
 
 def cpu_seconds() -> dict[str, float]:
-    """What this process's threads have computed so far, by name; those that are not Python's as "others"."""
+    """Return the CPU seconds of this process's threads by name; those that are not Python's count as "others"."""
     names = {thread.native_id: thread.name.rstrip("0123456789-") for thread in threading.enumerate()}
-    found: dict[str, float] = defaultdict(float)
+    seconds: dict[str, float] = defaultdict(float)
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
             name = names.get(int(task.name), "others").split(" ")[0]
-            found[name] += int((task / "schedstat").read_text().split()[0]) / 1e9
-    return found
+            seconds[name] += int((task / "schedstat").read_text().split()[0]) / 1e9
+    return seconds
 
 
 def work(rank: int, world: int, note: Any, given: argparse.Namespace, folder: str) -> dict[str, list[dict[str, float]]]:

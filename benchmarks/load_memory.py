@@ -79,9 +79,9 @@ def engine(rank: int, world: int, note: Any, small: str, large: str) -> dict[str
     pipecomp.initialize(small, num_stages=world, config=CONFIG).close()
     interpreter = peak()
     made = pipecomp.initialize(large, num_stages=world, config=CONFIG)
-    found = {"own": _bytes(made.stage), "interpreter": interpreter, "peak": peak()}
+    memory = {"own": _bytes(made.stage), "interpreter": interpreter, "peak": peak()}
     made.close()
-    return found
+    return memory
 
 
 def _bytes(stage: Any) -> int:
@@ -96,13 +96,13 @@ def measure(stages: int, layers: int, folder: Path) -> Row:
         run_ranks(1, write, small, FILES, max(FILES, stages), SMALL, timeout_s=600)
         parameters = run_ranks(1, write, large, FILES, layers, SIZES, timeout_s=1800)[0]
         for name, load in (("build_stage", stage_alone), ("initialize", engine)):
-            found = run_ranks(stages, load, small, large, timeout_s=1800)
-            ranks += [{"by": name, "rank": rank, **found[rank]} for rank in sorted(found)]
+            by_rank = run_ranks(stages, load, small, large, timeout_s=1800)
+            ranks += [{"by": name, "rank": rank, **by_rank[rank]} for rank in sorted(by_rank)]
     return {"stages": stages, "layers": layers, "parameters": parameters, "ranks": ranks}
 
 
 def ratio(rank: Row) -> float:
-    """What loading needed beyond the interpreter, over the stage's own weights."""
+    """Return the memory of loading beyond the interpreter, over the stage's own weights."""
     return (rank["peak"] - rank["interpreter"]) / rank["own"]
 
 

@@ -1,4 +1,4 @@
-"""How fast are two stages with two replicas that average after several steps, over slow links, and over slower ones?
+"""Time steps of two stages with two replicas that average after several steps, over slow and slower links.
 
     python -m benchmarks local_speed [--only NAME ...] [--out FOLDER] [--redraw]
 
@@ -56,13 +56,19 @@ def run(name: str, compute_s: float) -> Row:
     if case.sites:
         assert rate is not None
         network = {"sites": f"{SITES}@{rate // SLOWER}bit"}
-    found = measure(BY_NAME[case.line], MODEL, STAGES, STEPS, rate, None, **network)
-    row = {"name": name, "compute_s": compute_s, "rate": rate, "steps": found["steps"], "bytes": found["bytes"]}
+    measurement = measure(BY_NAME[case.line], MODEL, STAGES, STEPS, rate, None, **network)
+    row = {
+        "name": name,
+        "compute_s": compute_s,
+        "rate": rate,
+        "steps": measurement["steps"],
+        "bytes": measurement["bytes"],
+    }
     return {**row, "line": digest(asdict(BY_NAME[case.line]))}
 
 
 def _current(row: Row) -> bool:
-    """Whether the row's line still has the settings that it was measured with."""
+    """Return True if the row's line has the settings that it was measured with."""
     line = BY_NAME.get(row["name"].rpartition("; ")[0])
     return line is not None and row["line"] == digest(asdict(line))
 

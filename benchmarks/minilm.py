@@ -24,7 +24,7 @@ CHOSEN_BY = 0  # seed of the choice of samples, the same for all runs
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What of a dataset is used: files, samples, and the longest sample in tokens. Longer ones are left out."""
+    """Part of a dataset: files, samples, and the longest sample in tokens. Longer ones are left out."""
 
     task: ClassificationTask
     training_files: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Is AQ-SGD worth anything for data that never come back? One pass, with changes from cluster centers.
+"""Train one pass over data with changes from cluster centers, beside plain quantization.
 
     python -m benchmarks one_pass [--tasks wikitext versions] [--seeds 3] [--stages 4] [--only NAME ...] [--workers 2]
                                   [--data FOLDER] [--cache FOLDER] [--out FOLDER] [--redraw]
@@ -63,26 +63,26 @@ def versions(articles: Sequence[Sequence[int]], count: int, seed: int) -> list[l
     parts = [articles[i * PARAGRAPHS : (i + 1) * PARAGRAPHS] for i in range(DOCUMENTS)]
     documents = [list(itertools.chain.from_iterable(part)) for part in parts]
     known = [token for document in documents for token in document]
-    found: list[list[int]] = []
-    while len(found) < count:
+    sequences: list[list[int]] = []
+    while len(sequences) < count:
         document = draw.choice(documents)
-        kept = (token for token in document if draw.random() >= LEFT_OUT)
-        version = [draw.choice(known) if draw.random() < CHANGED else token for token in kept]
-        found += [version[at : at + LENGTH] for at in range(0, len(version) - LENGTH + 1, LENGTH)]
-    return found[:count]
+        remaining = (token for token in document if draw.random() >= LEFT_OUT)
+        version = [draw.choice(known) if draw.random() < CHANGED else token for token in remaining]
+        sequences += [version[at : at + LENGTH] for at in range(0, len(version) - LENGTH + 1, LENGTH)]
+    return sequences[:count]
 
 
 def sequences_of(task: str, tokens: Any, seed: int) -> tuple[list[list[int]], list[list[int]]]:
-    """What is trained on, once, and what is held out. tokens: of WikiText-2, see `wikitext_task`."""
+    """Return the sequences of the single pass and the held-out ones. tokens: of WikiText-2, see `wikitext_task`."""
     if task == "versions":
-        found = versions(tokens.training.tolist(), SAMPLES + HELD_OUT, seed)
+        sequences = versions(tokens.training.tolist(), SAMPLES + HELD_OUT, seed)
     else:
         import torch
 
         order = torch.randperm(len(tokens.pretraining), generator=torch.Generator().manual_seed(seed))
         start = int(PRETRAINING["tokens"]) // LENGTH  # those before have been pre-trained on
-        found = tokens.pretraining[order[start : start + SAMPLES + HELD_OUT]].tolist()
-    return found[:SAMPLES], found[SAMPLES:]
+        sequences = tokens.pretraining[order[start : start + SAMPLES + HELD_OUT]].tolist()
+    return sequences[:SAMPLES], sequences[SAMPLES:]
 
 
 def train(task: str, method: str, stages: int, seed: int, data: Path, cache: Path) -> Row:
@@ -166,20 +166,20 @@ def results(rows: list[Row]) -> list[str]:
 def _table(rows: list[Row]) -> list[str]:
     base = [row for row in rows if row["method"] == "FP32"]
     direct = sorted(
-        (_bits(group[0]), statistics.mean(found))
+        (_bits(group[0]), statistics.mean(differences))
         for group in page.grouped(rows, "method")
-        if group[0]["method"].startswith("DirectQ fw") and (found := page.above(group, base, "train_loss"))
+        if group[0]["method"].startswith("DirectQ fw") and (differences := page.above(group, base, "train_loss"))
     )
 
     def above(group: list[Row]) -> str:
         return "–" if group[0]["method"] == "FP32" else spread(page.above(group, base, "train_loss"), sign="+")
 
     def at_equal_bytes(group: list[Row]) -> str:
-        found = page.above(group, base, "train_loss")
-        if "clusters" not in group[0]["method"] or not found:
+        differences = page.above(group, base, "train_loss")
+        if "clusters" not in group[0]["method"] or not differences:
             return "–"
         other = between(direct, _bits(group[0]))
-        return "–" if other is None else f"{other:+.4f} ({1 - statistics.mean(found) / other:.0%})"
+        return "–" if other is None else f"{other:+.4f} ({1 - statistics.mean(differences) / other:.0%})"
 
     cells = {
         "method": lambda group: group[0]["method"],
@@ -200,7 +200,7 @@ def _bits(row: Row) -> float:
 
 
 def between(points: Sequence[tuple[float, float]], x: float) -> float | None:
-    """Where x lies on the lines between points, which are sorted; None beyond them."""
+    """Interpolate at x between sorted points; None beyond them."""
     for (x0, y0), (x1, y1) in itertools.pairwise(points):
         if x0 <= x <= x1:
             return y0 + (y1 - y0) * (x - x0) / (x1 - x0)

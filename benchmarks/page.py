@@ -1,4 +1,4 @@
-"""What the benchmarks' pages are made of: prose, tables, means over seeds, the machine, pictures."""
+"""Parts of the benchmarks' pages: prose, tables, means over seeds, the machine, pictures."""
 
 from __future__ import annotations
 
@@ -64,16 +64,16 @@ def grouped(rows: Iterable[Row], *keys: str) -> list[list[Row]]:
 
 
 def values(rows: Iterable[Row], key: str) -> list[float]:
-    """What the rows have under `key`."""
+    """Return the rows' values of `key`."""
     return [row[key] for row in rows]
 
 
-def spread(found: Sequence[float], digits: int = 4, sign: str = "") -> str:
+def spread(numbers: Sequence[float], digits: int = 4, sign: str = "") -> str:
     """Mean ± sample standard deviation, of one value the value; "–" of none. sign: "+" shows it always."""
-    if not found:
+    if not numbers:
         return "–"
-    deviation = f" ± {statistics.stdev(found):.{digits}f}" if len(found) > 1 else ""
-    return f"{statistics.mean(found):{sign}.{digits}f}{deviation}"
+    deviation = f" ± {statistics.stdev(numbers):.{digits}f}" if len(numbers) > 1 else ""
+    return f"{statistics.mean(numbers):{sign}.{digits}f}{deviation}"
 
 
 def above(rows: Iterable[Row], base: Iterable[Row], key: str) -> list[float]:

@@ -181,15 +181,15 @@ def one_rank(rank: int, world: int, note: Any, name: str, pairs: int, limited: b
     for index, side in enumerate(sides):
         for _ in range(1 if side.line == STOCK else WARM_UP):
             step(index)
-    found = []
+    step_pairs = []
     for number in range(pairs):
         order = (0, 1) if number % 2 == 0 else (1, 0)
         seconds = {side: step(side) for side in order}
-        found.append([seconds[0], seconds[1]])
+        step_pairs.append([seconds[0], seconds[1]])
     for engine in engines:
         if hasattr(engine, "close"):
             engine.close()
-    return found
+    return step_pairs
 
 
 def results(rows: list[Row]) -> list[str]:
@@ -230,7 +230,7 @@ def _line(row: Row) -> str:
 
 
 def compute_seconds(runs: Runs, cases: Sequence[tuple[str]]) -> float:
-    """Of a stage and a micro-batch: as in the rows that are there, else measured if any case is missing."""
+    """Return a stage's seconds per micro-batch: from finished rows, else measured if any case is missing."""
     if runs.rows:
         return float(runs.rows[0]["compute_s"])
     return reference_compute(MODEL, STAGES, REFERENCES) if runs.missing(cases) else 0.0

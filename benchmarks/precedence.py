@@ -1,4 +1,4 @@
-"""Do replicas' averages hold up the pipeline on the link that both use? Steps with and without one in flight.
+"""Time steps with and without a replicas' average in flight on the link that the pipeline uses.
 
     python -m benchmarks precedence [--pairs 6] [--only NAME ...] [--out FOLDER] [--redraw]
 
@@ -131,7 +131,7 @@ def _waited(engine: Any) -> float:
 
 
 def _ratios(row: Row, way: str) -> list[float]:
-    """Of an interval's steps with an average in flight, but the last, which may wait for it, to those without."""
+    """Return, per interval, the mean step with an average in flight over that without; the last step is left out."""
     return [
         statistics.fmean(steps[: OVERLAP - 1]) / statistics.fmean(steps[OVERLAP:-1]) for steps in row["intervals"][way]
     ]

@@ -1,4 +1,4 @@
-"""The recipes as their READMEs start them on a machine without a GPU: what they reach, what they send, how long.
+"""Run the recipes as their READMEs start them on a machine without a GPU: losses, bytes, time.
 
     python -m benchmarks recipes [--only RECIPE ...] [--methods FP32 AQ-SGD DirectQ] [--data FOLDER] [--work FOLDER]
                                  [--out FOLDER] [--redraw]

@@ -1,4 +1,4 @@
-"""Two stages with tied embeddings, of one replica or two, everything compressed: does the loss stay FP32's?
+"""Train two stages with tied embeddings, of one replica or two, everything compressed, beside FP32.
 
     python -m benchmarks replicas [--seeds 3] [--epochs 6] [--only NAME ...]
                                   [--data FOLDER] [--cache FOLDER] [--out FOLDER] [--redraw]
@@ -46,7 +46,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 def replicas_of(name: str) -> int:
-    """How many pipelines a method's run has."""
+    """Return the number of pipelines in a method's run."""
     return 1 if name.startswith(ALONE) else 2
 
 
@@ -67,11 +67,11 @@ def train(name: str, seed: int, epochs: int, data: Path, cache: Path) -> Row:
 
     def total(kind: str) -> dict[str, int]:
         # both ends of a link count the same packets: take each direction's sender
-        found = {"forward": 0, "backward": 0, "gradients": sum(group[kind] for group in groups)}
+        totals = {"forward": 0, "backward": 0, "gradients": sum(group[kind] for group in groups)}
         for stage, link in links:
             way = "forward" if stage == 0 else "backward"
-            found[way] += link[way][kind]
-        return found
+            totals[way] += link[way][kind]
+        return totals
 
     return {
         "method": name,
@@ -151,8 +151,12 @@ def results(rows: list[Row]) -> list[str]:
 
     def above(group: list[Row]) -> str:
         pairs = [(row["train_loss"], losses.get((exact(row), row["seed"]))) for row in group]
-        found = [100 * (loss / base - 1) for loss, base in pairs if base is not None]
-        return "–" if group[0]["method"] == exact(group[0]) or not found else f"{statistics.mean(found):+.2f} %"
+        percentages = [100 * (loss / base - 1) for loss, base in pairs if base is not None]
+        return (
+            "–"
+            if group[0]["method"] == exact(group[0]) or not percentages
+            else f"{statistics.mean(percentages):+.2f} %"
+        )
 
     def less(group: list[Row]) -> str:
         return f"{sum(group[0]['raw'].values()) / sum(group[0]['sent'].values()):.2f}×"

@@ -1,4 +1,4 @@
-"""How other methods code rows of values, in plain torch: each packs its bytes and reads them back.
+"""Other methods' codes of rows of values, in plain torch: each packs its bytes and reads them back.
 
 Shapes: T rows (real tokens), H hidden size, N tiles of G values, R rank.
 """
@@ -120,7 +120,7 @@ class TahQuant:
         return torch.where(more_N, self.bits[1], self.bits[0]).float()
 
     def _more(self, tiles_NG: Tensor) -> Tensor:
-        """Which tiles get more bits, bool [N]."""
+        """Choose the tiles that get more bits, bool [N]."""
         parts_NG = tiles_NG.abs() / tiles_NG.abs().sum(1, keepdim=True).clamp_min(1e-30)
         entropy_N = torch.special.entr(parts_NG).sum(1)
         chosen_N = torch.zeros(len(tiles_NG), dtype=torch.bool)

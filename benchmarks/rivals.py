@@ -33,7 +33,7 @@ class Whole:
 
 
 class _Remembering:
-    """What both ends compute with stays with them until the sample's next visit: m."""
+    """Cached activations m, which both ends keep until the sample's next visit."""
 
     def __init__(self) -> None:
         self.held: dict[int, Tensor] = {}

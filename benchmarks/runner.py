@@ -1,4 +1,4 @@
-"""What the benchmarks have in common: cases that run in worker processes, and are kept as they finish.
+"""Run a benchmark's cases in worker processes, and keep their rows as they finish.
 
 A benchmark is its cases, a function that runs one of them, and a function that makes a page of all that are kept:
 

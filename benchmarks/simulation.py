@@ -1,4 +1,4 @@
-"""The simulation of `pipecomp plan` against measured steps, and what it predicts beyond this machine.
+"""Compare the simulation of `pipecomp plan` with measured steps, and predict larger runs.
 
     python -m benchmarks simulation [--measured FILE] [--out FOLDER]
 
@@ -118,7 +118,7 @@ def compare(rows: Sequence[Row]) -> list[Row]:
     take longer there).
     """
     free = {(row["line"], row["stages"]): row["ranks"] for row in rows if row["bits_per_s"] is None}
-    found = []
+    comparisons = []
     for row in rows:
         if any(rank is None for rank in row["ranks"]):
             continue  # stock DeepSpeed
@@ -126,20 +126,22 @@ def compare(rows: Sequence[Row]) -> list[Row]:
         without = free.get((row["line"], row["stages"]))
         if row["bits_per_s"] is not None and without is not None and row.get("replicas", 1) == 1:
             predicted["free"] = simulate_step(step_of(row, without), network_of(row)).seconds
-        told = {key: row[key] for key in ("line", "bits_per_s", "seconds")}
-        found.append({**told, "bits": mean_bits(row), **predicted})
-    return found
+        measurement = {key: row[key] for key in ("line", "bits_per_s", "seconds")}
+        comparisons.append({**measurement, "bits": mean_bits(row), **predicted})
+    return comparisons
 
 
 def measured_page(compared: Sequence[Row]) -> list[str]:
     """The comparison as Markdown."""
-    said = []
+    sentences = []
     for key, name in (("own", "their own counters"), ("free", "those without a slow link")):
         errors = [abs(row[key] / row["seconds"] - 1) for row in compared if row[key]]
         if errors:
             within = sum(error <= 0.1 for error in errors)
             median, most = statistics.median(errors), max(errors)
-            said.append(f"From {name}: {within} of {len(errors)} within 10 %, median {median:.1%}, most {most:.1%}.")
+            sentences.append(
+                f"From {name}: {within} of {len(errors)} within 10 %, median {median:.1%}, most {most:.1%}."
+            )
 
     def beside(row: Row, key: str) -> str:
         return f"{row[key]:.2f} ({_off(row[key], row['seconds'])})" if row[key] else ""
@@ -152,7 +154,7 @@ def measured_page(compared: Sequence[Row]) -> list[str]:
         "from its own counters": lambda row: beside(row, "own"),
         "from those without a slow link": lambda row: beside(row, "free"),
     }
-    return [*said, "", *page.columns(cells, compared)]
+    return [*sentences, "", *page.columns(cells, compared)]
 
 
 def _off(predicted: float, measured: float) -> str:
@@ -209,8 +211,8 @@ def bits_taken() -> list[tuple[float, float]]:
 
     def taken(way: int, first: bool) -> float:
         epochs = slice(1) if first else slice(1, None)
-        found, fixed = (statistics.mean(e[way] for run in runs for e in run[epochs]) for runs in (own, base))
-        return found - fixed + (constant_error.FIRST_BITS if first and way == 0 else constant_error.MOST[way])
+        bits, fixed = (statistics.mean(e[way] for run in runs for e in run[epochs]) for runs in (own, base))
+        return bits - fixed + (constant_error.FIRST_BITS if first and way == 0 else constant_error.MOST[way])
 
     return [(taken(0, first), taken(1, first)) for first in (True, False)]
 
@@ -248,8 +250,8 @@ def gpt2_page() -> list[str]:
     """The first prediction as Markdown."""
 
     def beside(name: str, mbit: int) -> str:
-        found, paper = gpt2(mbit, METHODS[name]), PAPER.get(name, {}).get(mbit)
-        return f"{found:.2f}" if paper is None else f"{found:.2f} (paper {paper}, {_off(found, paper)})"
+        rate, paper = gpt2(mbit, METHODS[name]), PAPER.get(name, {}).get(mbit)
+        return f"{rate:.2f}" if paper is None else f"{rate:.2f} (paper {paper}, {_off(rate, paper)})"
 
     rows = [[name, *(beside(name, mbit) for mbit in MBIT)] for name in METHODS]
     first = [f"{gpt2(mbit, METHODS['AQ-SGD fw3 bw6'], first_visit=True):.2f}" for mbit in MBIT]
@@ -259,25 +261,25 @@ def gpt2_page() -> list[str]:
 
 def llama_page() -> list[str]:
     """The second one."""
-    found = llama()
-    job = next(iter(found.values())).job
+    predictions = llama()
+    job = next(iter(predictions.values())).job
     blocks = [hi - lo for lo, hi in zip(job.plan.cuts, job.plan.cuts[1:], strict=False)]
     seconds = ", ".join(f"{forward + backward:.2f}" for forward, backward in job.profile.stage_seconds(job.plan, 1))
-    said = f"{'/'.join(map(str, blocks))} blocks on the {SITES} sites, cut at {list(job.plan.cuts)}; a micro-batch "
+    sentence = f"{'/'.join(map(str, blocks))} blocks on the {SITES} sites, cut at {list(job.plan.cuts)}; a micro-batch "
     rows = []
-    for name in dict.fromkeys(name for name, _ in found):
-        row = [found[name, mbit] for mbit in MBIT]
+    for name in dict.fromkeys(name for name, _ in predictions):
+        row = [predictions[name, mbit] for mbit in MBIT]
         cells = [f"{p.step_s:.1f} s ({p.job.batch * LLAMA_TOKENS / p.step_s:,.0f} tokens/s)" for p in row]
         rows.append([name, *cells, f"{(row[0].forward_bytes[0] + row[0].backward_bytes[0]) / 1e6:.2f}"])
-    first = [f"{found['AQ-SGD fw2 bw4', mbit].first_epoch_s:.1f} s" for mbit in MBIT]
+    first = [f"{predictions['AQ-SGD fw2 bw4', mbit].first_epoch_s:.1f} s" for mbit in MBIT]
     rows.append(["AQ-SGD fw2 bw4, first epoch", *first, ""])
     for bits, first_visit in zip(bits_taken(), (True, False), strict=True):
-        told = [following(job, mbit, constant_error.LINES[CONSTANT], bits, first_visit=first_visit) for mbit in MBIT]
-        cells = [f"{seconds:.1f} s ({job.batch * LLAMA_TOKENS / seconds:,.0f} tokens/s)" for seconds, _ in told]
+        steps = [following(job, mbit, constant_error.LINES[CONSTANT], bits, first_visit=first_visit) for mbit in MBIT]
+        cells = [f"{seconds:.1f} s ({job.batch * LLAMA_TOKENS / seconds:,.0f} tokens/s)" for seconds, _ in steps]
         name = f"AQ-SGD {CONSTANT}{', first epoch' if first_visit else ''}: {bits[0]:.1f} and {bits[1]:.1f} bits"
-        rows.append([name, *cells, f"{told[0][1] / 1e6:.2f}"])
+        rows.append([name, *cells, f"{steps[0][1] / 1e6:.2f}"])
     headings = ["method", *(f"{mbit:,} Mbit/s" for mbit in MBIT), "MB a micro-batch, both ways"]
-    return [f"{said}computes {seconds} s on them.", "", *page.table(headings, rows)]
+    return [f"{sentence}computes {seconds} s on them.", "", *page.table(headings, rows)]
 
 
 def load(measured: Path) -> list[Row]:

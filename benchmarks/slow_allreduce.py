@@ -68,17 +68,17 @@ def one_rank(rank: int, world: int, note: Any, values: int, rounds: int) -> dict
             if name != GLOO:
                 errors[name] = float((out - exact).norm() / exact.norm())
         note(turn)
-    found = {}
+    results = {}
     for name, times in seconds.items():
         stats = states[name].stats() if name in states else None
         sent = values * 4 if stats is None else stats["bytes_sent"] / stats["calls"]
         parts = {} if stats is None else {part: s / stats["calls"] for part, s in stats["seconds"].items()}
-        found[name] = {"seconds": statistics.median(times), "bytes": sent, "error": errors[name], **parts}
+        results[name] = {"seconds": statistics.median(times), "bytes": sent, "error": errors[name], **parts}
     dist.barrier()
     for state in states.values():
         state.close()
     dist.destroy_process_group()
-    return found
+    return results
 
 
 def measure(where: str, values: int, rounds: int) -> Row:
@@ -112,15 +112,15 @@ def results(rows: list[Row]) -> list[str]:
     """
     lines = prose(text)
     for row in rows:
-        gloo = next(found["seconds"] for found in row["methods"] if found["method"] == GLOO)
+        gloo = next(method["seconds"] for method in row["methods"] if method["method"] == GLOO)
         cells = {
-            "method": lambda found: found["method"],
-            "ms": lambda found: f"{1e3 * found['seconds']:.0f}",
-            "times faster": lambda found, gloo=gloo: f"{gloo / found['seconds']:.2f}",
-            "MB sent": lambda found: f"{found['bytes'] / 1e6:.2f}",
-            "relative error": lambda found: f"{found['error']:.3f}",
+            "method": lambda method: method["method"],
+            "ms": lambda method: f"{1e3 * method['seconds']:.0f}",
+            "times faster": lambda method, gloo=gloo: f"{gloo / method['seconds']:.2f}",
+            "MB sent": lambda method: f"{method['bytes'] / 1e6:.2f}",
+            "relative error": lambda method: f"{method['error']:.3f}",
             **{
-                f"{part} ms": lambda found, part=part: f"{1e3 * found[part]:.0f}" if part in found else ""
+                f"{part} ms": lambda method, part=part: f"{1e3 * method[part]:.0f}" if part in method else ""
                 for part in PARTS
             },
         }
@@ -138,6 +138,6 @@ def main(argv: Sequence[str]) -> None:
         [(HERE,), (given.bandwidth,)],
         given.values,
         given.rounds,
-        line=lambda row: "  ".join(f"{found['method']} {1e3 * found['seconds']:.0f} ms" for found in row["methods"]),
+        line=lambda row: "  ".join(f"{method['method']} {1e3 * method['seconds']:.0f} ms" for method in row["methods"]),
         page=results,
     )

@@ -1,4 +1,4 @@
-"""Split learning of a ResNet on CIFAR-10 with compressed links: accuracy and bytes, and what following crops is worth.
+"""Split learning of a ResNet on CIFAR-10 with compressed links: accuracy, bytes, the gain of following crops.
 
     python -m benchmarks split_learning [--seeds 3] [--only NAME ...] [--workers 2] [--data FILE] [--cache FOLDER]
                                         [--out FOLDER] [--redraw]
@@ -73,8 +73,8 @@ def train(name: str, seed: int, data: Path, cache: Path) -> Row:
     )
 
     def evaluate() -> dict[str, float]:
-        found = pipeline.eval_batch(eval_batches(held_out, 100), on_logits=measure)
-        return dict(zip(("eval_loss", "accuracy"), torch.stack(found).mean(0).tolist(), strict=True))
+        outputs = pipeline.eval_batch(eval_batches(held_out, 100), on_logits=measure)
+        return dict(zip(("eval_loss", "accuracy"), torch.stack(outputs).mean(0).tolist(), strict=True))
 
     start, rounds = evaluate(), []
     for _ in range(ROUNDS):
@@ -96,12 +96,12 @@ def pretrained(images: Any, public: Any, cache: Path, seed: int) -> Any:
     from pipecomp.recipes.images import Views
     from pipecomp.recipes.resnet import resnet
 
-    kept = cache / f"split-{seed}-{SETUP}.pt"
-    with one_at_a_time(kept):
+    file = cache / f"split-{seed}-{SETUP}.pt"
+    with one_at_a_time(file):
         torch.manual_seed(seed)
         network = resnet("tiny", 10, norm="group")
-        if kept.exists():
-            network.load_state_dict(torch.load(kept, weights_only=True))
+        if file.exists():
+            network.load_state_dict(torch.load(file, weights_only=True))
             return network
         views, draw = Views(images, CROP), torch.Generator().manual_seed(seed)
         steps = int(PUBLIC["epochs"]) * (len(public) // BATCH)
@@ -117,7 +117,7 @@ def pretrained(images: Any, public: Any, cache: Path, seed: int) -> Any:
             torch.nn.functional.cross_entropy(network(x), y).backward()
             optimizer.step()
             schedule.step()
-        torch.save(network.state_dict(), kept)
+        torch.save(network.state_dict(), file)
     return network
 
 
@@ -131,10 +131,10 @@ def measure(logits: Any, labels: Any) -> Any:
 
 def counters(pipeline: Any) -> dict[str, float]:
     """Bytes of training over both links so far, and the links' errors, added up."""
-    found: dict[str, float] = {**byte_counts(pipeline)}
+    row: dict[str, float] = {**byte_counts(pipeline)}
     for number, link in enumerate(pipeline.links):
-        found |= {f"error_sum_{number}": link.stats.error_sum, f"error_count_{number}": link.stats.error_count}
-    return found
+        row |= {f"error_sum_{number}": link.stats.error_sum, f"error_count_{number}": link.stats.error_count}
+    return row
 
 
 def ds_config(name: str, seed: int) -> dict[str, Any]:
@@ -174,10 +174,10 @@ def results(rows: list[Row]) -> list[str]:
         return [{**row["rounds"][-1], "seed": row["seed"]} for row in group]
 
     def above(group: list[Row]) -> str:
-        found = page.above(last(group), exact, "train_loss")
-        if not any(found):  # FP32 itself, or no run of it yet
+        differences = page.above(last(group), exact, "train_loss")
+        if not any(differences):  # FP32 itself, or no run of it yet
             return "–"
-        return f"{statistics.mean(found):+.4f} ({min(found):+.4f} … {max(found):+.4f})"
+        return f"{statistics.mean(differences):+.4f} ({min(differences):+.4f} … {max(differences):+.4f})"
 
     def sent(group: list[Row], way: str) -> str:
         both = (last(group), [one for row in group for one in row["rounds"]])
@@ -186,10 +186,10 @@ def results(rows: list[Row]) -> list[str]:
 
     def errors(group: list[Row]) -> str:
         counted = [one for one in last(group) if one["error_count_0"]]
-        found = [
+        error_means = [
             statistics.mean(r[f"error_sum_{n}"] / r[f"error_count_{n}"] for r in counted) for n in (0, 1) if counted
         ]
-        return ", ".join(f"{error:.3f}" for error in found) or "–"
+        return ", ".join(f"{error:.3f}" for error in error_means) or "–"
 
     cells = {
         "method": lambda group: group[0]["method"],

@@ -142,8 +142,8 @@ def train(rank: int, world: int, note: Any, line: Line, model: Model, stages: in
         began = time.perf_counter()
         for part in range(line.period):
             with through_float32(line, engine.device):
-                found = float(engine.train_batch())
-            loss = found if step + part == 1 else loss
+                loss_here = float(engine.train_batch())
+            loss = loss_here if step + part == 1 else loss
         dist.barrier()
         if timed:
             seconds.append((time.perf_counter() - began) / line.period)
@@ -193,5 +193,7 @@ def counted(first: Row, last: Row, steps: int) -> Row:
 def mean_bits(row: Row) -> str:
     """Write the bits of a value forward and back, the mean over a row's links; empty where none are quantized."""
     links = [link for rank in row["ranks"] if rank is not None for link in rank.get("bits", {}).values()]
-    found = [[link[way] for link in links if link[way] is not None] for way in _WAYS]
-    return "/".join(f"{statistics.mean(bits):.3g}" if bits else "–" for bits in found) if any(found) else ""
+    by_direction = [[link[way] for link in links if link[way] is not None] for way in _WAYS]
+    return (
+        "/".join(f"{statistics.mean(bits):.3g}" if bits else "–" for bits in by_direction) if any(by_direction) else ""
+    )

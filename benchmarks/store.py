@@ -1,4 +1,4 @@
-"""What does a message store cost beside plain copies and file writes?
+"""Time a message store beside plain copies and file writes.
 
 python -m benchmarks store [--samples N] [--epochs N] [--folder PATH] [--out FOLDER] [--redraw]
 """

@@ -1,4 +1,4 @@
-"""What does a message store cost a training step when it does not fit into memory?
+"""Time training steps with a message store that does not fit into memory.
 
     python -m benchmarks store_beyond_memory [--samples 256] [--cache-mb 64] [--epochs 4] [--rounds 2]
                                              [--folder FOLDER] [--out FOLDER] [--redraw]
@@ -126,7 +126,7 @@ def run(line: str, turn: int, samples: int, epochs: int, size: int, folder: Path
     for _, group in ranks.values():
         if group is not None:
             Path(group).rmdir()
-    seconds, read = zip(*(found for found, _ in ranks.values()), strict=True)
+    seconds, read = zip(*(measurement for measurement, _ in ranks.values()), strict=True)
     # a step ends when both ranks are done
     steps = [max(both) for both in zip(*seconds, strict=True)]
     given = {"samples": samples, "cache_bytes": size, "load": os.getloadavg()[1]}

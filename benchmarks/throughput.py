@@ -41,7 +41,7 @@ Key = tuple[str, float, str]  # setting, r and line
 
 @dataclass(frozen=True)
 class Setting:
-    """Which lines run at which r. delay: one way."""
+    """Lines and the values of r at which they run. delay: one way."""
 
     stages: int
     lines: dict[str, tuple[float, ...]]
@@ -75,8 +75,8 @@ def run(setting: str, r: float, name: str, turn: int, rates: dict[int, dict[floa
     where = SETTINGS[setting]
     rate = None if r == UNTHROTTLED else rates[where.stages][r]
     row = measure(BY_NAME[name], MODEL, where.stages, steps, rate, where.delay)
-    found = {"setting": setting, "r": r, "line": name, "turn": turn, "bits_per_s": rate}
-    return {**found, "bf16_products": cpu_multiplies_bf16(), **row}
+    row_values = {"setting": setting, "r": r, "line": name, "turn": turn, "bits_per_s": rate}
+    return {**row_values, "bf16_products": cpu_multiplies_bf16(), **row}
 
 
 def link_rate(rows: list[Row], stages: int, r: float) -> int:
@@ -119,16 +119,16 @@ def _link(row: Row, rows: dict[Key, Row]) -> str:
     return f"r = {real_r(row, rows):.2g} ({row['bits_per_s'] / 1e6:.1f} Mbit/s)"
 
 
-def results(found: Sequence[Row], picture: Path) -> list[str]:
+def results(rows_in: Sequence[Row], picture: Path) -> list[str]:
     """The page, and its picture beside it."""
-    rows = summaries(found)
+    rows = summaries(rows_in)
     emulated = """This processor has no BF16 products: lines in BF16, stock DeepSpeed's too, compute them in float32
         and round (`pipecomp/bench/training.py`)."""
-    had = {row.get("bf16_products", False) for row in found}  # the oldest kept runs do not say it, and had none
+    had = {row.get("bf16_products", False) for row in rows_in}  # the oldest kept runs do not say it, and had none
     text = f"""
         # Training steps over slow links
 
-        `python -m benchmarks throughput`, on {page.machine(found)}.
+        `python -m benchmarks throughput`, on {page.machine(rows_in)}.
 
         GPT-2 of 4 blocks, width 512, 256 tokens, a vocabulary of 512 (so that stages take about equally long); 16
         samples a step in 8 micro-batches, or 16 where the line says so. Each stage is a process with one thread in a
@@ -147,7 +147,7 @@ def results(found: Sequence[Row], picture: Path) -> list[str]:
         from one run to the next.
     """
     _draw(picture, rows)
-    lines = [*prose(text), *(f"- {said}" for said in findings(rows)), "", *prose(after)]
+    lines = [*prose(text), *(f"- {finding}" for finding in findings(rows)), "", *prose(after)]
     for setting in SETTINGS:
         for r in sorted({key[1] for key in rows if key[0] == setting}):
             lines += _section(setting, r, rows)

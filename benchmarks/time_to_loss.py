@@ -1,4 +1,4 @@
-"""How long until the loss of FP32 is reached over a slow link? Trainings from their first epoch on.
+"""Time trainings over a slow link, first epoch included, until they reach FP32's loss.
 
     python -m benchmarks time_to_loss [--r 5.8] [--epochs 3 10] [--only NAME ...]
                                       [--data FOLDER] [--cache FOLDER] [--out FOLDER] [--redraw]
@@ -172,7 +172,7 @@ def results(rows: list[Row], r: float, picture: Path) -> list[str]:
 
 
 def _section(rows: list[Row]) -> list[str]:
-    """What trainings of one length reached."""
+    """Return the section of trainings of one length."""
     base = next((run for run in rows if run["method"] == REFERENCE), None)
     goal = epoch_means(base)[-1] if base else None
 

@@ -1,4 +1,4 @@
-"""What benchmarks that train have in common: the configuration, and counting loss and bytes by epochs."""
+"""Configuration of benchmarks that train, and their losses and bytes by epochs."""
 
 from __future__ import annotations
 
@@ -61,19 +61,19 @@ def train_epochs(
         What `evaluate` returned after each epoch, and the part of a row that every such run has: mean losses of the
         epochs, bytes over all links in all and after the first epoch, bytes of the stores.
     """
-    losses, found, counts = [], [], []
+    losses, evaluations, counts = [], [], []
     for _ in range(epochs):
         epoch = []
         for _ in range(pipeline.steps_per_epoch):
             epoch.append(float(pipeline.train_batch()))
             each_step(epoch[-1])
         losses.append(sum(epoch) / len(epoch))
-        found.append(evaluate())
+        evaluations.append(evaluate())
         counts.append(byte_counts(pipeline))
     if not pipeline.same_messages():
         raise AssertionError("the two ends of a link hold different messages")
     later = {f"{key}_after_first_epoch": total - counts[0][key] for key, total in counts[-1].items()}
-    return found, {
+    return evaluations, {
         "train_loss": losses[-1],
         "train_losses": losses,
         **counts[-1],

@@ -53,14 +53,14 @@ def articles(path: Path) -> Iterator[str]:
 
 def wikitext_task(data: Path, cache: Path, *, length: int = LENGTH, training: int = TRAINING) -> Task:
     """Sequences of the training text for pre-training; of the first validation articles, shuffled, for the rest."""
-    kept = cache / f"tokens-{VOCABULARY}-{length}-{training}-{HELD_OUT}.pt"
-    with one_at_a_time(kept):
-        return _task(data, kept, length, training)
+    file = cache / f"tokens-{VOCABULARY}-{length}-{training}-{HELD_OUT}.pt"
+    with one_at_a_time(file):
+        return _task(data, file, length, training)
 
 
-def _task(data: Path, kept: Path, length: int, training: int) -> Task:
-    if kept.exists():
-        return Task(**torch.load(kept, weights_only=True))
+def _task(data: Path, file: Path, length: int, training: int) -> Task:
+    if file.exists():
+        return Task(**torch.load(file, weights_only=True))
     general, special = list(articles(data / "train.txt")), list(articles(data / "valid.txt"))
     tokenizer = train_tokenizer(general, VOCABULARY)
     chosen: list[list[int]] = []
@@ -77,7 +77,7 @@ def _task(data: Path, kept: Path, length: int, training: int) -> Task:
         "training": pool[:training],
         "held_out": pool[training:],
     }
-    with atomic_write(kept, synced=False) as part:
+    with atomic_write(file, synced=False) as part:
         torch.save(parts, part)
     return Task(**parts)
 
@@ -116,26 +116,26 @@ def new_llama(seed: int, length: int = LENGTH) -> Any:
 
 def pretrained_model(task: Task, cache: Path, seed: int, *, width: int = WIDTH) -> tuple[Any, dict[str, float]]:
     """The model that all methods start from, and what its pre-training cost and reached; trained once per seed."""
-    kept = cache / (f"pretrained-{seed}.pt" if width == WIDTH else f"pretrained-{width}-{seed}.pt")
-    with one_at_a_time(kept):
-        return _pretrained(task, kept, seed, new_model(seed, task.pretraining.shape[1], width))
+    file = cache / (f"pretrained-{seed}.pt" if width == WIDTH else f"pretrained-{width}-{seed}.pt")
+    with one_at_a_time(file):
+        return _pretrained(task, file, seed, new_model(seed, task.pretraining.shape[1], width))
 
 
 def pretrained_llama(task: Task, cache: Path, seed: int) -> Any:
     """The same for `new_llama`; the model alone."""
-    kept = cache / f"pretrained-llama-{seed}.pt"
-    with one_at_a_time(kept):
-        return _pretrained(task, kept, seed, new_llama(seed, task.pretraining.shape[1]))[0]
+    file = cache / f"pretrained-llama-{seed}.pt"
+    with one_at_a_time(file):
+        return _pretrained(task, file, seed, new_llama(seed, task.pretraining.shape[1]))[0]
 
 
-def _pretrained(task: Task, kept: Path, seed: int, model: Any) -> tuple[Any, dict[str, float]]:
+def _pretrained(task: Task, file: Path, seed: int, model: Any) -> tuple[Any, dict[str, float]]:
     length = task.pretraining.shape[1]
     settings = json.dumps([PRETRAINING, length, VOCABULARY], sort_keys=True)
-    if kept.exists():
-        found = torch.load(kept, weights_only=True)
-        if found["settings"] == settings:
-            model.load_state_dict(found["weights"])
-            return model, found["report"]
+    if file.exists():
+        record = torch.load(file, weights_only=True)
+        if record["settings"] == settings:
+            model.load_state_dict(record["weights"])
+            return model, record["report"]
     rows = task.pretraining
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
     rows = rows[order[: int(PRETRAINING["tokens"]) // length]]
@@ -143,7 +143,7 @@ def _pretrained(task: Task, kept: Path, seed: int, model: Any) -> tuple[Any, dic
     options: dict[str, Any] = {key: PRETRAINING[key] for key in ("epochs", "batch", "lr")}
     loss = pretrain(model, rows.tolist(), seed=seed, **options)
     report = {"pretraining_loss": loss, "pretraining_seconds": time.perf_counter() - began}
-    with atomic_write(kept, synced=False) as part:
+    with atomic_write(file, synced=False) as part:
         torch.save({"settings": settings, "weights": model.state_dict(), "report": report}, part)
     return model, report
 

@@ -50,7 +50,7 @@ class Masking(nn.Module):
         return self.model(input_ids=seen_BS, labels=labels_BS)
 
     def masked(self, ids_BS: Tensor) -> tuple[Tensor, Tensor]:
-        """What the model sees, and the tokens it is to find, IGNORED elsewhere; both int64 [B, S]."""
+        """Mask tokens: the input, and the labels, IGNORED where nothing is masked; both int64 [B, S]."""
         chance_BS, kind_BS = torch.rand((2, *ids_BS.shape), generator=self._draw)
         wanted_BS = (chance_BS < SHARE) & (ids_BS >= self._first)
         others_BS = torch.randint(self._first, self._vocabulary, ids_BS.shape, generator=self._draw)

@@ -20,15 +20,15 @@ Graph = dict[str, set[str]]
 def modules() -> dict[str, Path]:
     """Dotted name -> file, of every module of the package; a package's name is that of its __init__."""
     places = [(ROOT / "pipecomp", "pipecomp"), *((ROOT / name, f"pipecomp.{name}") for name in OUTSIDE)]
-    found = {}
+    paths = {}
     for folder, package in places:
         for path in sorted(folder.rglob("*.py")):
             inner = path.relative_to(folder).with_suffix("").parts
             if package == "pipecomp" and inner[0] in OUTSIDE:
                 continue  # the links
             parts = [package, *inner]
-            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
+            paths[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return paths
 
 
 def imported(path: Path) -> set[str]:
@@ -81,13 +81,13 @@ def _behind(target: str, files: dict[str, Path], faces: set[str], by_module: boo
 def levels(arrows: Graph) -> dict[str, int]:
     """Each room's level: one above the highest of what it imports. Rooms on a cycle have that of their cycle."""
     group = {r: frozenset(c) for c in components(arrows) for r in c}
-    found: dict[frozenset[str], int] = {}
+    by_cycle: dict[frozenset[str], int] = {}
 
     def level(c: frozenset[str]) -> int:
-        if c not in found:
+        if c not in by_cycle:
             below = {group[t] for r in c for t in arrows[r]} - {c}
-            found[c] = 1 + max((level(b) for b in below), default=0)
-        return found[c]
+            by_cycle[c] = 1 + max((level(b) for b in below), default=0)
+        return by_cycle[c]
 
     return {r: level(group[r]) for r in arrows}
 
@@ -99,13 +99,13 @@ def components(arrows: Graph) -> list[set[str]]:
 
 
 def _reach(arrows: Graph, start: str) -> set[str]:
-    seen: set[str] = set()
+    reached: set[str] = set()
     waiting = [start]
     while waiting:
-        for target in arrows[waiting.pop()] - seen:
-            seen.add(target)
+        for target in arrows[waiting.pop()] - reached:
+            reached.add(target)
             waiting.append(target)
-    return seen
+    return reached
 
 
 def cycles(arrows: Graph) -> list[list[str]]:
@@ -140,12 +140,12 @@ def main() -> None:
     by_level: dict[int, list[str]] = {}
     for name, level in levels(arrows).items():
         by_level.setdefault(level, []).append(name)
-    found = cycles(arrows)
+    cycles_in = cycles(arrows)
     count = sum(map(len, arrows.values()))
-    print(f"{len(arrows)} rooms on {len(by_level)} levels, {count} arrows, {len(found)} cycles")
+    print(f"{len(arrows)} rooms on {len(by_level)} levels, {count} arrows, {len(cycles_in)} cycles")
     for level in sorted(by_level, reverse=True):
         print(f"{level:3}  {'  '.join(sorted(by_level[level]))}")
-    for cycle in found:
+    for cycle in cycles_in:
         print("cycle:", " ".join(cycle))
         for a in cycle:
             print("  ", a, "->", " ".join(sorted(set(cycle) & arrows[a])))

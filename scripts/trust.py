@@ -39,7 +39,7 @@ Versions = tuple[str, ...]
 
 
 def versions_here() -> Versions:
-    """Of the packages that a result depends on."""
+    """Return the versions of the packages that a result depends on."""
     return tuple(importlib.metadata.version(name) for name in PACKAGES)
 
 
@@ -47,36 +47,34 @@ def versions_here() -> Versions:
 
 
 def recorded() -> dict[Versions, dict[Row, Found]]:
-    """What was found so far, by versions; the first ones are the page's own."""
-    found: dict[Versions, dict[Row, Found]] = {}
+    """Return the records by versions; the first ones are the page's own."""
+    results: dict[Versions, dict[Row, Found]] = {}
     for line in RECORDS.read_text().splitlines() if RECORDS.exists() else []:
         record = json.loads(line)
         row, versions = Row(**record.pop("row")), tuple(record.pop("versions"))
-        found.setdefault(versions, {})[row] = Found(row=row, **record)
-    return found
+        results.setdefault(versions, {})[row] = Found(row=row, **record)
+    return results
 
 
-def write_record(versions: Versions, found: Found) -> None:
+def write_record(versions: Versions, record: Found) -> None:
     """Add a line."""
     with RECORDS.open("a") as file:
-        file.write(json.dumps({"versions": versions, **dataclasses.asdict(found)}) + "\n")
+        file.write(json.dumps({"versions": versions, **dataclasses.asdict(record)}) + "\n")
 
 
 # -- the page
 
 HEAD = """# Pipelines against unsplit training
 
-Does a model trained over K stages end with the same weights as without a pipeline? {count} small models with random
-weights train for {steps} steps in float32, once as a pipeline (`pipecomp.initialize`, one process per stage and
-replica, nothing compressed) and once unsplit in one process: Hugging Face's model with its own loss, torch's
-optimizer and `clip_grad_norm_`, without DeepSpeed and pipecomp. Both start from the same weights and see the same
-samples; the unsplit gradient is the mean over micro-batches and replicas.
+{count} small models with random weights train for {steps} steps in float32, once as a pipeline (`pipecomp.initialize`,
+one process per stage and replica, nothing compressed) and once unsplit in one process: Hugging Face's model with its
+own loss, torch's optimizer and `clip_grad_norm_`, without DeepSpeed and pipecomp. Both start from the same weights and
+see the same samples; the unsplit gradient is the mean over micro-batches and replicas.
 
-The difference is the largest ‖p − q‖ / ‖q‖ of all parameters after the last step, in double precision, p on any
-rank of the pipeline and q unsplit. **It must be at most {limit:g}**, as must the relative difference of every
-step's loss. Parameters move by {moved:.1g} of their norm (median; least {least:.0e}), so {seen} conditions notice
-updates that are wrong by a thousandth; a factor common to all gradients shows only without clipping.
-`tests/trust/test_trust.py` checks that the comparison can fail.
+The difference is the largest ‖p − q‖ / ‖q‖ of all parameters after the last step, in double precision, p on any rank of
+the pipeline and q unsplit. **It must be at most {limit:g}**, as must the relative difference of every step's loss.
+Parameters move by {moved:.1g} of their norm (median; least {least:.0e}), so {seen} conditions notice updates that are
+wrong by a thousandth; a factor common to all gradients shows only without clipping.
 
 ```bash
 make trust                                      # all conditions, with what is installed
@@ -84,66 +82,61 @@ make trust VERSIONS="transformers==5.22.2"      # with other versions, in an env
 python scripts/trust.py --redraw                # this page, from docs/trust.jsonl
 ```
 
-`--again` repeats recorded rows; `make test` runs eight others. DeepSpeed and transformers have changed gradients
-silently before: a new release is trusted when all rows hold. pipecomp requires DeepSpeed 0.19.8 (`pyproject.toml`).
+`--again` repeats recorded rows. DeepSpeed and transformers have changed gradients silently before: a new release is
+trusted when all rows hold. pipecomp requires DeepSpeed 0.19.8.
 
 **Conditions** (`tests/trust/conditions.py`) vary model, stages, replicas, micro-batches, padding, tied weights,
-clipping, activation checkpointing, ZeRO, optimizer and learning-rate schedule; every pair of values occurs. SGD has
-lr 0.1 and momentum 0.9; AdamW has lr 0.01, weight decay 0.01 and **eps 0.01**, because with 1e−8 it takes full
-steps of the sign of rounding noise where the true gradient is 0, and any two correct programs differ. The clipping
-norm of 0.1 is below every step's. With left padding, the label of a causal model's first real token is −100.
+clipping, activation checkpointing, ZeRO, optimizer and learning-rate schedule; every pair of values occurs. SGD has lr
+0.1 and momentum 0.9; AdamW has lr 0.01, weight decay 0.01 and **eps 0.01**, because with 1e−8 it takes full steps of
+the sign of rounding noise where the true gradient is 0. The clipping norm of 0.1 is below every step's. With left
+padding, the label of a causal model's first real token is −100.
 """
 
 
 def draw() -> str:
     """The page, from the records."""
     every = recorded()
-    versions, found = next(iter(every.items()))
+    versions, result = next(iter(every.items()))
     rows = all_rows()
-    moved = sorted(found[row].moved for row in rows if row in found)
+    moved = sorted(result[row].moved for row in rows if row in result)
     facts = {"steps": STEPS, "limit": LIMIT, "count": len(rows), "moved": moved[len(moved) // 2], "least": moved[0]}
     lines = [HEAD.format(**facts, seen=sum(1e-3 * m > LIMIT for m in moved)), "## Versions", ""]
     lines += ["| " + " | ".join(PACKAGES) + " | rows that hold | largest difference |", "|---|---|---|---|---|"]
     lines += [_summary(of, [results[row] for row in rows if row in results]) for of, results in every.items()]
-    missing = sum(row not in found for row in rows)
+    missing = sum(row not in result for row in rows)
     lines += ["", f"{missing} rows are not recorded yet; `make trust` runs them."] if missing else []
     lines += ["", *(_failures(of, results, rows) for of, results in every.items() if _failures(of, results, rows))]
-    lines += [_unused(found), "", "## Where a pipeline differs", ""]
+    lines += [_unused(result), "", "## Where a pipeline differs", ""]
     for row, why in KNOWN.items():
-        measured = _number(found[row]) if row in found else "not recorded yet"
+        measured = _number(result[row]) if row in result else "not recorded yet"
         lines.append(f"- {row.model}, {row.stages} stages, padding {row.padding}: {measured}. {why}")
     lines += [
         "",
         "## Models",
         "",
-        f"With {', '.join(map(' '.join, zip(PACKAGES, versions, strict=True)))}; docs/trust.jsonl has each row.",
+        "Largest differences, " + ", ".join(map(" ".join, zip(PACKAGES, versions, strict=True))) + ":",
         "",
     ]
-    lines += ["| model | rows | largest difference | of |", "|---|---|---|---|"]
     for model in FACTORS["model"]:
-        of_model = [found[row] for row in rows if row.model == model and row in found and row not in KNOWN]
+        of_model = [result[row] for row in rows if row.model == model and row in result and row not in KNOWN]
         if of_model:
-            worst = max(of_model, key=lambda f: f.difference)
-            lines.append(
-                f"| {model} | {len(of_model)} | {_number(worst)} | "
-                + (f"`{worst.parameter}` |" if worst.difference else "– |")
-            )
+            lines.append(f"- {model}: {_number(max(of_model, key=lambda f: f.difference))}")
     return "\n".join(lines) + "\n"
 
 
-def _number(found: Found) -> str:
-    return found.error or (f"{found.difference:.1e}" if found.difference else "0")
+def _number(result: Found) -> str:
+    return result.error or (f"{result.difference:.1e}" if result.difference else "0")
 
 
-def _summary(versions: Versions, found: list[Found]) -> str:
-    held = sum(f.holds for f in found)
-    largest = max((f.difference for f in found if not f.error), default=math.nan)
+def _summary(versions: Versions, result: list[Found]) -> str:
+    held = sum(f.holds for f in result)
+    largest = max((f.difference for f in result if not f.error), default=math.nan)
     number = "–" if math.isnan(largest) else f"{largest:.1e}"
-    return "| " + " | ".join([*versions, f"{held} of {len(found)}", number]) + " |"
+    return "| " + " | ".join([*versions, f"{held} of {len(result)}", number]) + " |"
 
 
-def _failures(versions: Versions, found: dict[Row, Found], rows: list[Row]) -> str:
-    failed = [found[row] for row in rows if row in found and not found[row].holds]
+def _failures(versions: Versions, result: dict[Row, Found], rows: list[Row]) -> str:
+    failed = [result[row] for row in rows if row in result and not result[row].holds]
     errors = Counter(f.error for f in failed if f.error)
     lines = [f"- {count} rows: `{error}`" for error, count in errors.items()]
     lines += [f"- {f.row}: {_number(f)}" for f in failed if not f.error]
@@ -151,8 +144,8 @@ def _failures(versions: Versions, found: dict[Row, Found], rows: list[Row]) -> s
     return "\n".join([f"With {named}, these do not hold:", "", *lines, ""]) if lines else ""
 
 
-def _unused(found: dict[Row, Found]) -> str:
-    largest = max(f.unused for f in found.values())
+def _unused(result: dict[Row, Found]) -> str:
+    largest = max(f.unused for f in result.values())
     return (
         "Not compared are parameters that no loss depends on, such as a second bias of RoBERTa's head without tied\n"
         f"weights: torch's AdamW leaves them alone, DeepSpeed lets them decay (by up to {largest:.1e})."
@@ -168,13 +161,13 @@ def run(again: bool, only: str) -> bool:
     known = {} if again else recorded().get(versions, {})
     rows = [row for row in (*all_rows(), *KNOWN) if row not in known and only in str(row)]
     results = dict(known)
-    for found in compare(rows):
-        write_record(versions, found)
-        results[found.row] = found
-        mark = "" if found.holds else "  <- differs" + (", as is known" if found.row in KNOWN else "")
-        print(f"{_number(found):>8} {found.row}{mark}", flush=True)
+    for result in compare(rows):
+        write_record(versions, result)
+        results[result.row] = result
+        mark = "" if result.holds else "  <- differs" + (", as is known" if result.row in KNOWN else "")
+        print(f"{_number(result):>8} {result.row}{mark}", flush=True)
     PAGE.write_text(draw())
-    wrong = [row for row, found in results.items() if found.holds == (row in KNOWN)]
+    wrong = [row for row, result in results.items() if result.holds == (row in KNOWN)]
     print(
         f"{len(results) - len(wrong)} of {len(results)} rows are as they should be; {PAGE.relative_to(ROOT)} is drawn"
     )

@@ -1,4 +1,4 @@
-"""What tests let another process do, because it would end or spoil the one that tests."""
+"""Work of tests in another process, because it would end or spoil the one that tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BOUND_S = 600  # guards against a hang
 
 
 def in_child(act: Callable[[], str]) -> str:
-    """What `act` returns in a forked process, which never comes back to the tests."""
+    """Return `act`'s result in a forked process, which never comes back to the tests."""
     return child_of(act)[0]
 
 

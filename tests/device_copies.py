@@ -1,4 +1,4 @@
-"""How much is copied from one device to another: with meta tensors in the place of a GPU's, without one."""
+"""Count copies from one device to another: with meta tensors in the place of a GPU's, without one."""
 
 from __future__ import annotations
 

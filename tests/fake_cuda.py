@@ -80,7 +80,7 @@ class Event:
         self.of = stream.name
 
     def query(self) -> bool:
-        """Whether it has come."""
+        """Return True if it has come."""
         self._cuda.check()
         return self._cuda.come
 

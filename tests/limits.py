@@ -1,4 +1,4 @@
-"""How long tests wait for what comes by itself.
+"""Time limits of tests for events that come by themselves.
 
 No test may fail because a machine is slow, so these guard against hangs alone: they are ten times and more what the
 slowest test takes on a quiet machine with two cores.

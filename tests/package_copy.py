@@ -43,7 +43,7 @@ class PackageCopy:
         self.edited.append(path)
 
     def run(self, script: str) -> str:
-        """What a script prints that imports this package; its first argument is the copy's folder."""
+        """Return the output of a script that imports this package; its first argument is the copy's folder."""
         (self.folder / "use.py").write_text(script)
         done = subprocess.run(
             [sys.executable, "use.py", str(self.folder)],

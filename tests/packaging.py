@@ -1,4 +1,4 @@
-"""What the tests of packaging share: copies of this tree without symbolic links, builds, and a check that one works.
+"""Helpers of the tests of packaging: copies of this tree without symbolic links, builds, and a check that one works.
 
 Every time limit guards against hangs only: a build takes seconds on a machine that is not busy.
 """
@@ -56,7 +56,7 @@ for name in ("kernels", "stages", "buffers"):
 
 
 def run(*command: str | Path, cwd: Path, **environment: str) -> str:
-    """What a command printed; a failed test, with what it printed, if its status is not 0."""
+    """Return a command's output; fail with it if its status is not 0."""
     done = subprocess.run(
         [str(word) for word in command],
         cwd=cwd,
@@ -147,6 +147,6 @@ class Empty:
         run(*command, cwd=self.folder, **environment)
 
     def works(self, source: Path, backend: str = "torch") -> None:
-        """What is installed can be imported from under `source`, and quantizes; its folders have no bare names."""
+        """Check that an installed package imports from under `source` and quantizes; its folders have no bare names."""
         command = (self.folder / "bin" / "python", "-c", NO_BARE_NAMES + WORKS, source, backend)
         run(*command, cwd=self.folder, PYTHONPATH="")

@@ -12,7 +12,7 @@ from tests.models import ds_config, gpt2, samples
 
 
 class Prepared(NamedTuple):
-    """How a block is run: on so many ranks, with other text for some of its own, after `prepare(folder)`."""
+    """Conditions of a block's run: ranks, replaced text, and `prepare(folder)` before it."""
 
     ranks: int
     prepare: Callable[[Path], dict[str, Any]]  # the names that the block takes from the reader's own script

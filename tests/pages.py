@@ -1,4 +1,4 @@
-"""What the tests of pages share: their code blocks, their commands, and how each of these is tried without its work."""
+"""Code blocks and commands of the pages, and a check of each command without its work."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def check(words: list[str]) -> None:
 
 
 def check_elsewhere(program: str, given: list[str]) -> None:
-    """What such a command names of this repository is there, and so is pipecomp's own command in it."""
+    """Check that such a command's files of this repository exist, and pipecomp's own command in it."""
     assert not [word for word in given if word.startswith("examples/") and not (ROOT / word).exists()], given
     if program in ("docker", "podman") and given[0] == "run" and "pipecomp" in given:
         _check_own(given[given.index("pipecomp") + 1 :], elided=False)
@@ -140,7 +140,7 @@ def check_elsewhere(program: str, given: list[str]) -> None:
 
 
 def parsed(act: Callable[[], Any], elided: bool = False) -> Any:
-    """What the argument parser that `act` calls makes of its command line; `act` goes no further.
+    """Return the namespace that the argument parser called by `act` makes of its command line; `act` goes no further.
 
     elided: the page leaves some arguments out, so that required ones may be missing.
     """

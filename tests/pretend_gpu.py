@@ -60,11 +60,11 @@ class OnGpu(Tensor):
         return 0
 
     def data_ptr(self) -> int:
-        """Where the values are."""
+        """Return the address of the values."""
         return self.values.data_ptr()
 
     def untyped_storage(self) -> Any:
-        """Where the values are."""
+        """Return the storage of the values."""
         return self.values.untyped_storage()
 
     def tolist(self) -> Any:
@@ -95,12 +95,12 @@ class OnGpu(Tensor):
 
 
 def from_file(values: Tensor) -> Tensor:
-    """What the double was when it was saved, where `torch.load` shall have it."""
+    """Return a saved double on the device that `torch.load` chooses."""
     return OnGpu(values) if loading.there else values
 
 
 class Loading(threading.local):
-    """Where a file's tensors go in this thread."""
+    """Device of a file's tensors in this thread."""
 
     there = True  # whether what was on the GPU goes there again
 

@@ -35,7 +35,7 @@ def be_on_a_gpu() -> None:
 
 
 def _have_its_driver(patched: pytest.MonkeyPatch) -> None:
-    """What torch asks a driver."""
+    """Replace a driver's answers to torch."""
     properties = SimpleNamespace(
         name="pretended", uuid="GPU-pretended", total_memory=1 << 34, major=8, minor=0, multi_processor_count=1
     )

@@ -178,7 +178,7 @@ def test_a_section_is_an_object(section, value):
 
 
 def test_clusters_belong_to_what_is_compared_and_stored_where_they_are_set():
-    """Where they are not set nothing is said of them, as before there were any: earlier runs go on."""
+    """Unset keys are not compared, as before they existed: earlier runs go on."""
     plain, clustered = (
         Config.from_dict({"activations": {"method": "aqsgd"}, "store": store}) for store in ({}, {"clusters": 256})
     )

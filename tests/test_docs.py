@@ -1,4 +1,4 @@
-"""What the documentation names is there: tests, settings, files."""
+"""Names in the documentation exist: tests, settings, files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank may still take is its part, within the limits of its container."""
+"""A rank's share of free memory, within the limits of its container."""
 
 import psutil
 import pytest

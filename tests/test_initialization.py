@@ -1,4 +1,4 @@
-"""Which device DeepSpeed finds while its module and engine are built, and which Adam it takes there."""
+"""DeepSpeed's device while its module and engine are built, and its Adam there."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ BEHIND = handed_on()
 
 @functools.cache
 def imports(module: str) -> set[str]:
-    """What a module imports; a face's name counts as the module behind it, the whole face as all of its modules."""
+    """Return a module's imports; a face's name counts as the module behind it, the whole face as all of its modules."""
     named = house.imported(MODULES[module])
     found = {BEHIND.get(target, target) for target in named}
     for face in FACES[1:]:

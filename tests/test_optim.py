@@ -145,7 +145,7 @@ def bfloat16_above(scale: Tensor) -> Tensor:
 
 
 def quantized(x: Tensor, bits: int, size: int) -> Tensor:
-    """What nearest rounding makes of x: intervals of equal width for each run of `size` values."""
+    """Round x to nearest: intervals of equal width for each run of `size` values."""
     out = []
     for part in x.split(size):
         scale = bfloat16_above(part.abs().max())
@@ -738,7 +738,7 @@ def test_buckets_hold_every_value_once(parts: list[tuple[int, int]], size: int) 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_after_the_freeze_own_gradients_are_clipped_as_much_as_their_mean_was(n: int) -> None:
-    """What ranks' gradients have in common has length 1, beside noise that the mean loses; limit: half of that."""
+    """The ranks' gradients have a common part of length 1, beside noise that the mean loses; limit: half of that."""
     shared, *noise = torch.linalg.qr(torch.randn(400, 3, generator=torch.Generator().manual_seed(0)))[0].T
     own = [shared + 1.4 * (-1) ** rank * noise[rank // 2] * (n > 1) for rank in range(n)]
 

@@ -1,4 +1,4 @@
-"""What the pages for contributors name in backticks is there: paths, dotted names, classes, rooms."""
+"""Names in backticks on the contributors' pages exist: paths, dotted names, classes, rooms."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def members(node: ast.ClassDef) -> set[str]:
 
 
 def resolves(name: str) -> bool:
-    """Whether a dotted name is a module of the package or something in one."""
+    """Return True if a dotted name is a module of the package or something in one."""
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
         try:
@@ -103,7 +103,7 @@ def resolves(name: str) -> bool:
 
 
 def wrong(token: str) -> str | None:
-    """What is not there of a token; None if it is, or if it is not a name that this test knows."""
+    """Return the problem of a token; None if its name exists, or is of no kind that this test knows."""
     node = NODE.fullmatch(token)
     if node:
         names = re.findall(r"^(?:def|class) (\w+)", (ROOT / node[1]).read_text(encoding="utf-8"), flags=re.MULTILINE)

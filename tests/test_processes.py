@@ -1,4 +1,4 @@
-"""How this program starts itself again."""
+"""The command that starts this program again."""
 
 from __future__ import annotations
 

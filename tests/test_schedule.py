@@ -1,4 +1,4 @@
-"""How far stages run ahead: more where they wait for gradients, not more than helps or memory allows."""
+"""Micro-batches in flight: more where stages wait for gradients, not more than helps or memory allows."""
 
 from __future__ import annotations
 

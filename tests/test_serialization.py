@@ -1,4 +1,4 @@
-"""What ranks tell each other: it comes back as it was, and nothing but plain values does."""
+"""Exchange of values between ranks: plain values come back as they were, others are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the system says of bytes that have not left, and which sockets a gloo group sends through."""
+"""The system's count of bytes that have not left, and the sockets of a gloo group."""
 
 from __future__ import annotations
 

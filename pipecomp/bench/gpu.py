@@ -56,15 +56,15 @@ def bench_gpu(folder: Path, *, limit_s: float = LIMIT_S, say: Callable[[str], No
         "waits": lambda: gpu_steps.find_waits(gpu_steps.GPT2, run),
         "steps": lambda: steps(run, say),
     }
-    found: Row = {"machine": machine}
+    result: Row = {"machine": machine}
     for name, part in parts.items():
         say(f"{name} …")
-        found[name] = attempt(part) if left() > 0 else {"error": f"no time was left of {limit_s:g} s"}
-        if failed(found[name]):
-            say(f"{name}: {found[name]['error']}")
-    found["seconds"] = time.monotonic() - began
-    atomic_write_text(folder / PAGE, gpu_page(found))
-    return found
+        result[name] = attempt(part) if left() > 0 else {"error": f"no time was left of {limit_s:g} s"}
+        if failed(result[name]):
+            say(f"{name}: {result[name]['error']}")
+    result["seconds"] = time.monotonic() - began
+    atomic_write_text(folder / PAGE, gpu_page(result))
+    return result
 
 
 def this_gpu() -> str:
@@ -84,7 +84,7 @@ def this_gpu() -> str:
 
 
 def attempt(part: Callable[[], Any]) -> Any:
-    """Give what a part found, or {"error": why it failed}: the last line of what was raised has the reason.
+    """Return a part's result, or {"error": why it failed}: the last line of what was raised has the reason.
 
     Whatever it raises: Triton's and its compilers' errors have no base in common with torch's.
     """
@@ -95,9 +95,9 @@ def attempt(part: Callable[[], Any]) -> Any:
         return {"error": f"{type(error).__name__}: {lines[0]}" + (f" … {lines[-1]}" if len(lines) > 1 else "")}
 
 
-def failed(found: Any) -> bool:
+def failed(result: Any) -> bool:
     """Return whether a part's result is an error."""
-    return isinstance(found, dict) and "error" in found
+    return isinstance(result, dict) and "error" in result
 
 
 def steps(run: gpu_steps.Run, say: Callable[[str], None]) -> Row:
@@ -109,7 +109,7 @@ def steps(run: gpu_steps.Run, say: Callable[[str], None]) -> Row:
     compute_s = gpu_steps.stage_seconds(gpu_steps.GPT2, "cuda")
     torch.cuda.empty_cache()  # the ranks share the memory
     rows: list[Row] = []
-    found: Row = {"compute_ms": 1e3 * compute_s, "rows": rows}
+    result: Row = {"compute_ms": 1e3 * compute_s, "rows": rows}
     try:
         for row in gpu_steps.measure_steps(gpu_steps.GPT2, gpu_steps.RATES, compute_s, run):
             rows.append(row)
@@ -118,8 +118,8 @@ def steps(run: gpu_steps.Run, say: Callable[[str], None]) -> Row:
         if not rows:
             raise
         first, *more = str(error).splitlines()  # earlier measurements are kept
-        found["cut"] = f"{first} … {more[-1]}" if more else first
+        result["cut"] = f"{first} … {more[-1]}" if more else first
         # A rank's own words, and not that there was no time left; or too little to compare what is wanted.
         if more or of_stock(rows, gpu_steps.EVERYTHING, 0.0) is None:
-            found["error"] = found["cut"]
-    return found
+            result["error"] = result["cut"]
+    return result

@@ -17,18 +17,18 @@ UNSEEN = (
 )
 
 
-def verdicts(found: Row) -> list[tuple[str, str, bool]]:
+def verdicts(result: Row) -> list[tuple[str, str, bool]]:
     """Return rows of target, result, and whether the target is met; parts that failed have none."""
     out = []
-    ratio = of_stock(found["steps"].get("rows", ()), EVERYTHING, 0.0)
+    ratio = of_stock(result["steps"].get("rows", ()), EVERYTHING, 0.0)
     if ratio is not None:
         target = f"a step with everything on ≤ {MOST_OF_STOCK} of stock's"
         out.append((target, f"{ratio:.3f}", ratio <= MOST_OF_STOCK))
-    if "error" not in found["kernels"]:
-        least = min(row["ratio"] for row in found["kernels"] if row["operation"] == KERNEL)
+    if "error" not in result["kernels"]:
+        least = min(row["ratio"] for row in result["kernels"] if row["operation"] == KERNEL)
         out.append((f"{KERNEL} ≥ {LEAST_OF_MEMCPY} of memcpy", f"{least:.2f}", least >= LEAST_OF_MEMCPY))
-    if "error" not in found["waits"]:
-        ours = sum(count for owner, _, count in main_waits(found["waits"]) if owner == "pipecomp")
+    if "error" not in result["waits"]:
+        ours = sum(count for owner, _, count in main_waits(result["waits"]) if owner == "pipecomp")
         wanted = "no call of pipecomp that torch notices waits for the GPU on the computing thread"
         out.append((wanted, f"{ours} a step", ours == 0))
     return out
@@ -41,35 +41,35 @@ def of_stock(rows: Iterable[Row], line: str, r: float) -> float | None:
     return ms[line] / ms[against] if line in ms and against in ms else None
 
 
-def main_waits(found: Row) -> list[Sequence[Any]]:
+def main_waits(result: Row) -> list[Sequence[Any]]:
     """Return (owner, line, count) of the waits of all ranks' computing threads, from `gpu_steps.find_waits`."""
-    return [place for places in found.values() for thread, *place in places if thread == MAIN]
+    return [place for places in result.values() for thread, *place in places if thread == MAIN]
 
 
-def gpu_page(found: Row) -> str:
-    """Return the page. found: from `bench_gpu`."""
+def gpu_page(result: Row) -> str:
+    """Return the page. result: from `bench_gpu`."""
     lines = [
         "# On a GPU",
         "",
-        f"`pipecomp bench gpu` in {found['seconds']:.0f} s on one {found['machine']}.",
+        f"`pipecomp bench gpu` in {result['seconds']:.0f} s on one {result['machine']}.",
         "",
-        *_table(("wanted", "found", ""), [(w, f, "yes" if met else "**no**") for w, f, met in verdicts(found)]),
+        *_table(("wanted", "found", ""), [(w, f, "yes" if met else "**no**") for w, f, met in verdicts(result)]),
         "## Kernels",
         "",
-        *_kernels(found["kernels"]),
+        *_kernels(result["kernels"]),
         "## Steps",
         "",
-        *_steps(found["steps"]),
+        *_steps(result["steps"]),
         "## What waits for the GPU",
         "",
-        *_waits(found["waits"]),
+        *_waits(result["waits"]),
     ]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _kernels(found: Any) -> list[str]:
-    if "error" in found:
-        return [found["error"], ""]
+def _kernels(result: Any) -> list[str]:
+    if "error" in result:
+        return [result["error"], ""]
     cells = (
         (
             row["operation"],
@@ -79,10 +79,10 @@ def _kernels(found: Any) -> list[str]:
             f"{row['memcpy_gb_per_s']:.0f}",
             f"{row['ratio']:.2f}",
         )
-        for row in found
+        for row in result
     )
     return [
-        f"Float32, {found[0]['shape']}; each beside the device's memcpy of the bytes that it must move, the cache "
+        f"Float32, {result[0]['shape']}; each beside the device's memcpy of the bytes that it must move, the cache "
         f"emptied before each call. `{KERNEL}` is what links call: the samples of a micro-batch in one launch. "
         "`encode_fewest` chooses its bits too, those named at most.",
         "",
@@ -90,10 +90,10 @@ def _kernels(found: Any) -> list[str]:
     ]
 
 
-def _steps(found: Row) -> list[str]:
-    if "rows" not in found:
-        return [found["error"], ""]
-    rows = found["rows"]
+def _steps(result: Row) -> list[str]:
+    if "rows" not in result:
+        return [result["error"], ""]
+    rows = result["rows"]
     cells = []
     for row in rows:
         rate = "no limit" if row["bits_per_s"] is None else f"{row['bits_per_s'] / 1e6:.0f} Mbit/s"
@@ -104,19 +104,19 @@ def _steps(found: Row) -> list[str]:
         "GPT-2 with 124 million weights and an output layer of its own, random, 8 micro-batches of one sample of 1,024 "
         "tokens, BF16, two stages whose ranks share the GPU and talk over gloo. r: the time that a micro-batch's "
         "float32 packets take, both ways, over the time that a stage computes on it with the GPU to itself "
-        f"({found['compute_ms']:.1f} ms). Links are slowed down by the {rows[0]['links']}. Stock DeepSpeed's packets "
+        f"({result['compute_ms']:.1f} ms). Links are slowed down by the {rows[0]['links']}. Stock DeepSpeed's packets "
         "go through pinned host memory, since gloo sends nothing else.",
         "",
         *_table(("r", "link", "line", "ms", "least", "most", "of stock"), cells),
-        *([f"Not measured: {found['cut']}", ""] if "cut" in found else []),
+        *([f"Not measured: {result['cut']}", ""] if "cut" in result else []),
     ]
 
 
-def _waits(found: Row) -> list[str]:
-    if "error" in found:
-        return [found["error"], ""]
+def _waits(result: Row) -> list[str]:
+    if "error" in result:
+        return [result["error"], ""]
     note = f"Calls that waited for the GPU in one step, on the computing thread; {UNSEEN}"
-    return [note, "", *_table(("whose", "where", "times"), main_waits(found))]
+    return [note, "", *_table(("whose", "where", "times"), main_waits(result))]
 
 
 def _table(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:

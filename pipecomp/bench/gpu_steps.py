@@ -103,7 +103,7 @@ def stage_seconds(model: Model, device: str, repeats: int = 10) -> float:
     tokens = torch.randint(0, model.vocabulary, (1, model.tokens), generator=draw).to(device)
     first, last = (stage.to(device, torch.bfloat16) for stage in split(untied_gpt2(model), num_stages=STAGES))
     loss_of = default_loss(first.config)
-    found = []
+    times = []
     with through_float32(LINES[0], torch.device(device)):
         for _ in range(repeats + 2):
             began = _now(device)
@@ -111,8 +111,8 @@ def stage_seconds(model: Model, device: str, repeats: int = 10) -> float:
             received = hidden.detach().requires_grad_()
             loss_of(last({"hidden_states": received, "attention_mask": None}), tokens).backward()
             hidden.backward(received.grad)
-            found.append((_now(device) - began) / STAGES)
-    return statistics.median(found[2:])
+            times.append((_now(device) - began) / STAGES)
+    return statistics.median(times[2:])
 
 
 def _now(device: str | torch.device) -> float:
@@ -183,10 +183,10 @@ def count_waits(rank: int, world: int, note: Any, line: Line, model: Model, fold
     """Take a step, and return [thread, owner, line, count] for each place of it that waited for the GPU."""
     share_a_device(world)
     engine = settled_engine(line, model, folder, [])
-    with through_float32(line, engine.device), synchronizing_calls() as found:
+    with through_float32(line, engine.device), synchronizing_calls() as places:
         engine.train_batch()
     engine.close()
-    return [[*place, count] for place, count in sorted(found.items())]
+    return [[*place, count] for place, count in sorted(places.items())]
 
 
 @contextmanager
@@ -198,7 +198,7 @@ def synchronizing_calls() -> Iterator[Counter[Place]]:
     backward pass reports its waits when it ends, as of its caller. Threads that Python does not know, such as gloo's,
     are not counted. On a machine without a GPU nothing is found.
     """
-    found: Counter[Place] = Counter()
+    places: Counter[Place] = Counter()
     on_gpu = torch.cuda.is_available()
     with warnings.catch_warnings():
         warnings.filterwarnings("always", message=f".*{_WARNING}")
@@ -206,7 +206,7 @@ def synchronizing_calls() -> Iterator[Counter[Place]]:
 
         def note(message: Any, *rest: Any, **more: Any) -> None:
             if _WARNING in str(message):
-                found[_place(traceback.extract_stack())] += 1
+                places[_place(traceback.extract_stack())] += 1
             else:
                 others(message, *rest, **more)
 
@@ -214,7 +214,7 @@ def synchronizing_calls() -> Iterator[Counter[Place]]:
         if on_gpu:
             torch.cuda.set_sync_debug_mode("warn")
         try:
-            yield found
+            yield places
         finally:
             if on_gpu:
                 torch.cuda.set_sync_debug_mode("default")

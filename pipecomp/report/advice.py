@@ -101,13 +101,13 @@ def simulate(run: RunRecord) -> RunSimulation | str:
     micro_batches = max(1, round(links[0]["messages"] / (later[0]["steps"] * len(ranks[0]))))
     step = StepSpec(
         stages=[  # of the slowest replica, which the others wait for
-            max((measured_costs(r, micro_batches) for r in found), key=lambda c: c.forward_s + c.backward_s)
-            for found in ranks
+            max((measured_costs(r, micro_batches) for r in replicas), key=lambda c: c.forward_s + c.backward_s)
+            for replicas in ranks
         ],
         micro_batches=micro_batches,
         forward_bytes=[link["forward"] for link in links],
         backward_bytes=[link["backward"] for link in links],
-        in_flight=[int(found[0].get("in_flight") or 1) for found in ranks],
+        in_flight=[int(replicas[0].get("in_flight") or 1) for replicas in ranks],
         together_s=measured_end(later) + max(0.0, min(uncounted)),
     )
     known = _network(run.facts.get("network"), K)
@@ -135,34 +135,34 @@ def _since(stats: Sequence[dict[str, Any]], halfway: Any, first: int) -> list[di
 def _link(ranks: Sequence[Mapping[str, Any]], name: str) -> dict[str, float]:
     """Means over a link's packets of all replicas, as counted by its sending stage."""
     ends = [rank["links"][name] for rank in ranks]
-    found: dict[str, float] = {}
+    link: dict[str, float] = {}
     for way in ("forward", "backward"):
         messages = sum(end[way]["messages"] for end in ends)
-        found[way] = sum(end[way]["bytes_sent"] for end in ends) / max(1, messages)
+        link[way] = sum(end[way]["bytes_sent"] for end in ends) / max(1, messages)
         values = sum(end[way].get("values_quantized", 0) for end in ends)  # older versions count none
         if values:
-            found[f"{way}_bits"] = sum(end[way]["code_bits"] for end in ends) / values
+            link[f"{way}_bits"] = sum(end[way]["code_bits"] for end in ends) / values
         if way == "forward":
-            found["messages"] = messages
-            found["raw"] = sum(end[way]["bytes_raw"] for end in ends) / max(1, messages)
+            link["messages"] = messages
+            link["raw"] = sum(end[way]["bytes_raw"] for end in ends) / max(1, messages)
     new, old = sum(end["full_samples"] for end in ends), sum(end["delta_samples"] for end in ends)
-    found["new"] = new / (new + old) if new + old else 1.0
-    return found
+    link["new"] = new / (new + old) if new + old else 1.0
+    return link
 
 
-def _network(found: Any, stages: int) -> LinkNetwork | None:
+def _network(recorded: Any, stages: int) -> LinkNetwork | None:
     """The links of a network lab, if the run recorded them."""
-    if not isinstance(found, Mapping):
+    if not isinstance(recorded, Mapping):
         return None
     try:
         lines = {
             way: tuple(
                 Channel(bits_per_s=number(line["bits_per_s"]) or math.inf, latency_s=float(line["latency_s"]))
-                for line in found[way]
+                for line in recorded[way]
             )
             for way in ("forward", "backward")
         }
-        made = LinkNetwork(forward=lines["forward"], backward=lines["backward"], shared=bool(found["shared"]))
+        made = LinkNetwork(forward=lines["forward"], backward=lines["backward"], shared=bool(recorded["shared"]))
     except (KeyError, TypeError, ValueError):
         return None
     return made if len(made.forward) == stages - 1 else None
@@ -222,7 +222,7 @@ class SettingChange:
 def try_changes(run: RunRecord, now: RunSimulation) -> list[SettingChange]:
     """Try changes in the simulation; those that pay come first, ordered by gain."""
     packets = _PacketModel.of(run, now)
-    found = [*_bits(packets, now), *_others(run, packets, now)]
+    changes = [*_bits(packets, now), *_others(run, packets, now)]
     if now.limited:
         forward, backward = (
             tuple(replace(line, bits_per_s=2 * line.bits_per_s) for line in lines)
@@ -230,8 +230,8 @@ def try_changes(run: RunRecord, now: RunSimulation) -> list[SettingChange]:
         )
         faster = replace(now.network, forward=forward, backward=backward)
         seconds, why = simulate_step(now.step, faster).seconds, "the value of a faster line"
-        found.append(_change(now, "links of twice the rate", seconds, why, setting=False))
-    return sorted(found, key=lambda change: (not change.pays, change.costs_nothing, change.assumes, -change.gain))
+        changes.append(_change(now, "links of twice the rate", seconds, why, setting=False))
+    return sorted(changes, key=lambda change: (not change.pays, change.costs_nothing, change.assumes, -change.gain))
 
 
 def _change(now: RunSimulation, what: str, step_s: float, why: str, **more: bool) -> SettingChange:

@@ -56,13 +56,13 @@ def read_runs(paths: Sequence[str | Path]) -> list[RunRecord]:
         ConfigError: If a path is neither.
         DataError: If a run has no step, or is of a newer version of pipecomp.
     """
-    found = [_read(place) for path in paths for place in _places(Path(path))]
+    runs = [_read(place) for path in paths for place in _places(Path(path))]
     names: dict[str, int] = {}
-    for run in found:
+    for run in runs:
         names[run.name] = names.get(run.name, 0) + 1
         if names[run.name] > 1:
             run.name += f" ({names[run.name]})"
-    return found
+    return runs
 
 
 def number(value: Any) -> float | None:
@@ -93,10 +93,10 @@ def _read(place: Path) -> RunRecord:
     run = RunRecord(name=place.stem if place.is_file() else place.resolve().name, folder=folder)
     if place.is_dir():
         run.facts = read_object(folder / RUN, run.notes, "model and settings are unknown")
-        found = run.facts.get("format", FORMAT)
-        if not isinstance(found, int) or found > FORMAT:
+        version = run.facts.get("format", FORMAT)
+        if not isinstance(version, int) or version > FORMAT:
             reads = f"this version of pipecomp reads {FORMAT}; use the version that wrote it"
-            raise DataError(f"{folder / RUN}: its format is {found!r}, {reads}")
+            raise DataError(f"{folder / RUN}: its format is {version!r}, {reads}")
         _check(run, "facts", RUN, _check_facts)
         run.name = str(run.facts.get("name") or run.name)
         run.ranks = read_object(folder / RANKS, run.notes, "no times per rank and no advice; the run did not finish")
@@ -137,7 +137,7 @@ def _read_metrics(run: RunRecord, path: Path) -> None:
 
 def _read_lines(run: RunRecord, lines: Iterable[str], every: int) -> int:
     """Add lines to the run, keeping the counters of every n-th step and the last; return the number of bad lines."""
-    broken = told = 0
+    broken = counted = 0
     before: dict[str, Any] = {}  # the last step with counters
     for line in lines:
         try:
@@ -154,9 +154,9 @@ def _read_lines(run: RunRecord, lines: Iterable[str], every: int) -> int:
         else:
             run.steps.append(record)
             if "links" in record:
-                if told % every != 1 % every:  # the first one keeps them
+                if counted % every != 1 % every:  # the first one keeps them
                     drop_counters(before)
-                before, told = record, told + 1
+                before, counted = record, counted + 1
     return broken
 
 

@@ -35,7 +35,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Found:
-    """What one model makes of all cases: its continuations, and its mean loss on the gold ones, nats a token."""
+    """One model's results on all cases: its continuations, and its mean loss on the gold ones, nats a token."""
 
     name: str
     continuations: list[Tensor]

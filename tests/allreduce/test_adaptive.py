@@ -148,7 +148,7 @@ def test_a_plan_is_made_of_what_was_measured_since_the_last() -> None:
 
 
 def test_residuals_stay_with_their_layers() -> None:
-    """What was left out of one input comes out in the mean over many calls, although plans change between them."""
+    """The residual of one input comes out in the mean over many calls, although plans change between them."""
     inputs = [gradient(rank, 0) for rank in range(2)]
 
     def work(group: LoopbackGroup) -> tuple[Tensor, Tensor, set[Any]]:

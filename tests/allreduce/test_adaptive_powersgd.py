@@ -41,7 +41,7 @@ def gradient(name: str, rank: int, step: int) -> Tensor:
 
 
 class Bucket:
-    """What DDP gives to hooks: some gradients, one behind the other."""
+    """A bucket as DDP gives to hooks: some gradients, one behind the other."""
 
     def __init__(self, number: int, parameters: list[Tensor], gradients: list[Tensor]) -> None:
         self._number, self._parameters = number, parameters
@@ -231,7 +231,7 @@ def test_ranks_plan_and_average_alike(ranks: Ranks) -> None:
 
 
 def test_nothing_is_lost_when_ranks_and_buckets_change(ranks: Ranks) -> None:
-    """What has not come out of the average yet is the mean of the residuals, after every step."""
+    """The part that has not come out of the average yet is the mean of the residuals, after every step."""
     for out in ranks.values():
         assert out["steps"]["residual"] > 1
         assert max(out["steps"]["lost"]) < 1e-4

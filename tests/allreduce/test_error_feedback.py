@@ -60,7 +60,7 @@ def average(
 
 
 def left_by_parameter(state: State, sizes: Sequence[int] = SIZES) -> list[Tensor]:
-    """Of each parameter, what a rank has left: as a worker, and n times what it has as an owner."""
+    """Return each parameter's residual on a rank: as a worker, and n times that as an owner."""
     kept, n = state.state_dict()["memory"], state.group.size
     found = [torch.zeros(size, dtype=torch.float64) for size in sizes]
     seen: list[int] = []
@@ -118,7 +118,7 @@ def test_nothing_is_lost_or_taken_twice_after_a_restart(options: dict[str, Any],
 
 @pytest.mark.parametrize("options", METHODS, ids=name)
 def test_a_saved_state_may_be_loaded_again(options: dict[str, Any]) -> None:
-    """What goes on, from there or from it, changes residuals in place, but not those that were saved."""
+    """Averaging on, from there or from it, changes residuals in place, but not those that were saved."""
     state = State(group=LoopbackGroup(0, 1, {}), **options)
     ignored = [[torch.zeros(size, dtype=torch.float64) for size in SIZES] for _ in range(2)]
     for step in range(2):

@@ -56,7 +56,7 @@ def gradients(n: int, d: int, *, equal: bool = False) -> list[Tensor]:
 
 
 def counted(options: Options, inputs: list[Tensor], *, calls: int = 1) -> list[dict[str, Any]]:
-    """What each rank's state counts over `calls` calls."""
+    """Return the counters of each rank's state over `calls` calls."""
 
     def work(group: LoopbackGroup) -> dict[str, Any]:
         state = State(group=group, **options)

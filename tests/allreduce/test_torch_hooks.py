@@ -1,4 +1,4 @@
-"""What torch's own hooks average over: the state's ranks, one of several too, and tensors of any size."""
+"""Averages of torch's own hooks: over the state's ranks, one of several too, and tensors of any size."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def averaged_alone(rank: int, world: int, note: Any) -> dict[str, Any]:
 
 
 def saved_stays_as_it_was(state: Any) -> bool:
-    """Whether averaging on from a state's dict leaves that alone."""
+    """Return True if averaging on from a state's dict leaves that alone."""
     import torch
 
     x = torch.randn(20, 20, generator=torch.Generator().manual_seed(0))
@@ -60,7 +60,7 @@ def saved_stays_as_it_was(state: Any) -> bool:
 
 
 def begins_as_saved(state: Any, new: Any) -> bool:
-    """Whether a state that has averaged goes on as a new one does from what was saved at the beginning."""
+    """Return True if a state that has averaged goes on as a new one does from what was saved at the beginning."""
     import torch
 
     x, saved, means = torch.randn(20, 20, generator=torch.Generator().manual_seed(0)), state.state_dict(), []
@@ -75,7 +75,7 @@ def begins_as_saved(state: Any, new: Any) -> bool:
 
 
 def after_an_overflow(rank: int) -> list[list[bool]]:
-    """Whether each step's mean over both ranks is finite, where one of them has an infinite gradient in step 4."""
+    """Return for each step if its mean over both ranks is finite, where one has an infinite gradient in step 4."""
     import torch
 
     from pipecomp.allreduce import State

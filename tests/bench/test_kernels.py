@@ -1,4 +1,4 @@
-"""How kernels are timed, and which settings there are."""
+"""Timing of kernels, and their settings."""
 
 from __future__ import annotations
 

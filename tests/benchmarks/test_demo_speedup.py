@@ -1,4 +1,4 @@
-"""What `python -m benchmarks demo_speedup` makes of measured steps, without network namespaces."""
+"""Results of `python -m benchmarks demo_speedup` from measured steps, without network namespaces."""
 
 from __future__ import annotations
 

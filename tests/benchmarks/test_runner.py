@@ -1,4 +1,4 @@
-"""What all benchmarks share: cases that are kept and gone on with, options, tables and means over seeds."""
+"""Common parts of all benchmarks: cases that are kept and gone on with, options, tables and means over seeds."""
 
 from __future__ import annotations
 

@@ -441,7 +441,7 @@ class LmdbCompared(Compared):
     @rule(whole=st.booleans())
     @precondition(lambda self: hasattr(self, "store"))
     def reopen(self, whole):
-        """What was put after the last commit is gone, all else is there."""
+        """Values put after the last commit are gone, all else is there."""
         if whole:
             self.environment.close()
             self.open()

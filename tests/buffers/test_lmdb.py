@@ -1,4 +1,4 @@
-"""What only a store on disk has: transactions, settings, size of the file, growth, errors of the disk, restarts."""
+"""Stores on disk: transactions, settings, size of the file, growth, errors of the disk, restarts."""
 
 import errno
 import json

@@ -26,7 +26,7 @@ def greedy(sizes: dict[int, int], budget: int) -> set[int]:
 
 
 class Kept(set):
-    """What a store with this budget holds."""
+    """Samples of a store with this budget."""
 
     def __init__(self, max_bytes):
         self.budget = Budget(max_bytes)

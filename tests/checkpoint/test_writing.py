@@ -1,4 +1,4 @@
-"""What a checkpoint's writer notes, and what all ranks are told of it."""
+"""A checkpoint writer's notes, and the report to all ranks."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.ranks
 
 
 def told(*arguments: str) -> str:
-    """What a command prints, in this process: imports take longer than what most commands do."""
+    """Return a command's output, in this process: imports take longer than most commands."""
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
     return done.output
@@ -44,7 +44,7 @@ def test_version():
 
 
 def test_a_log_of_the_demo_says_at_once_what_runs(monkeypatch, tmp_path):
-    """Where there is no terminal, bars are shown at the end alone, minutes later."""
+    """Without a terminal, bars are shown at the end alone, minutes later."""
 
     def starts(settings, show):
         show("FP32, no limit on the link", 0, 9, None)

@@ -1,4 +1,4 @@
-"""What the demo makes of measured steps: times of steps that were not run, the time to a loss, the last sentence."""
+"""The demo's results from measured steps: times of steps that were not run, the time to a loss, the last sentence."""
 
 from __future__ import annotations
 

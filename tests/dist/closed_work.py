@@ -1,4 +1,4 @@
-"""What ranks of closed runs do on the nodes of a lab that disturbs them: train a small GPT-2, and say how it went."""
+"""Work of the ranks of closed runs on the nodes of a lab with disturbances: train a small GPT-2 and report."""
 
 from __future__ import annotations
 

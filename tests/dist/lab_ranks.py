@@ -26,7 +26,7 @@ WITH_FILTERS = [  # of modules whose tests need a lab with routers or lost packe
 
 
 def run_in_lab(lab: Lab, function: Callable[..., Any], *args: Any, **options: Any) -> dict[int, Any]:
-    """What `lab.run(function, *args)` returns, for a lab without cuts at stated times. options: of `run_ranks`."""
+    """Return `lab.run(function, *args)`'s result, for a lab without cuts at stated times. options: of `run_ranks`."""
     nodes = lab.shape.nodes
     run = LabRun(lab.network, lab.name, nodes, 1, {})
     environments = [run.rank(rank, ["true"]).environment for rank in range(nodes)]

@@ -1,4 +1,4 @@
-"""What ranks of a test leave on the machine when they have ended: processes, shared memory."""
+"""Processes and shared memory that a test's ranks leave on the machine."""
 
 from __future__ import annotations
 

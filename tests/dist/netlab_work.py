@@ -1,4 +1,4 @@
-"""What runs on the nodes of the labs that tests make. Quick to import: each process does it."""
+"""Work on the nodes of the tests' labs. Quick to import: each process does it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TIMEOUT_S = 30.0
 
 
 def place(rank: int, world: int, note: Any, factor: int) -> tuple[Any, ...]:
-    """Where a process is, also as a note."""
+    """Return a process's rank and addresses, its rank also as a note."""
     note({"rank": rank})
     return rank * factor, world, os.environ["MASTER_ADDR"], "PIPECOMP_NETLAB" in os.environ
 
@@ -89,7 +89,7 @@ def _transfer(transport: Any, rank: int, sizes: list[int], gap_s: float, note: A
 
 
 def trains(rank: int, world: int, note: Any, config: dict[str, Any], steps: int) -> dict[str, Any]:
-    """What the first link has carried when a small GPT-2 was trained over all ranks."""
+    """Return the first link's traffic after a small GPT-2 was trained over all ranks."""
 
     import pipecomp
     from tests.models import gpt2, samples
@@ -137,7 +137,7 @@ def plain_tcp(rank: int, world: int, note: Any, size: int, address: str) -> tupl
 
 
 def reached(rank: int, world: int, note: Any, addresses: list[str], folder: str) -> list[bool]:
-    """Which of the nodes' addresses take a connection of this node. All listen before the first tries, and until the
+    """Return the nodes' addresses that take a connection of this node. All listen before the first tries, and until the
     last has tried. folder: an empty one that all nodes see.
     """
 

@@ -1,4 +1,4 @@
-"""What the ranks of the reliability tests do: small trainings that are stopped, resumed, disturbed."""
+"""Work of the ranks of the reliability tests: small trainings that are stopped, resumed, disturbed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each node of `test_ssh.py` does: serve ssh until node 0, which also starts DeepSpeed's launcher, is done.
+"""Each node of `test_ssh.py` serves ssh until node 0, which also starts DeepSpeed's launcher, is done.
 
     python ssh_node.py FOLDER SCRIPT ARGUMENTS…
 

@@ -18,7 +18,7 @@ RATED = {"error": 0.001, "mbit_per_s": 1}
 
 
 def sentences():
-    """What rank 0 says of bits, from here on."""
+    """Collect rank 0's lines about bits, from here on."""
     import logging
 
     said = []

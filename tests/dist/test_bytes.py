@@ -1,4 +1,4 @@
-"""What AQ-SGD puts on the wire after the first epoch, as counted by the engine and by the kernel's network interface.
+"""AQ-SGD's bytes on the wire after the first epoch, as counted by the engine and by the kernel's network interface.
 
 Two nodes of a network lab, unshaped; each runs one stage. Needs root and iproute2.
 """

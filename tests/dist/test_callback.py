@@ -49,7 +49,7 @@ def small_trainer(folder: str, *callbacks: Any, seed: int = 0, **more: Any) -> A
 
 
 def digest(model: Any) -> str:
-    """Of all weights, bit for bit."""
+    """Return a digest of all weights, bit for bit."""
     out = hashlib.sha256()
     for parameter in model.parameters():
         out.update(parameter.detach().float().numpy().tobytes())
@@ -68,7 +68,7 @@ def content(value: Any) -> Any:
 
 
 def memories(callback: Any) -> Any:
-    """What a callback's state remembers."""
+    """Return the contents of a callback's state."""
     state = callback._state
     hook = state._hook
     torchs = {key: (m.error_dict, m.q_memory_dict) for key, m in getattr(hook, "_states", {}).items()}

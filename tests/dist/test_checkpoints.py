@@ -1,4 +1,4 @@
-"""Which checkpoint is loaded: by `latest` on machines without a common disk, over another one, cut off, or gone."""
+"""Choice of the checkpoint: by `latest` on machines without a common disk, over another one, cut off, or gone."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ def on_a_node(rank, world, note, environ):
 
 
 def in_a_lab(environ, **shape) -> dict[str, dict[str, str]]:
-    """What rank 0 of two nodes reports, by check."""
+    """Return rank 0's report for two nodes, by check."""
     from pipecomp.netlab import Lab, missing
 
     if problem := missing():

@@ -1,4 +1,4 @@
-"""What a collator draws at random: alike on both ends of a pipeline, differently on replicas, and else refused."""
+"""A collator's random draws: alike on both ends of a pipeline, different on replicas, and else refused."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def test_without_compression_every_loss_and_weight_is_stock_deepspeeds():
 
 
 def on_one_gpu(rank, world, note):
-    """What DeepSpeed finds where both ranks have one GPU, from whose memory gloo cannot send."""
+    """Imitate DeepSpeed where both ranks have one GPU, from whose memory gloo cannot send."""
     import os
     from types import SimpleNamespace
 
@@ -117,7 +117,7 @@ def quantize(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def gradient_base(u: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
-    """What a gradient [S, H] is sent as a change of, docs/algorithms.md 1.7: nothing, where that is no smaller."""
+    """Return the base of a gradient's change [S, H], docs/algorithms.md 1.7: zero, where the change is no smaller."""
     return torch.where((u - m).abs().amax(-1, keepdim=True) < u.abs().amax(-1, keepdim=True), m, torch.zeros(()))
 
 

@@ -32,7 +32,7 @@ def raises(error: Exception) -> Any:
 
 
 def delivering(engine: Any) -> None:
-    """What takes packets has no memory."""
+    """Make the receiver of packets run out of memory."""
     engine.links.to_previous.transport.deliver = raises(MemoryError("no more"))
 
 

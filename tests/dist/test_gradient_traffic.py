@@ -77,7 +77,7 @@ def test_states_of_the_same_ranks_do_not_meet_each_other(method):
 
 
 def in_slices(rank: int, world: int, note: Any) -> tuple[list[Any], bool]:
-    """What was done after how many bytes, and whether what came is right."""
+    """Return the operations with the bytes before each, and True if the received values are right."""
     from pipecomp.allreduce import group as of_groups
     from pipecomp.allreduce.group import SLICE, Group
     from pipecomp.distributed.rendezvous import join_processes

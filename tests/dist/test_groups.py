@@ -18,7 +18,7 @@ pytestmark = pytest.mark.ranks
 
 
 def numbers(rank: int, world: int, note: Any) -> list[Any]:
-    """What this rank's groups gather: of pairs, twice each, and then of a group that torch makes of all ranks."""
+    """Gather with this rank's groups: of pairs, twice each, and then of a group that torch makes of all ranks."""
     join_processes()
     found: list[Any] = []
     for pair in combinations(range(world), 2):

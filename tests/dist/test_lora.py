@@ -38,7 +38,7 @@ def adapted(**more: Any) -> Any:
 
 
 def checked(engine: Any, expected: dict[str, torch.Tensor]) -> bool:
-    """Whether all frozen weights are as they were."""
+    """Return True if all frozen weights are unchanged."""
     frozen = {n: p for n, p in engine.stage.named_parameters() if not p.requires_grad}
     return len(frozen) > 10 and all(torch.equal(p.float(), expected[n].to(p.dtype).float()) for n, p in frozen.items())
 

@@ -30,7 +30,7 @@ HEADERS = 1514 / 1448  # of full frames
 
 
 def left_over(name: str) -> list[str]:
-    """What a lab has left on the machine."""
+    """Return a lab's remains on the machine."""
     found = [space for space in list_namespaces() if space.startswith(name)] if WHY_NOT is None else []
     return [*found, *Path("/etc/netns").glob(f"{name}*"), *([lab_folder(name)] if lab_folder(name).exists() else [])]
 
@@ -276,7 +276,7 @@ def test_errors_take_the_lab_down():
 
 
 def running_now(pids) -> list[int]:
-    """Which of these processes live; what has ended may wait for its parent to notice."""
+    """Return those of these processes that live; what has ended may wait for its parent to notice."""
     found = []
     for pid in pids:
         try:

@@ -89,7 +89,7 @@ def optimizers(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
 
 
 def masters(engine: Any) -> bool:
-    """Whether they are the weights."""
+    """Return True if these are the weights."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     pairs = [(safe_get_full_fp32_param(p), p.float()) for p in engine.stage.parameters()]

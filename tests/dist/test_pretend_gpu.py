@@ -39,7 +39,7 @@ OVERLAPPED = {**SQUEEZE, "local_steps": 3, "fragments": 2, "overlap": 1}
 
 
 def engine_of(stages: int, section: dict[str, Any], *, seed: int = 0, **more: Any) -> Any:
-    """Of operations that are the same ones on a GPU: no fused attention, no norm, an optimizer without a fused form."""
+    """Model of operations that are the same on a GPU: no fused attention, no norm, no fused optimizer."""
     import pipecomp
 
     model = gpt2(2, 16, seed=seed)
@@ -103,7 +103,7 @@ def bf16(folder: str) -> dict[str, Any]:
 
 
 def fp16(folder: str) -> dict[str, Any]:
-    """Of gradients that overflow, until the scale fits."""
+    """Train with gradients that overflow, until the scale fits."""
     activations = {"method": "direct", "forward_bits": 8, "backward_bits": 8}
     precision = {**ADAM, "fp16": {"enabled": True, "initial_scale_power": 40}}
     engine = engine_of(2, {"activations": activations}, **precision)
@@ -113,7 +113,7 @@ def fp16(folder: str) -> dict[str, Any]:
 
 
 def replicas(folder: str) -> dict[str, Any]:
-    """Of one stage; those that step alone go on from a checkpoint with what is their own."""
+    """Train replicas of one stage; those that step alone resume from a checkpoint with their own weights."""
     out = {}
     for name, gradients in {"none": {}, "quantized": {"method": "global_qsgd"}, "overlapped": OVERLAPPED}.items():
         engine = engine_of(1, {"gradients": gradients})
@@ -173,7 +173,7 @@ def measured(folder: str) -> dict[str, Any]:
 
 
 def planned(folder: str) -> dict[str, Any]:
-    """What each rank of `pipecomp train` does, after measurements that are shorter."""
+    """Run a rank of `pipecomp train`, after measurements that are shorter."""
     from pipecomp.plan import measure
     from pipecomp.plan.options import TrainOptions
     from pipecomp.recipes import planned as recipe
@@ -217,7 +217,7 @@ def replicas_of_two_stages(rank: int, world: int, note: Any, folder: str, double
 
 
 def on_both(world: int, work: Callable[..., Any], folders: list[Path]) -> list[dict[int, Any]]:
-    """What the ranks find on the host and on the double."""
+    """Return the ranks' results on the host and on the double."""
     return [run_ranks(world, work, str(folder), i == 1, timeout_s=HANG_S) for i, folder in enumerate(folders)]
 
 
@@ -278,7 +278,7 @@ def test_its_weights_are_saved_for_transformers(found, folders):
 
 
 def test_half_precision_is_near_the_hosts(found):
-    """Of bfloat16 other kernels of torch round in between."""
+    """In bfloat16 other kernels of torch round in between."""
     host, double = ([float.fromhex(x) for x in ran[0]["bf16"]["losses"]] for ran in found)
     assert double == pytest.approx(host, rel=1e-3)
     assert found[1][0]["bf16"]["resumed"] == "ResumeState(exact=True, dropped=0)"
@@ -291,7 +291,7 @@ def test_gradients_that_overflow_in_fp16_skip_the_step(found):
 
 
 def test_measurements_take_no_pinned_memory_beside_the_runs(found):
-    """Of store.pinned_bytes a rank has one staging, which measures, sends, stores and averages."""
+    """A rank has one staging of store.pinned_bytes, which measures, sends, stores and averages."""
     assert [found[1][rank]["measured"]["made"] for rank in (0, 1)] == [1, 1]
 
 

@@ -27,7 +27,7 @@ QUANTIZED = {"gradients": {"method": "quantized_adam", "freeze_step": 2, "bits":
 
 
 def engine_for(stages: int, mode: str = "fp32", section: dict | None = None, *, seed: int = 0, **more: Any) -> Any:
-    """Of four ranks; always 8 samples to a step."""
+    """Return an engine of four ranks; always 8 samples to a step."""
     import pipecomp
 
     config = ds_config(section, micro_batches=stages, **{**SCHEDULE, **MODES[mode], **more})

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.ranks
 
 
 def matched(rank: int, world: int, note: Any, other: int) -> tuple[list[list[float]], int]:
-    """What the replicas end with where rank `other` has another second weight, and how many weights were sent."""
+    """Return the replicas' weights where rank `other` has another second weight, and the number of weights sent."""
     import torch.distributed as dist
 
     from pipecomp.distributed.rendezvous import join_processes

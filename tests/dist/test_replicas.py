@@ -1,4 +1,4 @@
-"""What replicas of a pipeline average, against plain arithmetic: missing gradients, clipping, groups, loss scales."""
+"""Averages of a pipeline's replicas, against plain arithmetic: missing gradients, clipping, groups, loss scales."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def as_arrays(found: Any) -> Any:
-    """What another process can be sent: a tensor's memory ends with its own."""
+    """Copy values for another process: a tensor's memory ends with its own."""
     return tree_map(lambda x: x.float().numpy() if isinstance(x, torch.Tensor) else x, found)
 
 

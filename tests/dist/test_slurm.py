@@ -60,7 +60,7 @@ def job(folder: Path) -> subprocess.Popen[str]:
 
 
 def ended(process: subprocess.Popen[str]) -> str:
-    """What it said; nothing may be left of it."""
+    """Return its output; check that no process of it is left."""
     try:
         output, _ = process.communicate(timeout=HANG_S)
     except subprocess.TimeoutExpired:

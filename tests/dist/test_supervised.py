@@ -91,7 +91,7 @@ def finish(process: subprocess.Popen) -> str:
 
 @pytest.fixture(scope="module")
 def ended(work: Path) -> tuple[str, str]:
-    """What a run with a killed rank said, and one without."""
+    """Return the outputs of a run with a killed rank and of one without."""
     for where in ("undisturbed", "killed"):
         (work / where).mkdir()
     killed = start(work, "killed")

@@ -87,7 +87,7 @@ class Once:
 
 @pytest.mark.parametrize("nat", [False, True])
 def test_an_outage(keys, expected, nat, tmp_path):
-    """Of rank 1, whose connections to rank 0 and, relayed behind routers, to rank 2 are lost."""
+    """Rank 1's connections to rank 0 and, relayed behind routers, to rank 2 are lost."""
     with Lab(nodes=3, nat=nat) as lab:
         found = run(lab, keys, Once(tmp_path, lambda: lab.cut(1), lambda: lab.join(1), OUTAGE_S))
     assert found[2]["losses"] == expected[3]

@@ -345,7 +345,7 @@ def stopped(folder: str) -> dict[str, Any]:
 
 
 def refused(folder: str) -> dict[str, str]:
-    """What only several processes can refuse."""
+    """Refusals that need several processes."""
     from pipecomp import CompressionCallback, PipelineTrainer
 
     out = {}
@@ -384,7 +384,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, dict[
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What Trainer does in this process."""
+    """Return the results of Trainer in this process."""
     from transformers import Trainer
 
     folder = tmp_path_factory.mktemp("reference")

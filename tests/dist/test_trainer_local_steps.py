@@ -67,7 +67,7 @@ def few_labels() -> list[dict[str, Any]]:
 def unequal_samples(
     rank: int, world: int, note: Any, folder: str, section: dict[str, Any] = GRADIENTS, steps: int = 2
 ) -> list[dict[str, float]]:
-    """What steps of each replica log, whose samples have other numbers of labels."""
+    """Return the logs of each replica's steps, whose samples have other numbers of labels."""
     from pipecomp import PipelineTrainer
 
     args = work.arguments(folder, max_steps=steps, logging_nan_inf_filter=False, weight_decay=0.0)
@@ -81,7 +81,7 @@ def unequal_samples(
 
 
 def mean_loss(replica: int) -> float:
-    """Of the labels of a replica's first step."""
+    """Return the mean loss over the labels of a replica's first step."""
     batch = work.padded(few_labels()[replica::2][:4])
     logits = gpt2(2, 16)(batch["input_ids"], attention_mask=batch["attention_mask"]).logits.detach()
     return float(work.summed(SimpleNamespace(logits=logits), batch["labels"], batch["labels"][:, 1:].ge(0).sum())) / 2
@@ -108,7 +108,7 @@ def test_norms_of_gradients_that_are_not_exchanged_are_logged_alike(tmp_path: Pa
 
 
 def one_step_at_a_time(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
-    """What trainings log whose replicas have other numbers of labels; of PipelineTrainer and of the callback."""
+    """Log trainings whose replicas have other numbers of labels; of PipelineTrainer and of the callback."""
     from transformers import TrainingArguments
 
     from pipecomp import CompressionCallback, PipelineTrainer

@@ -64,7 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(folder: Path, script: Path, out: str, *launcher: str, more: tuple[str, ...] = ()) -> tuple[dict[str, Any], str]:
-    """What the script's last evaluation found, and all that it printed."""
+    """Return the script's last evaluation and its output."""
     env = {**os.environ, "HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     env |= {"TRACKIO_DIR": str(folder / "kept")}
     words = [sys.executable, *launcher, str(script), *ARGUMENTS, "--output_dir", out, *more]
@@ -152,6 +152,6 @@ def test_trackio_has_pipecomp_s_figures(folder: Path, changed: Path) -> None:
 
 
 def rows(file: Path) -> list[dict[str, Any]]:
-    """What trackio has kept of the run "mine"."""
+    """Return trackio's records of the run "mine"."""
     found = sqlite3.connect(file).execute("SELECT run_name, metrics FROM metrics ORDER BY id").fetchall()
     return [json.loads(values) for name, values in found if name == "mine"]

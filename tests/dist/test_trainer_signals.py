@@ -50,7 +50,7 @@ class Enough(TrainerCallback):
 
 
 class Case(NamedTuple):
-    """What is due after `step`; evaluated: after which steps a whole training evaluates."""
+    """Work due after `step`; evaluated: the steps after which a whole training evaluates."""
 
     step: int
     changed: dict[str, Any]

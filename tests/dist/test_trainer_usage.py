@@ -1,4 +1,4 @@
-"""What scripts do with a Trainer beside training, and what a PipelineTrainer on two processes makes of it."""
+"""Other uses of a Trainer than training, by a PipelineTrainer on two processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.ranks
 
 
 class Seen(TrainerCallback, ExportableState):
-    """What the state says of tokens after every step, and how many samples the loader's dataset has."""
+    """Return the state's tokens after every step, and the number of samples of the loader's dataset."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []

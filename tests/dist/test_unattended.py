@@ -1,4 +1,4 @@
-"""What a run meets while nobody looks: full disks, and a message store with flipped bits; it goes on by itself."""
+"""An unattended run continues with full disks and a message store with flipped bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of PipelineTrainer run on every rank, and in one process with transformers.Trainer."""
+"""Work of the tests of PipelineTrainer on every rank, and in one process with transformers.Trainer."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def accuracy(found: Any) -> dict[str, float]:
 
 
 def digest(engine: Any) -> str:
-    """Of this rank's weights, bit for bit."""
+    """Return a digest of this rank's weights, bit for bit."""
     out = hashlib.sha256()
     for _, p in sorted(engine.stage.named_parameters()):
         out.update(p.detach().contiguous().view(torch.uint8).numpy().tobytes())

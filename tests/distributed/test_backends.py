@@ -1,4 +1,4 @@
-"""What torch's collectives go through, and how NCCL is started."""
+"""The backend of torch's collectives, and NCCL's start."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def ignores_ctrl_c(rank: int, world: int, note: Any) -> bool:
 
 
 def test_ctrl_c_in_a_terminal_is_for_the_caller_alone():
-    """Which ends the ranks: they and their server, which may still import, say nothing."""
+    """The caller ends the ranks: they and their server, which may still import, print nothing."""
     done = subprocess.run(
         [sys.executable, "-c", "from tests.distributed.test_local_ranks import *\n"
          "print(run_ranks(1, ignores_ctrl_c, timeout_s=HANG_S))\n"

@@ -1,4 +1,4 @@
-"""How many ranks there are and share a machine, by what launchers say, and how many stages they can be."""
+"""Numbers of ranks, of ranks on a machine, and of stages, by launchers' variables."""
 
 from __future__ import annotations
 

@@ -205,7 +205,7 @@ def test_what_a_command_line_runs(command: str, name: str) -> None:
 
 
 class Process:
-    """What is asked of a psutil.Process."""
+    """The part of a psutil.Process that is used."""
 
     def __init__(self, command: str) -> None:
         self._command = command.split()

@@ -99,7 +99,7 @@ def test_an_address_with_an_interface_of_this_machine_is_none_for_others(monkeyp
 
 
 def test_folders_are_named_as_people_name_them(tmp_path, monkeypatch):
-    """What /home/me leads to on this machine need not be there on another one."""
+    """The target of /home/me on this machine need not exist on another one."""
     (tmp_path / "disk").mkdir()
     (tmp_path / "home").symlink_to(tmp_path / "disk")
     monkeypatch.chdir(tmp_path / "home")

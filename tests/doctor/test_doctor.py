@@ -226,7 +226,7 @@ def test_gpus():
 
 @pytest.mark.parametrize("ranks", [None, 2, 0])
 def test_gpus_that_torch_sees_and_cannot_use(monkeypatch, ranks):
-    """Of two different ones: the first is full, the second too old for this torch. 0 ranks: DS_ACCELERATOR=cpu."""
+    """Two different GPUs: the first is full, the second too old for this torch. 0 ranks: DS_ACCELERATOR=cpu."""
 
     def memory(index):
         if index == 0:

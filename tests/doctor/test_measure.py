@@ -35,7 +35,7 @@ class Queues:
 
 
 def measured() -> PacketPath | None:
-    """What the leading rank finds, with a follower in a thread."""
+    """Return the leading rank's measurement, with a follower in a thread."""
     a, b = queue.Queue(), queue.Queue()
     follower = threading.Thread(target=follow_path, args=(Queues(a, b), "127.0.0.1"))
     follower.start()

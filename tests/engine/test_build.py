@@ -1,4 +1,4 @@
-"""What the packets of a link are held to, from the model and the batch that the ranks have agreed on."""
+"""Limits of a link's packets, from the model and the batch that the ranks have agreed on."""
 
 from __future__ import annotations
 

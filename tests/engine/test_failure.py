@@ -1,4 +1,4 @@
-"""How long a rank counts as waiting for the others, and which one is named where one is lost."""
+"""Time for which a rank counts as waiting for the others, and the rank that is named where one is lost."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GPU = torch.device("cuda", 0)
 
 
 def left(device: torch.device) -> list[Any]:
-    """What the heartbeat was told at the end of a step."""
+    """A heartbeat's calls at the end of a step."""
     told: list[Any] = []
     guard = FailureGuard(0, device)
     heartbeat: Any = SimpleNamespace(engine=1, enter=lambda: None, leave=told.append)
@@ -76,7 +76,7 @@ def test_a_failure_ends_it_at_once():
 
 @pytest.mark.parametrize(("told", "named"), [(PeerLostError("lost rank 2 (told by rank 1)", 2), 2), (None, 1)])
 def test_who_was_waited_for_is_not_to_blame_where_another_was_lost(told, named):
-    """Where gradients are exchanged, a rank that ends because of a lost one looks like a lost one, too."""
+    """While gradients are exchanged, a rank that ends because of a lost one looks like a lost one, too."""
     guard = FailureGuard(0, torch.device("cpu"))
     nothing: Any = {name: lambda *said: None for name in ("enter", "leave", "stop", "linger")}
     guard.watch(Links(), SimpleNamespace(engine=1, lost=told, **nothing))

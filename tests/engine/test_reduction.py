@@ -1,4 +1,4 @@
-"""What the engine's gradients become, exactly: means over replicas, sums over the stages that share a weight."""
+"""The engine's gradients, exactly: means over replicas, sums over the stages that share a weight."""
 
 from __future__ import annotations
 

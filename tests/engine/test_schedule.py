@@ -1,4 +1,4 @@
-"""How far a stage runs ahead in the engine: what it looks at after a step, and what all stages come to."""
+"""Micro-batches in flight in the engine: measurements after a step, and the choice of all stages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipecomp.stats import LinkStats
 
 
 def after(own: list[dict[int, float]], others: list[float], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Of the first of two stages. own: its waits by micro-batch, step by step; others: what the other stage tells."""
+    """Run the first of two stages. own: its waits by micro-batch, step by step; others: the other stage's report."""
 
     def all_reduce(seen: torch.Tensor, op: Any, group: Any) -> None:
         assert op == torch.distributed.ReduceOp.MAX

@@ -1,4 +1,4 @@
-"""What a stage does with a micro-batch, as far as one process shows it."""
+"""A stage's work on a micro-batch, as far as one process shows it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank keeps of a long run for its trace."""
+"""A rank's trace of a long run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which kinds of mixed precision an engine refuses, which "auto", and sections that would have no effect."""
+"""Refusals of an engine: kinds of mixed precision, "auto", and sections without effect."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_an_optimizer_of_the_unsplit_model_is_refused_and_a_schedule_of_another_
 
 @pytest.mark.parametrize("tag", ["../model/x", "/tmp/x", "a/../../x", 7])
 def test_rank_0_names_no_checkpoint_elsewhere(tag):
-    """What is loaded is unpickled: a rank looks only into the folder that it was told of itself."""
+    """Loading unpickles: a rank looks only into the folder that it was told of itself."""
     with pytest.raises(WireError, match=r"rank 0 names a checkpoint .*, allowed: a folder in that of the checkpoints"):
         check_tag(tag)
     assert [check_tag(here) for here in ("global_step3", "best/7", None)] == ["global_step3", "best/7", None]

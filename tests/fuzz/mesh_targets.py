@@ -1,4 +1,4 @@
-"""What is fuzzed of a mesh: frames, notices of failures, and the key-value store, as a rank of the run could send them.
+"""Fuzz targets of a mesh: frames, notices of failures, and the key-value store, as a rank of the run could send them.
 
 A connection's receiving half gets frames as the bytes say, from a stream that is a piece of memory. A finding is any
 exception but the project's own, which would end the receiving thread in another rank's name, and any allocation above
@@ -47,7 +47,7 @@ class Stream:
 
 
 class Resumable:
-    """What a connection uses of the TCP connections that carry it."""
+    """The part of TCP connections that a connection uses."""
 
     def __init__(self) -> None:
         self.received, self.last_frame = 0, 0.0
@@ -63,7 +63,7 @@ class Receiving(Connection):
         self._on_store_request, self._on_store_reply = called, lambda number, value: None
 
     def take(self, data: bytes) -> Exception:
-        """What ends the connection."""
+        """Return the error that ends the connection."""
         try:
             self._receive_from(Stream(data))  # type: ignore[arg-type]
         except (PipecompError, EOFError) as error:

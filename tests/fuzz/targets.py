@@ -1,4 +1,4 @@
-"""What is fuzzed: one plain function per decoder. It takes any bytes and returns, or raises only what is a finding.
+"""Fuzz targets: one plain function per decoder. It takes any bytes and returns, or raises only what is a finding.
 
 Each decoder gets the bytes twice: as they are, and repaired (right magic, lengths and checksum), so that what lies
 behind the first checks is reached too. A finding is any exception but the project's own, and any allocation above

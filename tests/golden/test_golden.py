@@ -1,4 +1,4 @@
-"""What this code does is, bit for bit, what it did when golden.json was recorded; work.py says when to record anew."""
+"""Recorded runs, bit for bit; work.py states when golden.json may be recorded anew."""
 
 from __future__ import annotations
 

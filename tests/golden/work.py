@@ -80,7 +80,7 @@ def digest(*tensors: torch.Tensor) -> str:
 
 
 def probe() -> str:
-    """What plain torch makes of a model like the runs' own, on this processor."""
+    """Return plain torch's results for a model like the runs' own, on this processor."""
     torch.set_num_threads(1)
     model, x = gpt2(), torch.stack([s["input_ids"] for s in samples(6)])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -93,7 +93,7 @@ def probe() -> str:
 
 
 def environment() -> dict[str, str]:
-    """What the probe's last bits may depend on: versions, and the kind of processor."""
+    """Return the versions and the kind of processor, which the probe's last bits may depend on."""
     import transformers
 
     kind = re.findall(r"^(?:vendor_id|cpu family|model)\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
@@ -102,7 +102,7 @@ def environment() -> dict[str, str]:
 
 
 def messages(engine: Any) -> dict[str, dict[str, Any]]:
-    """Of every link with a store: sample -> version, digest of m."""
+    """Return sample -> version, digest of m, for every link with a store."""
     out: dict[str, dict[str, Any]] = {}
     for end in engine.links:
         if end.store is not None:

@@ -48,7 +48,7 @@ class Meeting:
 
 
 def moved(replica: int, step: int, name: str) -> Tensor:
-    """What an inner step changes."""
+    """Return an inner step's change."""
     draw = torch.Generator().manual_seed(1000 * step + 10 * replica + ord(name))
     return torch.randn(SIZES[name], generator=draw, dtype=torch.float64)
 
@@ -96,7 +96,7 @@ def test_one_replica_takes_the_papers_steps(optimizer):
 
 @pytest.mark.parametrize("replicas", [2, 16])
 def test_rows_move_as_far_as_replicas_do_and_four_tenths_where_no_rate_is_given(replicas):
-    """Of "a" all replicas move the first row alike, one alone the second, and two against each other the third."""
+    """In "a" all replicas move the first row alike, one alone the second, and two against each other the third."""
     weights, outer = start(LocalSteps(local_steps=1 + 1, overlap=1, mixing=0.0), replicas)
     first = weights[0]["a"].clone()
     alike = torch.tensor([3.0, -4.0], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""How far rows go in an outer step: against plain arithmetic, and the same bits whatever the order of summation."""
+"""Rows' moves in an outer step: against plain arithmetic, and the same bits whatever the order of summation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipecomp.local_steps.row_statistics import AHEAD, row_rates, row_sums
 
 
 def replicas_of(count: int, shape: tuple[int, ...], *, noise: float) -> list[Tensor]:
-    """What each has moved by: something in common, and noise of its own."""
+    """Moves of each replica: a common part, and noise of its own."""
     draw = torch.Generator().manual_seed(count)
     common = torch.randn(shape, generator=draw)
     return [common + noise * torch.randn(shape, generator=draw) for _ in range(count)]

@@ -546,7 +546,7 @@ class TestChoices:
 
     @pytest.mark.parametrize("plain_s", [1.0, 5.0])
     def test_the_reason_says_what_steps_take_while_samples_are_new(self, plain_s):
-        """Of a training of one epoch these are all steps."""
+        """In a training of one epoch these are all steps."""
         found = choose(job(K=2, M=8), AQSGD, uniform(2, 21e6))
         plain = replace(found.plain, step_s=plain_s)
         for factor, told in ((1.02, False), (2.0, True)):
@@ -914,7 +914,7 @@ class TestWithoutASpeed:
 
     @pytest.fixture
     def planned(self, folder):
-        """What the command prints and writes with some more arguments."""
+        """Return a function that runs the command with more arguments, for its output and file."""
 
         def run(*more):
             out = folder / "plan.json"

@@ -93,7 +93,7 @@ class TestByHand:
 
 
 def test_measured_costs_are_of_a_micro_batch_and_of_a_packet():
-    """Of a stage in the middle, with packets on two links."""
+    """Costs of a stage in the middle, with packets on two links."""
     seconds = {"forward": 6.0, "backward": 12.0, "encode": 2.4, "decode": 4.8}
     found = measured_costs({"seconds": seconds, "steps": 2, "links": {"0->1": {}, "1->2": {}}}, micro_batches=3)
     assert found == StageCosts(forward_s=1.0, backward_s=2.0, encode_s=pytest.approx(0.2), decode_s=pytest.approx(0.4))
@@ -183,7 +183,7 @@ def test_links_are_hidden_with_enough_in_flight(K):
 
 
 def test_equal_numbers_on_neighbours_would_stall():
-    """Why `numbers` falls from stage to stage: a forward would wait for a neighbour's that waits for a backward."""
+    """`numbers` falls from stage to stage: a forward would wait for a neighbour's that waits for a backward."""
     falling, equal = (
         StepSpec(
             stages=[StageCosts(forward_s=1, backward_s=2)] * 4,
@@ -252,7 +252,7 @@ def report(table, bits, **model):
 
 
 UPDATE_S = 32 / 4.05 - (32 + 8 - 1) * 0.18
-"""Of GPT2-1.5B: what the quantized runs at 10 Gbit/s (4.0 and 4.1 a second) take beyond Table 3's 45 + 135 ms."""
+"""GPT2-1.5B: the time of the quantized runs at 10 Gbit/s (4.0 and 4.1 a second) beyond Table 3's 45 + 135 ms."""
 
 
 def test_table_2_of_the_paper():

@@ -1,4 +1,4 @@
-"""What the tests of recipes share: a command run to its end, and every way to start a recipe on several processes."""
+"""Helpers of the recipes' tests: run a command to its end, start a recipe on several processes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Ended:
 
 
 def environment() -> dict[str, str]:
-    """Of a process that starts a recipe."""
+    """Return the environment of a process that starts a recipe."""
     env = {key: value for key, value in os.environ.items() if key not in LAUNCHER_SET}
     return env | {"PYTHONPATH": os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")]), "OMP_NUM_THREADS": "1"}
 
@@ -67,7 +67,7 @@ LAUNCHER = str(Path(sys.executable).with_name("deepspeed"))
 
 
 def path_of(recipe: str) -> str:
-    """Of its train.py."""
+    """Return the path of its train.py."""
     return str(ROOT / "recipes" / recipe / "train.py")
 
 
@@ -134,7 +134,7 @@ def _be_python(folder: Path, env: dict[str, str], command: list[str], output: Pa
 
 
 def _ends_group(leader: int) -> bool:
-    """Whether a session had processes left, which are ended."""
+    """Return True if a session had processes left, and end them."""
     try:
         os.killpg(leader, signal.SIGKILL)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""What a recipe tells of evaluations, and what it leaves of its process as it was."""
+"""A recipe's report of evaluations, and its process afterwards."""
 
 from __future__ import annotations
 

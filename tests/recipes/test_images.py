@@ -97,7 +97,7 @@ def test_a_dataset_of_images(tmp_path, monkeypatch):
     ],
 )
 def test_datasets_of_images_that_are_none(monkeypatch, rows, told):
-    """Of the hub: parts whose labels are secret have -1."""
+    """Datasets of the hub: parts whose labels are secret have -1."""
     from PIL import Image
 
     columns = {key: [Image.new("L", (n, n)) for n in rows[key]] if "im" in key else rows[key] for key in rows}

@@ -124,7 +124,7 @@ def test_goes_on_with_the_adapter(work: Path, metrics: list[dict]) -> None:
 
 
 def model_of(words: list[str]) -> Any:
-    """What the recipe hands to `pipecomp.initialize`, and its config."""
+    """Return the recipe's arguments to `pipecomp.initialize`, and its config."""
     from pipecomp.recipes import lora, run, text
 
     parser = run.arguments(RECIPE, "")

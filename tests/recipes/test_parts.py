@@ -501,7 +501,7 @@ class TestReport:
         assert "model saved in folder" in said
 
     def test_lines_have_each_steps_bits(self, tmp_path: Path) -> None:
-        """Of the step, over both links; nothing where nothing is quantized, as gradients here."""
+        """Mean bits of the step, over both links; None where nothing is quantized, as gradients here."""
 
         def counted(bits: int, values: int) -> list[dict[str, Any]]:
             ways = {"forward": (bits, values), "backward": (0, 0), "evaluation": (9, 9)}

@@ -1,4 +1,4 @@
-"""What a rank of `pipecomp train` makes of its arguments: batches, kinds of files, configuration, earlier plans."""
+"""Arguments of a rank of `pipecomp train`: batches, kinds of files, configuration, earlier plans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which checkpoint a recipe goes on from, and what it says and writes then."""
+"""Choice of the checkpoint from which a recipe resumes, and its output."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ class TestArguments:
 
 
 class Engine:
-    """What `RunCheckpoints` needs of an engine."""
+    """Part of an engine that `RunCheckpoints` needs."""
 
     global_steps = 0
 

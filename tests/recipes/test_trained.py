@@ -1,4 +1,4 @@
-"""What a recipe compares with a checkpoint before it goes on: the command line and the data of every run."""
+"""A recipe's comparison with its checkpoint before it resumes: the command line and the data of every run."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def given(name: str, **changed: str) -> list[str]:
 
 @pytest.fixture
 def trained(work: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
-    """Of a recipe and changes of its command line: what `run.train` gets, or resnet_split's own run."""
+    """Return the record that `run.train` gets, or resnet_split's own, for a recipe and changes of its command line."""
 
     kept: dict[str, Any] = {}
     monkeypatch.chdir(work)

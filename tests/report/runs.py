@@ -21,7 +21,7 @@ AQSGD = {"method": "aqsgd", "forward_bits": 3, "backward_bits": 6, "first_visit"
 
 
 def made_step(config: Config, stages: int = 2) -> StepSpec:
-    """What such a run's steps are, once every sample was seen."""
+    """Return such a run's step after every sample's first visit."""
     size = ([TOKENS] * SAMPLES, HIDDEN, torch.float32)
     links = range(stages - 1)
     return StepSpec(

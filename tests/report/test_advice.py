@@ -1,4 +1,4 @@
-"""What the report says of a run whose true links are known: rates that are found again, and changes that would pay."""
+"""The report of a run whose true links are known: rates that are found again, and changes that would pay."""
 
 from __future__ import annotations
 
@@ -257,7 +257,7 @@ def test_a_plan_is_compared_where_it_is_of_the_runs_settings(bits, tmp_path):
 
 @pytest.mark.parametrize(("new", "first", "seconds"), [(1.0, True, 0.8), (0.5, True, 0.3), (1.0, False, 0.3)])
 def test_a_run_of_first_visits_is_compared_with_the_plans_first_epoch(tmp_path, new, first, seconds):
-    """Of a run of one epoch every sample is new to the links; a plan of before may not say what that takes."""
+    """In a run of one epoch every sample is new to the links; an earlier plan may not include that time."""
     make_run(tmp_path, network=slow())
     row = {"stages": 2, "method": "aqsgd", "forward_bits": 3, "backward_bits": 6, "step_s": 0.3}
     (tmp_path / "plan.json").write_text(json.dumps({"chosen": row | ({"first_epoch_s": 0.8} if first else {})}))

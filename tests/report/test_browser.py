@@ -44,7 +44,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Of a run alone, and of two side by side, one of which has a hostile name."""
+    """Return pages of a run alone, and of two side by side, one of which has a hostile name."""
     folder = tmp_path_factory.mktemp("runs")
     make_run(folder / "alone", network=slow(), told=True)
     make_run(folder / "other", {"method": "none"}, network=slow(), told=True, name=HOSTILE, model=HOSTILE)
@@ -67,7 +67,7 @@ def theme(browser: Any, *, dark: bool) -> None:
 
 
 def complaints(browser: Any) -> list[str]:
-    """What the browser's console has had to say since this was last asked."""
+    """Return the messages of the browser's console since the last call."""
     return [entry["message"] for entry in browser.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
 
 
@@ -78,7 +78,7 @@ def mouse(browser: Any, kind: str, x: float, y: float) -> None:
 
 
 def place(browser: Any, selector: str) -> dict[str, float]:
-    """Of an element, once it is in the middle of the window."""
+    """Return the place of an element, once it is in the middle of the window."""
     return browser.execute_script(
         "const e = document.querySelector(arguments[0]); e.scrollIntoView({block: 'center', behavior: 'instant'});"
         "return e.getBoundingClientRect().toJSON()",

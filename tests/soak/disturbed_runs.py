@@ -82,7 +82,7 @@ class AtAnInstant:
 
 
 def disturbance(kind: str, lab: Lab, draw: random.Random, outage_s: float) -> Callable[[], None]:
-    """What happens to a lab."""
+    """A disturbance of a lab."""
     nodes = range(lab.shape.nodes)
     spaces = [f"{lab.name}-n{node}" for node in nodes]
 

@@ -1,4 +1,4 @@
-"""What `fault_run.py` found: how every kind of fault ended, what leaked, what differed."""
+"""Report of `fault_run.py`: the end of every kind of fault, leaks, differences."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Life(NamedTuple):
 
 
 def problems(events: list[Event], lives: list[Life], sampler: Sampler) -> list[str]:
-    """What is wrong; empty if nothing is."""
+    """Return the problems; empty if there are none."""
     wrong = [f"rank {rank} did not end after: {event.kind}" for event in events for rank in event.late]
     for event in events:
         flipped = "damaged" in event.words  # a bit that was flipped earlier was read only now

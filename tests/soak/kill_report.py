@@ -1,4 +1,4 @@
-"""What `kill_rounds.py` found, in figures, as a verdict and as a page."""
+"""Report of `kill_rounds.py`: figures, a verdict and a page."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def summary(undisturbed: list[Found], runs: list[Found], **settings: Any) -> dic
 
 
 def verdict(result: dict[str, Any]) -> list[str]:
-    """What is wrong; empty if nothing is."""
+    """Return the problems; empty if there are none."""
     zero = (
         "stores that do not open, or hold a damaged value",
         "silent disagreements",
@@ -127,7 +127,7 @@ with different bytes. The longest waits are for a rank that is killed before the
 
 
 def _what(s: dict[str, Any]) -> str:
-    """What is killed, in which runs."""
+    """Describe the kills and the runs."""
     text = f"""{"Two replicas of a" if s["replicas"] > 1 else "A"} GPT-2 of {s["stages"]} stages, AQ-SGD with 4 bits
 both ways, changes of gradients too, LMDB stores, {s["epochs"]} epochs of {SAMPLES} samples, a checkpoint every
 {s["save_every"]} steps. One rank is killed at a random instant, and the run starts again with `--resume auto`, until it

@@ -67,12 +67,12 @@ class Series(NamedTuple):
 
     @property
     def world(self) -> int:
-        """How many ranks."""
+        """Return the number of ranks."""
         return self.stages * self.replicas
 
     @property
     def local(self) -> bool:
-        """Whether replicas take local steps."""
+        """Return True if replicas take local steps."""
         return self.replicas > 1
 
 
@@ -100,7 +100,7 @@ LOCAL = Series(
 
 
 def settings(series: Series) -> list[Any]:
-    """What finished runs depend on."""
+    """Return the settings that finished runs depend on."""
     return [series[:-1], EPOCHS, SLOW_S, SLOW_SHARE, ACTIVATIONS]
 
 
@@ -261,12 +261,12 @@ def disturbed(
 
 
 def counts(series: Series, row: Found) -> bool:
-    """Whether a start ended by a kill that counts."""
+    """Return True if a start ended by a kill that counts."""
     return row["victim"] is not None and row["phase"] in series.counted
 
 
 def killed(series: Series, runs: list[Found]) -> int:
-    """How many kills there were that count."""
+    """Return the number of kills that count."""
     return sum(counts(series, row) for run in runs for row in run["rounds"])
 
 

@@ -1,4 +1,4 @@
-"""What processes hold while they run, sampled from outside: memory, descriptors, threads, processes, shared memory."""
+"""Resources of running processes, sampled from outside: memory, descriptors, threads, processes, shared memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import psutil
 
 
 class Held(NamedTuple):
-    """Of one process at one time: seconds since the sampler began, resident bytes, descriptors, threads."""
+    """One process at one time: seconds since the sampler began, resident bytes, descriptors, threads."""
 
     at_s: float
     rss: int
@@ -90,7 +90,7 @@ def folder_bytes(folder: Path) -> int:
 
 
 def slope(points: list[tuple[float, float]]) -> float | None:
-    """Of the line through the points, by least squares; None for fewer than three or for one time only."""
+    """Return the slope through the points, by least squares; None for fewer than three or for one time only."""
     if len(points) < 3:
         return None
     x_mean = sum(x for x, _ in points) / len(points)

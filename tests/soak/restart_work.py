@@ -1,4 +1,4 @@
-"""What the ranks of `kill_rounds.py` and `fault_run.py` do: train a tiny GPT-2 as recipes do, and say where they are.
+"""Work of the ranks of `kill_rounds.py` and `fault_run.py`: train a tiny GPT-2 as recipes do, and report the place.
 
 A rank writes its notes, a JSON array each, to a file of its own: a queue that the ranks share could be left locked by
 the one that is killed. The first element says what has just begun: start, engine, training, saving, training again, …,

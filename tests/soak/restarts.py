@@ -42,7 +42,7 @@ class Start:
             process.start()
 
     def notes(self, rank: int) -> list[list[Any]]:
-        """What a rank has written so far; see `restart_work`."""
+        """Return a rank's output so far; see `restart_work`."""
         if self._notes[rank].is_file():
             with self._notes[rank].open("rb") as file:
                 file.seek(self._read[rank])
@@ -57,7 +57,7 @@ class Start:
         return [note[1:-1] for rank in range(self.world) for note in self.notes(rank) if note[0] == kind]
 
     def phase(self, rank: int) -> str:
-        """Where a rank is, or was when it was killed."""
+        """Return a rank's place, the last one if it was killed."""
         return next((note[0] for note in reversed(self.notes(rank)) if note[0] in PHASES), PHASES[0])
 
     def steps(self) -> int:

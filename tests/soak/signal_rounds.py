@@ -39,7 +39,7 @@ _TAIL = 3000
 
 
 class Round(NamedTuple):
-    """What became of one signal. step: the last one that was made; saved: that the last good checkpoint is of."""
+    """Outcome of one signal. step: the last complete one; saved: the last good checkpoint's."""
 
     launcher: str
     signal: str
@@ -71,7 +71,7 @@ def make_work(folder: Path, *, lines: int = 150) -> Path:
 
 
 def arguments(work: Path, *, epochs: int = 2000) -> list[str]:
-    """Of the recipe, for a run whose folder is the current one."""
+    """Return the recipe's command for a run whose folder is the current one."""
     return [
         *("--deepspeed_config", str(work / "ds_config.json"), "--model", str(work / "model.json")),
         *("--tokenizer", "train:300", "--train-file", str(work / "text.txt"), "--block-size", "16"),
@@ -163,7 +163,7 @@ def one_round(
 
 
 def wrong(found: Round, *, limit_s: float) -> list[str]:
-    """What is wrong with a round; empty if nothing is."""
+    """Return the problems of a round; empty if there are none."""
     problems = []
     if found.left or found.seconds > limit_s:
         problems.append(f"ended after {found.seconds} s, {found.left} left behind")

@@ -257,7 +257,7 @@ class TestFromDisk:
 
 
 class TestFolders:
-    """What peft may have written into an adapter's folder beside LoRA's weights."""
+    """Files that peft may have written into an adapter's folder beside LoRA's weights."""
 
     @pytest.mark.parametrize("tied", [False, True])
     def test_embeddings_of_the_base(self, tied: bool, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What transformers asks about masks: the answers change no bit of a forward, and then nobody looks at a tensor."""
+"""Transformers' questions about masks: the answers change no bit of a forward, and then no tensor is read."""
 
 from __future__ import annotations
 

@@ -227,7 +227,7 @@ def test_what_is_not_finite_leaves_everything_as_it_was(passes: bool) -> None:
 
 
 def test_a_run_that_goes_on_takes_the_same_bits() -> None:
-    """What is chosen follows from the stores and the values alone, not from packets before."""
+    """The choice follows from the stores and the values alone, not from packets before."""
     whole, first = link(CHANGES), link(CHANGES)
     again: list[list[wire.PacketHeader]] = []
     seen = [headers(end) for end in whole]

@@ -62,7 +62,7 @@ def test_windows_lie_where_the_crop_is(lines, columns, stride, margin, data):
     data=st.data(),
 )
 def test_the_crop_of_a_window_lies_within_the_margin(lines, columns, strides, margin, data):
-    """What a stage reads from the window that it received, it can find in the canvas that it sends to."""
+    """A stage finds in the canvas that it sends to the values that it reads from its received window."""
     down, right = (data.draw(st.integers(-margin, margin)) for _ in "xy")
     inputs = lines * int(np.prod(strides)), columns * int(np.prod(strides))
     for stride in strides:

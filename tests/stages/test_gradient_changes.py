@@ -109,7 +109,7 @@ def test_what_is_not_finite_leaves_everything_as_it_was(passes: bool) -> None:
 
 
 def test_a_unit_is_that_of_a_samples_own_loss() -> None:
-    """What a gradient is multiplied by undoes the mean over samples and micro-batches, and the loss scale."""
+    """A gradient's factor undoes the mean over samples and micro-batches, and the loss scale."""
     few, many = layout((1, 2)), layout((1, 2, 3, 4))
     gradient = 1.7
     units = [

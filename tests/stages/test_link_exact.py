@@ -1,4 +1,4 @@
-"""What rounding on a link draws, what a packet may ask for, and that drift is looked at: one difference at a time."""
+"""Random draws of rounding on a link, limits of a packet, and detection of drift: one difference at a time."""
 
 from __future__ import annotations
 

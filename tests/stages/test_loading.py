@@ -220,7 +220,7 @@ YARN = {
 
 
 def peaks(rank: int, world: int, note: object, small: str, large: str) -> list[tuple[float, float]]:
-    """Of a stage built from a folder and from a config: the peak of memory over the stage's share, and that in KiB."""
+    """Return the memory peak over the stage's share, and that in KiB, for a stage from a folder and from a config."""
 
     def peak_kib() -> int:
         lines = Path("/proc/self/status").read_text().splitlines()

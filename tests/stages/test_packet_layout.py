@@ -1,4 +1,4 @@
-"""Which tokens cross a link."""
+"""Tokens that cross a link."""
 
 import pytest
 import torch

@@ -237,7 +237,7 @@ class TestStage:
         assert all(torch.equal(tensor, state[name]) for name, tensor in second.state_dict().items())
 
     def test_moves_as_one_module(self) -> None:
-        """What an engine does to its module reaches everything that forward uses."""
+        """An engine's changes to its module reach everything that forward uses."""
         stage = split(make_model("gpt2", 2), num_stages=2)[1]
         stage.to(torch.float64)
         message = {"hidden_states": torch.randn(2, 4, 32, dtype=torch.float64), "attention_mask": None}

@@ -1,4 +1,4 @@
-"""Where a model is cut, what a plan says of it, and the losses that go with it."""
+"""A model's cuts, its plan, and the losses that go with it."""
 
 from __future__ import annotations
 

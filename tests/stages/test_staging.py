@@ -55,7 +55,7 @@ class SendingThread:
         return getattr(self._inner, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """What links set is the inner one's."""
+        """Attributes that links set are the inner one's."""
         if name == "on_arrival":
             self._inner.on_arrival = value
         else:
@@ -126,12 +126,12 @@ def train(folder: Any, staging: Any, backend: str = "lmdb", **options: Any) -> d
 
 
 def but_for_norms(found: dict[str, Any]) -> dict[str, Any]:
-    """What another device must find: the same, but for norms, of which a GPU adds the squares in another order."""
+    """Compare with another device: the same, but for norms, of which a GPU adds the squares in another order."""
     return {**found, "errors": pytest.approx(found["errors"], rel=1e-5)}
 
 
 def _errors(up: LinkSender) -> float:
-    """Of all steps: on a device the last one's are still under way."""
+    """Return the squared errors of all steps: on a device the last one's are still under way."""
     left = sum(b / a for copy in up._norms for a, b in copy.wait().tolist())
     return up.stats.error_sum + left
 
@@ -239,7 +239,7 @@ def test_a_buffer_is_used_again_once_nobody_refers_to_it():
 
 
 def test_memory_that_is_let_go_may_be_taken_again():
-    """Of a stated amount, as pinned memory: what is given back to the system after a burst is there for the next."""
+    """Pinned memory of a stated amount: what is given back after a burst is there for the next."""
     made, left = [], [2 * 4096]
 
     def make(size: int) -> np.ndarray:

@@ -40,12 +40,12 @@ def keys_for(path: Path, world: int) -> list[KeyFolder]:
 
 
 def free_address() -> Address:
-    """Where nothing listens."""
+    """Return an address at which nothing listens."""
     return Address("127.0.0.1", free_port())
 
 
 def together(calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """What each returns, when all run at the same time."""
+    """Return the results of all, run at the same time."""
     with ThreadPoolExecutor(len(calls)) as pool:
         return [future.result(WAIT_S) for future in [pool.submit(call) for call in calls]]
 
@@ -62,7 +62,7 @@ def meet_all(folders: Sequence[KeyFolder], quiet: Sequence[int] = ()) -> list[Me
 
 
 def kill(mesh: Mesh) -> None:
-    """What is left when a rank's process is killed: nothing."""
+    """Close everything that ends with a rank's killed process."""
     for part in (mesh._listener, mesh._routes):
         if part is not None:
             part.close()

@@ -1,4 +1,4 @@
-"""What strangers on the way, at the port and in the relay's place can do: end a connection, and no more."""
+"""Attacks on the way, at the port and in the relay's place end a connection, and no more."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def tapped(folders):
 
 
 def pass_over(a, b) -> list[bytes | Exception]:
-    """What arrives of PIECES messages of b's at a."""
+    """Return the PIECES messages of b's that arrive at a."""
     arriving = [bytearray(len(SECRET)) for _ in range(PIECES)]
     receives = [a.receive(1, 0, memoryview(into)) for into in arriving]
     for _ in range(PIECES):

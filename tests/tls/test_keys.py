@@ -62,7 +62,7 @@ def second(first, tmp_path):
 
 
 def authenticate(server: Credentials, client: Credentials) -> list[object]:
-    """Who each of two ends takes the other for, or the error of that end; the server's first."""
+    """Return each end's name of the other, or the error of that end; the server's first."""
     ends = socket.socketpair()
     found: list[object] = [None, None]
 

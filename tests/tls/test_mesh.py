@@ -88,7 +88,7 @@ def options_of(kind: type, root: int):
 
 @pytest.mark.parametrize("values", [1, 7, EAGER_BYTES])  # float32: the last takes the way of long tensors
 class TestCollectives:
-    """What torch's documentation says of each, for three ranks."""
+    """Results of each collective by torch's documentation, for three ranks."""
 
     @pytest.fixture
     def groups(self, three, request):
@@ -404,7 +404,7 @@ class TestStore:
             two[1].store.multi_get(["k"] * 4000)
 
     def test_answers_wait_only_up_to_a_limit(self, two, monkeypatch):
-        """Of a rank that asks, and does not read; it says so and is alive, so that no silence ends it."""
+        """A rank asks and does not read; it says so and is alive, so that no silence ends it."""
         two[0].store.set("k", bytes(100_000))
         monkeypatch.setattr("pipecomp.tls.connection._MAX_UNREAD_BYTES", 1_000_000)
         to_reader = two[0].connections[1]

@@ -111,7 +111,7 @@ def test_a_relay_that_is_gone_is_not_waited_for(folders):
 
 
 def test_a_way_through_the_relay_that_fails_leaves_no_socket(folders, monkeypatch):
-    """Who came there next would be joined with it, and wait in vain."""
+    """A later comer at that port would be joined with it, and wait in vain."""
     meshes = meet_all(folders, (1, 2))
     # Their own connection would be made anew meanwhile, and come to the same relay.
     together([meshes[1].connections[2].close, meshes[2].connections[1].close])

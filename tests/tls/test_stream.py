@@ -37,7 +37,7 @@ def ends(tmp_path) -> Iterator[tuple[SecureStream, SecureStream]]:
 
 
 def sealed(stream: SecureStream, data: bytes) -> bytes:
-    """What goes over the socket for `data`."""
+    """Return the bytes on the socket for `data`."""
     stream._tls.write(data)
     return stream._outgoing.read()
 

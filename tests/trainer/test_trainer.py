@@ -923,7 +923,7 @@ def saying(answers: list[Any]) -> Any:
 
 @pytest.mark.parametrize("name", ["../beside/checkpoint-1", "/checkpoint-1", "..", "", "outputs", None, 7])
 def test_rank_0_names_no_checkpoint_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: Any) -> None:
-    """What is loaded is unpickled: a rank looks only into folders that it was told of itself."""
+    """Loading unpickles: a rank looks only into folders that it was told of itself."""
     monkeypatch.setattr(checkpoints.dist, "get_rank", lambda: 1)
     for said in ([[name]], [[], (name, {}, True, ())]):
         monkeypatch.setattr(checkpoints, "broadcast", saying(said))
@@ -965,7 +965,7 @@ def test_the_last_checkpoint_is_one_that_is_whole_on_every_machine(
 
 
 def test_a_checkpoint_that_is_passed_over_is_not_trained_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is no other, it is for people to say what to do."""
+    """Without another checkpoint, people decide."""
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setattr(checkpoints.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(checkpoints, "broadcast", lambda value, group: value)

@@ -1,4 +1,4 @@
-"""What a training of PipelineTrainer counts, makes and keeps, on one process with a stand-in for the engine."""
+"""Counters, products and state of a training of PipelineTrainer, on one process with a stand-in for the engine."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_a_label_that_only_padding_predicts_is_an_error(made: Any, wrong: tuple[
 
 @pytest.mark.parametrize("own", [None, work.summed], ids=["model's", "user's"])
 def test_a_steps_labels_are_not_counted_on_the_gpu(own: Any) -> None:
-    """Which would have to be waited for: torch's meta device has no values to tell, not even later."""
+    """Nothing waits for a device: torch's meta device has no values to tell, not even later."""
     config = gpt2(1, 16).config
     config.architectures = ["GPT2LMHeadModel"]
     labels = [torch.tensor([[5, 3, -100, 2]]), torch.full((1, 4), -100)]
@@ -277,7 +277,7 @@ def test_a_datasets_own_ids_are_the_samples_ids(data: Views, columns: list[str] 
 def test_a_schedule_goes_on_where_a_stage_has_another_number_of_groups(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, before: int, after: int
 ) -> None:
-    """Of stages whose trained parameters all decay the optimizer has one group."""
+    """The optimizer has one group for stages whose trained parameters all decay."""
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     args = TrainingArguments(output_dir=str(tmp_path), lr_scheduler_type=kind, eval_strategy="epoch")
 

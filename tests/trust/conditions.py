@@ -143,7 +143,7 @@ def samples(row: Row) -> list[dict[str, Tensor]]:
 
 
 def collated(row: Row) -> Callable[[list[dict[str, Tensor]]], dict[str, Tensor]]:
-    """What makes a batch of samples."""
+    """Return the function that makes a batch of samples."""
 
     def pad(x: Tensor, length: int, value: int) -> Tensor:
         more = length - len(x)
@@ -169,7 +169,7 @@ def rate(step: int) -> float:
 
 
 def schedule(row: Row) -> Callable[[Optimizer], LambdaLR] | None:
-    """What makes torch's scheduler of an optimizer."""
+    """Return the function that makes torch's scheduler of an optimizer."""
     return (lambda optimizer: LambdaLR(optimizer, rate)) if row.decay else None
 
 

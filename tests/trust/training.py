@@ -37,7 +37,7 @@ LIMIT = 1e-6  # of ‖p − q‖ / ‖q‖, p the pipeline's parameter, q the un
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What training made: parameters by name, the loss of each step. unused: names of those without gradients."""
+    """Results of a training: parameters by name, the loss of each step. unused: names of those without gradients."""
 
     parameters: dict[str, np.ndarray]
     losses: list[float]
@@ -64,7 +64,7 @@ class Found:
 
     @property
     def holds(self) -> bool:
-        """Whether the pipeline trained as the unsplit model."""
+        """Return True if the pipeline trained as the unsplit model."""
         return not self.error and self.difference <= LIMIT and self.losses <= LIMIT
 
 
@@ -153,7 +153,7 @@ def compare(rows: Sequence[Row], *, faulty: Callable | None = None) -> Iterator[
 
 
 def difference(row: Row, pipeline: Sequence[Trained]) -> Found:
-    """How far the ranks' parameters and losses are from the unsplit model's."""
+    """Return the distance of the ranks' parameters and losses from the unsplit model's."""
     reference, start = unsplit(row), _values(model_of(row))
     apart: dict[str, float] = {}
     for rank in pipeline:
