@@ -64,7 +64,7 @@ def learned(tokenizer, data: TrainingData, index: int = 0) -> str:
 
 
 def trained_by_trl(rows: list[dict], tokenizer: Any, folder: str, **settings: Any) -> list[dict[str, list[int]]]:
-    """What SFTTrainer makes of rows."""
+    """Return the samples that SFTTrainer makes of rows."""
     from datasets import Dataset
     from transformers import GPT2Config, GPT2LMHeadModel
 

@@ -30,7 +30,7 @@ def run_with(folder: Path, name: str) -> Ended:
 
 
 def losses(folder: Path) -> tuple[list[float], list[float]]:
-    """Of steps and of evaluations."""
+    """Return the losses of steps and of evaluations."""
     lines = [json.loads(line) for line in (folder / "m.jsonl").read_text().splitlines()]
     return [line["loss"] for line in lines if "loss" in line], [
         line["eval"]["loss"] for line in lines if "eval" in line
