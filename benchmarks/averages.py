@@ -21,11 +21,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from pipecomp.allreduce import State, ddp_hook
 from pipecomp.allreduce.call import PARTS
 from pipecomp.allreduce.method import GradientMethod
-from pipecomp.allreduce.methods import METHODS, create_method
+from pipecomp.allreduce.methods import METHODS
+from pipecomp.allreduce.methods.powersgd import new_state
 from pipecomp.allreduce.predict import plan_of
 from pipecomp.config.gradients import METHODS as OPTIONS
 from pipecomp.config.gradients import Gradients
@@ -136,7 +138,7 @@ FP32 = Variant("none", torchs_own=True)
 
 
 def _torchs_own(method: type[GradientMethod]) -> bool:
-    return hasattr(method, "plain_hook")
+    return method.hook is not GradientMethod.hook
 
 
 def _variants() -> tuple[Variant, ...]:
@@ -309,9 +311,10 @@ def _average(variant: Variant, state: State | None) -> Callable[[Any], Tensor]:
         return lambda bucket: ddp_hook(state, bucket).wait()
     if variant == FP32:
         return _plain_mean
-    method: Any = create_method(Gradients(method=variant.method, **variant.options))
-    hook = method.plain_hook(dist.group.WORLD)
-    return lambda bucket: hook(bucket).wait()
+    if variant.method == "fp16":
+        return lambda bucket: default_hooks.fp16_compress_hook(dist.group.WORLD, bucket).wait()
+    memory = new_state(variant.options["rank"], dist.group.WORLD)
+    return lambda bucket: powerSGD_hook.powerSGD_hook(memory, bucket).wait()
 
 
 def _plain_mean(bucket: Bucket) -> Tensor:

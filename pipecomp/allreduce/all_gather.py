@@ -22,7 +22,7 @@ from pipecomp.allreduce.call import (
     squared_norm,
 )
 from pipecomp.allreduce.group import Pending
-from pipecomp.allreduce.reduce_scatter import PIECE, Span, copy_lag, levels_of, packed_bytes, spans
+from pipecomp.allreduce.reduce_scatter import PIECE, Span, levels_of, packed_bytes, run_pipelined, sending, spans
 from pipecomp.errors import WireError
 from pipecomp.kernels import ops
 from pipecomp.kernels.reference.reproducible import divisor
@@ -42,15 +42,17 @@ class LocalCode(Protocol):
         """Add the values of a rank with this norm to out (float32); both are on the same device."""
 
 
-class LocalLinear:
-    """l/s of |x| / ‖x‖: QSGD (local L2 norm), and TernGrad with s = 1 and the local maximum."""
+class LocalDithering:
+    """Levels of |x| / ‖x‖: powers of two if `exponential` (NUQSGD), else l/s (QSGD; TernGrad with the maximum)."""
 
-    def __init__(self, norm: float, bits: int, call: Call) -> None:
-        self._norm, self._bits, self._levels = norm, bits, levels_of(bits)
+    def __init__(self, norm: float, bits: int, call: Call, *, exponential: bool) -> None:
+        self._norm, self._bits, self._levels, self._exponential = norm, bits, levels_of(bits), exponential
         self._seed = call.draw(call.group.rank)
 
     def encode(self, x: Tensor, start: int) -> Tensor:
-        """Encode to packed signed levels."""
+        """Encode to packed levels with their signs."""
+        if self._exponential:
+            return ops.exponential_encode(x, self._norm, bits=self._bits, seed=self._seed, start=start)
         return ops.linear_encode(x, self._norm, self._levels, bits=self._bits, seed=self._seed, start=start)
 
     def encoded_bytes(self, count: int) -> int:
@@ -58,28 +60,11 @@ class LocalLinear:
         return packed_bytes(count, self._bits)
 
     def add(self, codes: Tensor, norm: float, out: Tensor) -> None:
-        """out += norm / s · l."""
-        ops.linear_decode(codes, out.numel(), norm, self._levels, bits=self._bits, add_to=out)
-
-
-class LocalExponential:
-    """Signed powers of two of |x| / ‖x‖₂: NUQSGD."""
-
-    def __init__(self, norm: float, bits: int, call: Call) -> None:
-        self._norm, self._bits = norm, bits
-        self._seed = call.draw(call.group.rank)
-
-    def encode(self, x: Tensor, start: int) -> Tensor:
-        """Encode to signs and exponents."""
-        return ops.exponential_encode(x, self._norm, bits=self._bits, seed=self._seed, start=start)
-
-    def encoded_bytes(self, count: int) -> int:
-        """Return the bytes of `count` values."""
-        return packed_bytes(count, self._bits)
-
-    def add(self, codes: Tensor, norm: float, out: Tensor) -> None:
-        """out += sign · power of two · norm."""
-        ops.exponential_decode(codes, out.numel(), norm, bits=self._bits, add_to=out)
+        """out += level · norm."""
+        if self._exponential:
+            ops.exponential_decode(codes, out.numel(), norm, bits=self._bits, add_to=out)
+        else:
+            ops.linear_decode(codes, out.numel(), norm, self._levels, bits=self._bits, add_to=out)
 
 
 class SparseCode:
@@ -90,7 +75,7 @@ class SparseCode:
     Source: arXiv:2305.18627 (Global-QSGD), section 3.3 (Theorem 3.3).
     """
 
-    def __init__(self, inner: LocalLinear | LocalExponential, bits: int, *, linear: bool) -> None:
+    def __init__(self, inner: LocalDithering, bits: int, *, linear: bool) -> None:
         self._inner, self._bits = inner, bits
         self._zero = levels_of(bits) if linear else 0
         self._signs_only = linear and bits == 2
@@ -135,17 +120,15 @@ class SparseCode:
 
 def average_gathered(x_d: Tensor, out_d: Tensor, code: LocalCode, norms: list[float], call: Call) -> None:
     """Write the mean of all ranks' decoded x to out, which may be x. norms: of each rank's codes."""
-    pieces = spans(0, x_d.numel(), PIECE)
-    lag = copy_lag(call)
-    encoded: dict[int, Copy] = {}
-    sent: dict[int, Pending] = {}
-    for i in range(len(pieces) + 1 + lag):
-        if i < len(pieces):
-            encoded[i] = _encode(pieces[i], x_d, code, norms[call.group.rank], call)
-        if i - lag in encoded:
-            sent[i - lag] = _send(pieces[i - lag], encoded.pop(i - lag), code, call)
-        if i - lag - 1 in sent:
-            _add_all(pieces[i - lag - 1], sent.pop(i - lag - 1), out_d, code, norms, call)
+    run_pipelined(
+        spans(0, x_d.numel(), PIECE),
+        *sending(
+            call,
+            lambda piece: _encode(piece, x_d, code, norms[call.group.rank], call),
+            lambda piece, encoded: _send(piece, encoded, code, call),
+        ),
+        lambda piece, sent: _add_all(piece, sent, out_d, code, norms, call),
+    )
 
 
 def _encode(piece: Span, x_d: Tensor, code: LocalCode, norm: float, call: Call) -> Copy:
@@ -198,7 +181,7 @@ class GatheredAverage:
 
     def __init__(self, bits: int, norm: float | tuple[float, float], *, exponential: bool = False) -> None:
         self._bits, self._norm = bits, norm
-        self._kind = LocalExponential if exponential else LocalLinear
+        self._exponential = exponential
         self.exponents = norm if isinstance(norm, tuple) else (norm, math.inf)
 
     def mean(self, x_d: Tensor, out_d: Tensor, call: Call) -> None:
@@ -206,9 +189,9 @@ class GatheredAverage:
         norms = self._norms(x_d, call)
         if finish_without_codes(max(norms) if all(n <= LARGEST for n in norms) else math.nan, out_d):
             return
-        inner = self._kind(norms[call.group.rank], self._bits, call)
+        inner = LocalDithering(norms[call.group.rank], self._bits, call, exponential=self._exponential)
         sparse = isinstance(self._norm, tuple)
-        code: LocalCode = SparseCode(inner, self._bits, linear=self._kind is LocalLinear) if sparse else inner
+        code: LocalCode = SparseCode(inner, self._bits, linear=not self._exponential) if sparse else inner
         average_gathered(x_d, out_d, code, norms, call)
 
     def _norms(self, x_d: Tensor, call: Call) -> list[float]:
@@ -221,6 +204,7 @@ class GatheredAverage:
 
     def squared_error(self, x_d: Tensor, call: Call) -> float:
         """Return the squared error of this rank's codes."""
-        code, sent = self._kind(1.0, self._bits, call), torch.zeros_like(x_d)
+        code = LocalDithering(1.0, self._bits, call, exponential=self._exponential)
+        sent = torch.zeros_like(x_d)
         code.add(code.encode(x_d, 0), 1.0, sent)
         return squared_norm(x_d - sent)

@@ -9,8 +9,9 @@ on the device and reduced on the host; the next piece is quantized while codes a
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from pipecomp.kernels.staging import Copy
 
 PIECE = 1 << 20  # values
 ALIGN = 64  # values: chunks start at whole bytes for any width
+Step = Callable[["Span", Any], Any]  # takes a piece and the result of the step before
 
 
 class DenseCode(Protocol):
@@ -83,25 +85,32 @@ def owned_spans(d: int, n: int, rank: int) -> list[Span]:
 
 def reduce_bucket(x_d: Tensor, out_d: Tensor, code: DenseCode, call: Call) -> None:
     """Write the mean of all ranks' x to out, which may be x."""
-    pieces = spans(0, x_d.numel(), piece_length(call.group.size))
-    lag = copy_lag(call)
-    encoded: dict[int, list[Copy]] = {}
-    scattered: dict[int, Pending] = {}
-    gathered: dict[int, Pending] = {}
-    for i in range(len(pieces) + 2 + lag):
-        if i < len(pieces):
-            encoded[i] = encode(pieces[i], x_d, code, call)
-        if i - lag in encoded:
-            scattered[i - lag] = scatter(pieces[i - lag], encoded.pop(i - lag), code, call)
-        if i - lag - 1 in scattered:
-            gathered[i - lag - 1] = reduce_own(pieces[i - lag - 1], scattered.pop(i - lag - 1), code, call)
-        if i - lag - 2 in gathered:
-            collect(pieces[i - lag - 2], gathered.pop(i - lag - 2), out_d, code, call)
+    run_pipelined(
+        spans(0, x_d.numel(), piece_length(call.group.size)),
+        *sending(
+            call,
+            lambda piece: encode(piece, x_d, code, call),
+            lambda piece, encoded: scatter(piece, encoded, code, call),
+        ),
+        lambda piece, scattered: reduce_own(piece, scattered, code, call),
+        lambda piece, gathered: collect(piece, gathered, out_d, code, call),
+    )
 
 
-def copy_lag(call: Call) -> int:
-    """Return the lag of sending behind quantizing, in pieces: one if codes are copied to the host first."""
-    return 0 if call.staging.immediate else 1
+def run_pipelined(pieces: Sequence[Span], *steps: Step) -> None:
+    """Run all steps on each piece, a step one piece behind the step before it, whose result it takes."""
+    results: dict[int, Any] = {}
+    for i in range(len(pieces) + len(steps) - 1):
+        for lag, step in enumerate(steps):
+            if 0 <= i - lag < len(pieces):
+                results[i - lag] = step(pieces[i - lag], results.pop(i - lag, None))
+
+
+def sending(call: Call, encode: Callable[[Span], Any], send: Callable[[Span, Any], Pending]) -> list[Step]:
+    """Return the steps of quantizing and sending: one, or two if codes are copied to the host in between."""
+    if call.staging.immediate:
+        return [lambda piece, _: send(piece, encode(piece))]
+    return [lambda piece, _: encode(piece), send]
 
 
 def encode(piece: Span, x_d: Tensor, code: DenseCode, call: Call) -> list[Copy]:

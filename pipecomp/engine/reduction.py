@@ -158,14 +158,6 @@ class ReplicaAdam(QuantizedAdam):
     def _norm(self, parameters: list[Tensor], gradients: list[Tensor]) -> float:
         return self.norm(parameters, gradients)
 
-    def momentum_state(self) -> State:
-        """The exchange of the momentum, with its residuals."""
-        return self._exchange.momenta
-
-    def use_staging(self, staging: Staging) -> None:
-        """Copy between device and host with `staging`."""
-        self._exchange.use_staging(staging)
-
     def state_dict(self) -> dict[str, Any]:
         """The state without residuals."""
         state = super().state_dict()
@@ -185,7 +177,7 @@ class ReplicaAdam(QuantizedAdam):
                 adam = saved.keys() == {"step", "exp_avg", "exp_avg_sq"}
                 require(adam, "gradients.method", "quantized_adam", allowed)
                 state[number] = {**saved, "step": int(saved["step"]), "frozen_at": 0, "unit": 1.0}
-            exchange: dict[str, Any] = {**self._exchange.settings, "frozen": [], "memories": None}
+            exchange: dict[str, Any] = {**self.settings, "frozen": [], "memories": None}
             state_dict = {**state_dict, "state": state, "exchange": exchange}
         super().load_state_dict(state_dict)
 
@@ -354,7 +346,7 @@ class GradientReduction:
         for exchange in filter(None, self._exchanges):
             yield from exchange.states()
         if self._adam is not None:
-            yield "momentum", self._adam.momentum_state()
+            yield "momentum", self._adam.momenta
 
     def stats(self) -> dict[str, Any]:
         """Gradient traffic by group of ranks."""

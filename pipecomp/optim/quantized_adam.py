@@ -3,8 +3,8 @@
 Adam is not linear in the gradient, so the error of a compressed gradient does not average out over steps. Once the
 variance is frozen, a step is linear in the momentum, and error feedback works (1-bit Adam, arXiv:2102.02888).
 
-`StepAgreement` finds the parameters that a step changes on all ranks, `AdamExchange` averages gradients and momenta,
-and `adam.py` updates each parameter. Shape suffix: d values of a bucket or of a flat parameter.
+`StepAgreement` finds the parameters that a step changes on all ranks, and `adam.py` updates each parameter.
+Shape suffix: d values of a bucket or of a flat parameter.
 """
 
 from __future__ import annotations
@@ -76,6 +76,10 @@ class QuantizedAdam(torch.optim.Optimizer):
             as by `clip_grad_norm_` in a single process; later each rank's own, to a limit scaled by the ratio of own
             norms to the mean's. Clip here, not before `step`: gradients clipped on each rank have another mean.
 
+    Attributes:
+        settings: freeze_step, bits and group_size by name, equal on all ranks and in saved states.
+        momenta: state that averages the momenta, with this rank's error-feedback residuals.
+
     Raises:
         ConfigError: for a wrong setting and, at the first step, if ranks differ in settings or parameters.
         ShapeError: for parameters of another dtype and sparse gradients.
@@ -120,9 +124,11 @@ class QuantizedAdam(torch.optim.Optimizer):
         self._group = group if isinstance(group, Group) else Group(group)
         self._adam = Adam(adam_w)
         self._agreement = StepAgreement(self._group, tied_ids)
-        self._exchange = AdamExchange(
-            self._group, self._adam, tied_ids, freeze_step=freeze_step, bits=bits, group_size=group_size, seed=seed
-        )
+        self.settings = {"freeze_step": freeze_step, "bits": bits, "group_size": group_size}
+        self._tied = tied_ids
+        self._gradients = State("none", group=self._group, seed=seed)
+        self.momenta = State("double_squeeze", group=self._group, seed=seed, bits=bits, group_size=group_size)
+        self._frozen: list[list[int]] = []  # parameters by the step of their freezing, so that buckets never change
         self._checked = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -168,7 +174,7 @@ class QuantizedAdam(torch.optim.Optimizer):
         listed = self._listed()
         if not self._checked:
             steps = sum(moments.get("step", 0) for moments in self.state.values())
-            check_alike(self._group, listed, self._exchange.settings, steps)
+            check_alike(self._group, listed, self.settings, steps)
             self._checked = True
         scale = getattr(self, "grad_scale", None)  # set by a GradScaler for this call; it may differ between ranks
         unscale = None if scale is None else 1 / float(scale)
@@ -178,17 +184,17 @@ class QuantizedAdam(torch.optim.Optimizer):
                 self.state[p] = new_moments(p)
         warm = [i for i in changed if not self.state[listed[i][0]]["frozen_at"]]
         # In sequence: both use the same group, which matches messages by their order.
-        means = self._exchange.average_gradients(listed, warm, unscale)
+        means = self._average_gradients(listed, warm, unscale)
         if self._max_norm is not None:
             frozen = [listed[i][0] for i in changed if i not in means]
             unscale = self._clip([listed[i][0] for i in warm], list(means.values()), frozen, unscale)
-        self._exchange.average_momenta(listed, self.state, changed, unscale)
+        self._average_momenta(listed, changed, unscale)
         for i in changed:
             p, options = listed[i]
             if i in means:
                 self._adam.update_moments(self.state[p], means[i], p, options)
             self._adam.move(p, self.state[p], options)
-        self._exchange.freeze(listed, self.state, warm)
+        self._freeze(listed, warm)
         return loss
 
     def _listed(self) -> Listed:
@@ -232,6 +238,75 @@ class QuantizedAdam(torch.optim.Optimizer):
             torch.stack(torch._foreach_norm(gradients, 2, torch.float32)).double().norm()
         )  # float16 overflows early
 
+    # -- averages
+
+    def _average_gradients(self, listed: Listed, chosen: list[int], unscale: float | None) -> dict[int, Tensor]:
+        """Return flat means of the gradients times `unscale` (None for 1), by parameter."""
+        buckets, futures = self._pack(listed, chosen, by_dtype=True), []
+        for number, bucket in enumerate(buckets):
+            p = listed[bucket[0].owner][0]
+            # A scaled loss means that half precision cannot hold the unscaled gradients.
+            values_d = new_values(bucket, p.device, p.dtype if unscale is None else torch.float32)
+            for piece, part in views(bucket, values_d):
+                gradient = _gradient(listed[piece.owner][0], piece)
+                if gradient is not None:
+                    part.copy_(gradient)
+            if unscale is not None:
+                values_d.mul_(unscale)
+            futures.append(self._gradients.submit(values_d, f"gradients {number}", out=values_d))
+        means: dict[int, list[Tensor]] = {i: [] for i in chosen}
+        for bucket, future in zip(buckets, futures, strict=True):
+            for piece, part in views(bucket, future.wait()):
+                means[piece.owner].append(part)
+        return {i: parts[0] if len(parts) == 1 else torch.cat(parts) for i, parts in means.items()}
+
+    def _average_momenta(self, listed: Listed, changed: list[int], unscale: float | None) -> None:
+        """Update the momenta of frozen parameters with this rank's gradients and average them, in place.
+
+        They are exchanged in units of each parameter; otherwise a group of values of two parameters would round away
+        the smaller ones. An unchanged parameter that shares a bucket with a changed one is exchanged too, which sends
+        its residual.
+
+        changed: parameters that this step changes, frozen or not. Raises NonFiniteError for a momentum that cannot be
+        quantized; nothing has been modified then.
+        """
+        buckets = [bucket for chosen in self._frozen for bucket in self._pack(listed, chosen, by_dtype=False)]
+        submitted, active = [], set(changed)
+        for number, bucket in enumerate(buckets):
+            if not any(piece.owner in active for piece in bucket):
+                continue
+            values_d = new_values(bucket, listed[bucket[0].owner][0].device)
+            for piece, part in views(bucket, values_d):
+                p, options = listed[piece.owner]
+                part.copy_(_momentum(self.state[p], piece))
+                if piece.owner in active:
+                    gradient, values = _gradient(p, piece), p.reshape(-1)[piece.start : piece.end]
+                    g = torch.zeros_like(part) if gradient is None else gradient.to(torch.float32)
+                    self._adam.update_momentum(part, g if unscale is None else g * unscale, values, options)
+                part.div_(self.state[p]["unit"])
+            submitted.append((bucket, self.momenta.submit(values_d, f"momentum {number}", out=values_d)))
+        means = [(bucket, future.wait()) for bucket, future in submitted]
+        if any(bool(momentum_d.isnan().any()) for _, momentum_d in means):
+            raise NonFiniteError("momentum too large to quantize; parameters and momentum are as before this step")
+        for bucket, momentum_d in means:
+            for piece, part in views(bucket, momentum_d):
+                moments = self.state[listed[piece.owner][0]]
+                _momentum(moments, piece).copy_(part.mul_(moments["unit"]))
+
+    def _freeze(self, listed: Listed, chosen: list[int]) -> None:
+        """Freeze the variance of chosen parameters with enough steps; later steps exchange their momenta."""
+        enough = [i for i in chosen if self.state[listed[i][0]]["step"] >= self.settings["freeze_step"]]
+        done = [i for i in enough if freeze_variance(self.state[listed[i][0]], self.settings["bits"])]
+        if done:
+            self._frozen.append(done)
+
+    def _pack(self, listed: Listed, chosen: list[int], *, by_dtype: bool) -> list[Bucket]:
+        kinds: list[tuple[int, int, Hashable]] = []
+        for i in chosen:
+            p = listed[i][0]
+            kinds.append((i, p.numel(), (p.device, p.dtype if by_dtype else None, i if id(p) in self._tied else None)))
+        return pack(kinds)
+
     # -- statistics and state
 
     def stats(self) -> dict[str, Any]:
@@ -243,13 +318,21 @@ class QuantizedAdam(torch.optim.Optimizer):
             each other rank in every step, which tell which ranks have gradients. relative_error is the momentum's; None
             before it is compressed.
         """
-        stats, agreement = self._exchange.stats(), self._agreement
-        sent = stats["bytes_sent"] + agreement.bytes_sent
-        return {**stats, "bytes_sent": sent, "skipped_steps": agreement.skipped_steps}
+        plain, squeezed, agreement = self._gradients.stats(), self.momenta.stats(), self._agreement
+        sums = {key: plain[key] + squeezed[key] for key in ("calls", "bytes_raw", "bytes_sent")}
+        return {
+            **sums,
+            "bytes_sent": sums["bytes_sent"] + agreement.bytes_sent,
+            "relative_error": squeezed["relative_error"],
+            "seconds": {part: plain["seconds"][part] + squeezed["seconds"][part] for part in plain["seconds"]},
+            "skipped_steps": agreement.skipped_steps,
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's state, and under "exchange" frozen parameters and this rank's error-feedback residuals."""
-        return {**super().state_dict(), "exchange": {**self._exchange.state_dict(), "longer": self._longer}}
+        frozen = [list(chosen) for chosen in self._frozen]
+        exchange = {**self.settings, "frozen": frozen, "memories": self.momenta.state_dict(), "longer": self._longer}
+        return {**super().state_dict(), "exchange": exchange}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a copy of a state of this rank.
@@ -264,12 +347,22 @@ class QuantizedAdam(torch.optim.Optimizer):
         exchange = state_dict.get("exchange")
         if exchange is None:
             raise ConfigError("exchange", sorted(state_dict), "a state of QuantizedAdam")
-        self._exchange.check_saved(exchange)
+        for key, value in self.settings.items():
+            if exchange[key] != value:
+                raise ConfigError(f"exchange.{key}", exchange[key], f"{value}, as this optimizer has")
+        memories, own = exchange["memories"], self._group
+        if memories is not None and (memories["rank"], memories["ranks"]) != (own.rank, own.size):
+            saved = f"those of rank {memories['rank']} of {memories['ranks']}"
+            raise ConfigError("exchange.memories", saved, f"those of rank {own.rank} of {own.size}, or None")
         super().load_state_dict(state_dict)
-        self._exchange.load_state_dict(exchange, self._listed()[0][0].device)
+        if memories is None:
+            self.momenta.forget()
+        else:
+            self.momenta.load_state_dict(memories, self._listed()[0][0].device)
+        self._frozen = [list(chosen) for chosen in exchange["frozen"]]
         self._longer = exchange.get("longer")
-        saved = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        for (p, _), number in zip(self._listed(), saved, strict=True):
+        numbers = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        for (p, _), number in zip(self._listed(), numbers, strict=True):
             for name in ("exp_avg", "exp_avg_sq") if number in state_dict["state"] else ():
                 # torch converts them to the parameter's dtype
                 self.state[p][name] = state_dict["state"][number][name].to(p.device, torch.float32, copy=True)
@@ -277,7 +370,12 @@ class QuantizedAdam(torch.optim.Optimizer):
 
     def close(self, *, failed: bool = False) -> None:
         """End the threads of the exchange, see `State.close`; safe to call twice. They also end with the program."""
-        self._exchange.close(failed=failed)
+        self._gradients.close(failed=failed)
+        self.momenta.close(failed=failed)
+
+    def use_staging(self, staging: Staging) -> None:
+        """Copy between device and host with this staging."""
+        self._gradients.staging = self.momenta.staging = staging
 
 
 QuantizedAdam.keep_local.__annotations__.clear()  # DDP checks annotations, and refuses the strings of this file
@@ -390,167 +488,6 @@ def _sum_of_bits(p: Tensor) -> int:
     """Return a checksum of all values, the same on any device."""
     integer = torch.int32 if p.dtype == torch.float32 else torch.int16
     return int(p.detach().reshape(-1).view(integer).sum(dtype=torch.int64))
-
-
-# -- averages
-
-
-class AdamExchange:
-    """Average gradients and momenta over a group's ranks, in buckets.
-
-    Args:
-        group: the ranks.
-        adam: updates momenta.
-        tied: ids of the parameters that have buckets of their own.
-        freeze_step: step that freezes the variance.
-        bits: bits per value of the momentum.
-        group_size: values that share a scale.
-        seed: of random numbers.
-
-    Attributes:
-        settings: freeze_step, bits and group_size by name, equal on all ranks and in saved states.
-        momenta: state that averages the momenta, with this rank's error-feedback residuals.
-    """
-
-    def __init__(
-        self,
-        group: Group,
-        adam: Adam,
-        tied: Set[int],
-        *,
-        freeze_step: int,
-        bits: int,
-        group_size: int,
-        seed: int,
-    ) -> None:
-        self.settings = {"freeze_step": freeze_step, "bits": bits, "group_size": group_size}
-        self._group, self._adam, self._tied = group, adam, tied
-        self._freeze_step, self._bits = freeze_step, bits
-        self._gradients = State("none", group=group, seed=seed)
-        self.momenta = State("double_squeeze", group=group, seed=seed, bits=bits, group_size=group_size)
-        self._frozen: list[list[int]] = []  # parameters by the step of their freezing, so that buckets never change
-
-    def use_staging(self, staging: Staging) -> None:
-        """Copy between device and host with this staging."""
-        self._gradients.staging = self.momenta.staging = staging
-
-    # -- a step
-
-    def average_gradients(self, listed: Listed, chosen: list[int], unscale: float | None) -> dict[int, Tensor]:
-        """Return flat means of the gradients times `unscale` (None for 1), by parameter."""
-        buckets, futures = self._pack(listed, chosen, by_dtype=True), []
-        for number, bucket in enumerate(buckets):
-            p = listed[bucket[0].owner][0]
-            # A scaled loss means that half precision cannot hold the unscaled gradients.
-            values_d = new_values(bucket, p.device, p.dtype if unscale is None else torch.float32)
-            for piece, part in views(bucket, values_d):
-                gradient = _gradient(listed[piece.owner][0], piece)
-                if gradient is not None:
-                    part.copy_(gradient)
-            if unscale is not None:
-                values_d.mul_(unscale)
-            futures.append(self._gradients.submit(values_d, f"gradients {number}", out=values_d))
-        means: dict[int, list[Tensor]] = {i: [] for i in chosen}
-        for bucket, future in zip(buckets, futures, strict=True):
-            for piece, part in views(bucket, future.wait()):
-                means[piece.owner].append(part)
-        return {i: parts[0] if len(parts) == 1 else torch.cat(parts) for i, parts in means.items()}
-
-    def average_momenta(
-        self, listed: Listed, state: Mapping[Tensor, Moments], changed: list[int], unscale: float | None
-    ) -> None:
-        """Update the momenta of frozen parameters with this rank's gradients and average them, in place.
-
-        They are exchanged in units of each parameter; otherwise a group of values of two parameters would round away
-        the smaller ones. An unchanged parameter that shares a bucket with a changed one is exchanged too, which sends
-        its residual.
-
-        Args:
-            listed: all parameters.
-            state: their moments.
-            changed: parameters that this step changes, frozen or not.
-            unscale: factor of gradients; None for 1.
-
-        Raises:
-            NonFiniteError: for a momentum that cannot be quantized; nothing has been modified.
-        """
-        buckets = [bucket for chosen in self._frozen for bucket in self._pack(listed, chosen, by_dtype=False)]
-        submitted, active = [], set(changed)
-        for number, bucket in enumerate(buckets):
-            if not any(piece.owner in active for piece in bucket):
-                continue
-            values_d = new_values(bucket, listed[bucket[0].owner][0].device)
-            for piece, part in views(bucket, values_d):
-                p, options = listed[piece.owner]
-                part.copy_(_momentum(state[p], piece))
-                if piece.owner in active:
-                    gradient, values = _gradient(p, piece), p.reshape(-1)[piece.start : piece.end]
-                    g = torch.zeros_like(part) if gradient is None else gradient.to(torch.float32)
-                    self._adam.update_momentum(part, g if unscale is None else g * unscale, values, options)
-                part.div_(state[p]["unit"])
-            submitted.append((bucket, self.momenta.submit(values_d, f"momentum {number}", out=values_d)))
-        means = [(bucket, future.wait()) for bucket, future in submitted]
-        if any(bool(momentum_d.isnan().any()) for _, momentum_d in means):
-            raise NonFiniteError("momentum too large to quantize; parameters and momentum are as before this step")
-        for bucket, momentum_d in means:
-            for piece, part in views(bucket, momentum_d):
-                moments = state[listed[piece.owner][0]]
-                _momentum(moments, piece).copy_(part.mul_(moments["unit"]))
-
-    def freeze(self, listed: Listed, state: Mapping[Tensor, Moments], chosen: list[int]) -> None:
-        """Freeze the variance of chosen parameters with enough steps; later steps exchange their momenta."""
-        enough = [i for i in chosen if state[listed[i][0]]["step"] >= self._freeze_step]
-        done = [i for i in enough if freeze_variance(state[listed[i][0]], self._bits)]
-        if done:
-            self._frozen.append(done)
-
-    def _pack(self, listed: Listed, chosen: list[int], *, by_dtype: bool) -> list[Bucket]:
-        kinds: list[tuple[int, int, Hashable]] = []
-        for i in chosen:
-            p = listed[i][0]
-            kinds.append((i, p.numel(), (p.device, p.dtype if by_dtype else None, i if id(p) in self._tied else None)))
-        return pack(kinds)
-
-    # -- statistics and state
-
-    def stats(self) -> dict[str, Any]:
-        """Return the sums of both states' `State.stats`; relative_error is the momentum's."""
-        plain, squeezed = self._gradients.stats(), self.momenta.stats()
-        return {
-            "calls": plain["calls"] + squeezed["calls"],
-            "bytes_raw": plain["bytes_raw"] + squeezed["bytes_raw"],
-            "bytes_sent": plain["bytes_sent"] + squeezed["bytes_sent"],
-            "relative_error": squeezed["relative_error"],
-            "seconds": {part: plain["seconds"][part] + squeezed["seconds"][part] for part in plain["seconds"]},
-        }
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return settings, frozen parameters, and this rank's error-feedback residuals."""
-        frozen = [list(chosen) for chosen in self._frozen]
-        return {**self.settings, "frozen": frozen, "memories": self.momenta.state_dict()}
-
-    def check_saved(self, state: Mapping[str, Any]) -> None:
-        """Raise ConfigError for a state with other settings, or another rank's residuals."""
-        for key, value in self.settings.items():
-            if state[key] != value:
-                raise ConfigError(f"exchange.{key}", state[key], f"{value}, as this optimizer has")
-        memories, own = state["memories"], self._group
-        if memories is not None and (memories["rank"], memories["ranks"]) != (own.rank, own.size):
-            saved = f"those of rank {memories['rank']} of {memories['ranks']}"
-            raise ConfigError("exchange.memories", saved, f"those of rank {own.rank} of {own.size}, or None")
-
-    def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
-        """Restore the return value of `state_dict`; residuals that are None start empty. device: of the parameters."""
-        if state["memories"] is None:
-            self.momenta.forget()
-        else:
-            self.momenta.load_state_dict(state["memories"], device)
-        self._frozen = [list(chosen) for chosen in state["frozen"]]
-
-    def close(self, *, failed: bool = False) -> None:
-        """End the threads of both states, see `State.close`; safe to call twice."""
-        self._gradients.close(failed=failed)
-        self.momenta.close(failed=failed)
 
 
 def _gradient(p: Tensor, piece: BucketPiece) -> Tensor | None:

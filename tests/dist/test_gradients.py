@@ -62,7 +62,7 @@ def train(stages: int, gradients: dict[str, Any], more: dict[str, Any], *, tied:
     found = losses, float(engine.get_global_grad_norm()), weights, engine.comm_stats()["groups"]
     states = [state for _, state in engine.gradients.states()]
     if gradients["method"] == "quantized_adam":
-        states.append(engine.optimizer._exchange._gradients)
+        states.append(engine.optimizer._gradients)
     assert {state.group.timeout_s for state in states} <= {1800.0}, "one that is late is not lost"
     assert len({id(state.staging) for state in states}) <= 1, "all pin memory together"
     engine.close()

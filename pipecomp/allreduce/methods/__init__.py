@@ -9,7 +9,7 @@ from pipecomp.allreduce.method import GradientMethod
 from pipecomp.allreduce.methods.baselines import HalfPrecision, Uncompressed
 from pipecomp.allreduce.methods.casq import Casq
 from pipecomp.allreduce.methods.double_squeeze import DoubleSqueeze
-from pipecomp.allreduce.methods.grandk import GrandKMn, GrandKMnTs
+from pipecomp.allreduce.methods.grandk import GrandK
 from pipecomp.allreduce.methods.powersgd import PowerSgd
 from pipecomp.allreduce.methods.qsgd import GlobalQsgd, NuQsgd, Qsgd, QsgdMn, QsgdMnTs, TernGrad
 from pipecomp.config.gradients import Gradients
@@ -19,8 +19,8 @@ METHODS: dict[str, type[GradientMethod]] = {
     "global_qsgd": GlobalQsgd,
     "qsgd_mn": QsgdMn,
     "qsgd_mn_ts": QsgdMnTs,
-    "grandk_mn": GrandKMn,
-    "grandk_mn_ts": GrandKMnTs,
+    "grandk_mn": GrandK,
+    "grandk_mn_ts": GrandK,
     "qsgd": Qsgd,
     "terngrad": TernGrad,
     "nuqsgd": NuQsgd,

@@ -82,10 +82,6 @@ class HalfPrecision(GradientMethod):
     def hook(self, group: Any, adaptive: Adaptive | None = None) -> HookAverage:
         return HalfPrecisionHook(require_distributed("fp16", group))
 
-    def plain_hook(self, group: Any) -> Callable[[Any], Any]:
-        """Return torch's own function, for comparison."""
-        return lambda bucket: default_hooks.fp16_compress_hook(group, bucket)
-
     def plan(self, d: int, n: int, shapes: Shapes | None = None) -> ExchangePlan:
         return ExchangePlan((), ((PiecePlan(ring(2 * d, n)),),))
 

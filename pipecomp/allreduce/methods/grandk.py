@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pipecomp.allreduce.call import LARGEST, Call, all_within, squared_norm
 from pipecomp.allreduce.error_feedback import Residuals
-from pipecomp.allreduce.method import Average, Exchange, ExchangePlan, GradientMethod, Shapes, to_all
+from pipecomp.allreduce.method import Average, ExchangePlan, GradientMethod, Shapes, to_all
 from pipecomp.allreduce.methods.qsgd import (
     MAX_OF_L2,
     DitheredAverage,
@@ -27,33 +27,21 @@ _COORDINATES = 2  # purpose of random draws
 SUMMABLE = 2.0**100  # magnitude up to which float32 holds the L2 norm of any number of values
 
 
-class GrandKMn(GradientMethod):
-    """`grandk_mn`: QSGD-MN on K coordinates."""
+class GrandK(GradientMethod):
+    """`grandk_mn` and `grandk_mn_ts`: QSGD-MN or, with several widths, QSGD-MN-TS on K coordinates."""
 
-    options: GrandKOptions
-
-    def average(self, residuals: Residuals) -> Average:
-        return RandomKAverage(DitheredAverage(self.options.bits, MAX_OF_L2), self.options, residuals)
-
-    def plan(self, d: int, n: int, shapes: Shapes | None = None) -> ExchangePlan:
-        return ExchangePlan(_limits_and_norm(n), (linear_pieces(self.options.coordinates(d), n, self.options.bits),))
-
-
-class GrandKMnTs(GradientMethod):
-    """`grandk_mn_ts`: QSGD-MN-TS on K coordinates."""
-
-    options: GrandKMultiScaleOptions
+    options: GrandKOptions | GrandKMultiScaleOptions
 
     def average(self, residuals: Residuals) -> Average:
-        return RandomKAverage(MultiScaleAverage(self.options.bits), self.options, residuals)
+        bits = self.options.bits
+        inner = MultiScaleAverage(bits) if isinstance(bits, tuple) else DitheredAverage(bits, MAX_OF_L2)
+        return RandomKAverage(inner, self.options, residuals)
 
     def plan(self, d: int, n: int, shapes: Shapes | None = None) -> ExchangePlan:
-        return ExchangePlan(_limits_and_norm(n), multi_scale_passes(self.options.coordinates(d), n, self.options.bits))
-
-
-def _limits_and_norm(n: int) -> tuple[Exchange, ...]:
-    """Plan the exchange of the smallest and the largest value, then of the norm."""
-    return to_all(16, n), to_all(8, n)
+        """Exchange the smallest and the largest value, then the norm, then codes."""
+        bits, count = self.options.bits, self.options.coordinates(d)
+        passes = multi_scale_passes(count, n, bits) if isinstance(bits, tuple) else (linear_pieces(count, n, bits),)
+        return ExchangePlan((to_all(16, n), to_all(8, n)), passes)
 
 
 def random_coordinates(d: int, count: int, seed: int) -> Tensor:

@@ -14,7 +14,7 @@ Sources: arXiv:1905.13727 (PowerSGD), arXiv:2210.17357 (L-GreCo).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,11 +45,6 @@ class PowerSgd(GradientMethod):
     def hook(self, group: Any, adaptive: Adaptive | None = None) -> HookAverage:
         group, rank = require_distributed("powersgd", group), self.options.rank
         return PowerSgdHook(rank, group) if adaptive is None else LayerwisePowerSgd(rank, adaptive, group)
-
-    def plain_hook(self, group: Any) -> Callable[[Any], Any]:
-        """Return torch's own function, for comparison."""
-        memory = new_state(self.options.rank, group)
-        return lambda bucket: powerSGD_hook.powerSGD_hook(memory, bucket)
 
     def plan(self, d: int, n: int, shapes: Shapes | None = None) -> ExchangePlan:
         """From the first compressed step on. shapes: None for one vector."""

@@ -266,28 +266,34 @@ class Qsgd(GradientMethod):
 
     options: LinearOptions | NuQsgdOptions
 
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return self.options.bits
+
     def average(self, residuals: Residuals) -> Average:
-        return GatheredAverage(self.options.bits, 2.0)
+        return GatheredAverage(self.bits, 2.0)
 
     def plan(self, d: int, n: int, shapes: Shapes | None = None) -> ExchangePlan:
-        return _gathered_plan(d, n, self.options.bits)
+        """Every rank's norm and codes to all others."""
+        pieces = tuple(PiecePlan(to_all(packed_bytes(span.count, self.bits), n)) for span in spans(0, d, PIECE))
+        return ExchangePlan((to_all(8, n),), (pieces,))
 
 
 class NuQsgd(Qsgd):
     """`nuqsgd`: powers of two of each worker's L2 norm."""
 
     def average(self, residuals: Residuals) -> Average:
-        return GatheredAverage(self.options.bits, 2.0, exponential=True)
+        return GatheredAverage(self.bits, 2.0, exponential=True)
 
 
-class TernGrad(GradientMethod):
+class TernGrad(Qsgd):
     """`terngrad`: −1, 0 or 1 times each worker's largest magnitude."""
 
-    def average(self, residuals: Residuals) -> Average:
-        return GatheredAverage(2, math.inf)
+    bits = 2
 
-    def plan(self, d: int, n: int, shapes: Shapes | None = None) -> ExchangePlan:
-        return _gathered_plan(d, n, 2)
+    def average(self, residuals: Residuals) -> Average:
+        return GatheredAverage(self.bits, math.inf)
 
 
 def linear_pieces(d: int, n: int, bits: int) -> tuple[PiecePlan, ...]:
@@ -298,12 +304,6 @@ def linear_pieces(d: int, n: int, bits: int) -> tuple[PiecePlan, ...]:
 def multi_scale_passes(d: int, n: int, bits: tuple[int, ...]) -> tuple[tuple[PiecePlan, ...], ...]:
     """Each value's scale, then its code."""
     return scattered(d, n, packed((len(bits) - 1).bit_length())), linear_pieces(d, n, bits[0])
-
-
-def _gathered_plan(d: int, n: int, bits: int) -> ExchangePlan:
-    """Every rank's norm and codes to all others."""
-    pieces = tuple(PiecePlan(to_all(packed_bytes(span.count, bits), n)) for span in spans(0, d, PIECE))
-    return ExchangePlan((to_all(8, n),), (pieces,))
 
 
 def _sparse_pieces(d: int, n: int, bits: int, *, linear: bool) -> tuple[PiecePlan, ...]:
