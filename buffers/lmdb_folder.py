@@ -129,7 +129,10 @@ class RankFolder(AbstractContextManager["RankFolder"]):
                 raise StoreError(f"{path} holds no message store")
             with _used_guard:
                 if self._real in _used:
-                    raise StoreError(f"{path}: is in use by this process already")
+                    raise StoreError(
+                        f"{path}: is in use by this process already. Close the engine that uses it with close(), or "
+                        "the trainer with end(), or set another store.path"
+                    )
                 _used.add(self._real)
             try:
                 self._lock(shared)

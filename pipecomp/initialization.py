@@ -7,11 +7,12 @@ It passes the lab's pacer to the transports, and replaces the bits "auto" by mea
 from __future__ import annotations
 
 import atexit
+import gc
 import math
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -19,13 +20,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipecomp.allreduce.group import shared_process_groups
+from pipecomp.allreduce.state import State
 from pipecomp.data import ShardedSampler, TrainLoader, check_labels, count_samples, dataset_facts, sample_id_function
+from pipecomp.distributed.collectives import open_groups
 from pipecomp.distributed.consistency import AllRanks
 from pipecomp.distributed.heartbeat import Heartbeat, process_heartbeat
 from pipecomp.distributed.rendezvous import join_processes
 from pipecomp.engine.build import RunArguments, build_engine, open_links, open_transports
-from pipecomp.engine.deepspeed_patches import attach_deepspeed
+from pipecomp.engine.deepspeed_patches import attach_deepspeed, deepspeed_groups
 from pipecomp.engine.engine import PipelineEngine
+from pipecomp.engine.failure import FailureGuard
 from pipecomp.engine.replica_sync import optimizer_facts, pipelines
 from pipecomp.engine.validation import RunSetup, validate
 from pipecomp.kernels import ops
@@ -91,6 +96,8 @@ def initialize(
     """
     join_processes(config)
     attach_deepspeed()
+    _close_dropped_engines()
+    groups_before = open_groups()
     heartbeat = process_heartbeat()
     with heartbeat.starting():
         all_ranks = AllRanks(missed=heartbeat.missed)
@@ -107,7 +114,11 @@ def initialize(
         all_ranks.assert_same_where_known(facts)  # middle stages may have no data
         count_tokens = partial(sample_length, training_data) if tokens is None else lambda stage: tokens
         _connect(engine, setup, count_tokens, all_ranks, heartbeat)
-    _close_at_exit(engine)
+    engine.guard.groups = open_groups() - groups_before - deepspeed_groups() - shared_process_groups()
+    if not _open_engines:
+        atexit.unregister(_close_at_exit)
+        atexit.register(_close_at_exit)  # after `join_processes` has registered its own: it runs before
+    _open_engines.append(_OpenEngine(weakref.ref(engine), engine.guard, [s for _, s in engine.gradients.states()]))
     return engine
 
 
@@ -175,16 +186,40 @@ def _lab_network(lab: ThrottleSettings, ranks: Sequence[int]) -> LinkNetwork:
     )
 
 
-def _close_at_exit(engine: PipelineEngine) -> None:
-    """Close in order when the interpreter exits, so that no rank aborts in a half-closed process group.
+@dataclass(frozen=True)
+class _OpenEngine:
+    """An engine that may have to be closed. Its links and stores stay open if it is garbage collected."""
 
-    The links and stores of an engine that was garbage collected are still open: its guard closes them.
-    """
-    reference, guard = weakref.ref(engine), engine.guard
+    reference: weakref.ref[PipelineEngine]
+    guard: FailureGuard
+    states: list[State]
 
-    def close() -> None:
-        (reference() or guard).close()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    def close(self) -> None:
+        engine = self.reference()
+        if engine is not None:
+            engine.close()
+            return
+        self.guard.close()
+        for state in self.states:
+            state.close(failed=self.guard.failed)
+        self.guard.destroy_groups()
 
-    atexit.register(close)
+
+_open_engines: list[_OpenEngine] = []
+
+
+def _close_dropped_engines() -> None:
+    """Close the engines that nothing refers to any more: their stores and threads would stay."""
+    if any(engine.reference() is not None for engine in _open_engines):
+        gc.collect()
+    for engine in [engine for engine in _open_engines if engine.reference() is None]:
+        engine.close()
+        _open_engines.remove(engine)
+
+
+def _close_at_exit() -> None:
+    """Close in order when the interpreter exits, so that no rank aborts in a half-closed process group."""
+    for engine in reversed(_open_engines):
+        engine.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -86,6 +86,11 @@ def _create_process_group(ranks: list[int], timeout_s: float) -> Any:
     return group
 
 
+def shared_process_groups() -> set[Any]:
+    """Return the process groups that all groups of the same ranks share; they stay as long as torch.distributed."""
+    return {connections.process_group for connections in _cache.shared.values()}
+
+
 def host_backend() -> str:
     """Return the backend of groups for host memory: "tls" if the default group is "tls", else "gloo"."""
     return "tls" if dist.get_backend() == "tls" else "gloo"

@@ -25,6 +25,11 @@ _ROUND_S = 10.0  # well below the timeout of collectives
 _Value = TypeVar("_Value")
 
 
+def open_groups() -> set[dist.ProcessGroup]:
+    """Return the process groups of this process that have not been destroyed."""
+    return set(distributed_c10d._world.pg_map)
+
+
 def gathered(value: Any, group: Any = None) -> list[Any]:
     """Return the values of all ranks, by rank; all ranks must call this. Raises WireError above the size limit."""
     data, device = _prepared(value, group)

@@ -16,8 +16,9 @@ from typing import Any
 import deepspeed
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe import engine as deepspeed_pipe
+from deepspeed.utils import groups
 from deepspeed.utils import logger as deepspeed_logger
-from torch.distributed import distributed_c10d
+from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 
 from pipecomp.distributed.rendezvous import collective_backend
@@ -94,3 +95,10 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         deepspeed_logger.removeFilter(wanted)
+
+
+def deepspeed_groups() -> set[Any]:
+    """Return the process groups that DeepSpeed keeps for all engines of a process."""
+    values = list(vars(groups).values())
+    values += [value for each in values if isinstance(each, dict) for value in each.values()]
+    return {value for value in values if isinstance(value, ProcessGroup)}

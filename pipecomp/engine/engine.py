@@ -199,6 +199,9 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine, EngineState):
             self.in_flight_control.begin_step()
             self.reporting.begin_step(step)
             loss: Tensor = super().train_batch(data_iter)
+            self.loss: Tensor = (
+                self.loss.detach()
+            )  # its graph has hooks that refer to this engine: it would never be freed
             if (self.steps_per_print() or _NEVER) >= _NEVER:  # DeepSpeed resets the timer only when it prints
                 self.timers(deepspeed_pipe.TRAIN_BATCH_TIMER).reset()
             self.in_flight_control.end_step(time.perf_counter() - began)
@@ -396,9 +399,21 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine, EngineState):
             save_pretrained(self.stage, folder, owners=owners)
 
     def close(self) -> None:
-        """Finish stores and averages and close the connections in order; may be called twice, and runs at exit."""
+        """Finish stores and averages, and close connections and process groups in order; may be called twice.
+
+        It runs at exit too, and `initialize` closes engines that nothing refers to any more. Gloo's threads and sockets
+        end with the last reference to the engine.
+        """
         self.guard.close()
         self.gradients.close(failed=self.guard.failed)
+        self.guard.destroy_groups()
+
+    def __enter__(self) -> PipelineEngine:
+        """Return the engine; `with` closes it at the end."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     # -- reports
 

@@ -6,7 +6,9 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 import torch
+import torch.distributed as dist
 
+from pipecomp.distributed.collectives import open_groups
 from pipecomp.distributed.heartbeat import FailureReport, Heartbeat, is_collective_error
 from pipecomp.errors import OutputError, PeerLostError, PipecompError
 from pipecomp.stages.link.links import Links
@@ -23,6 +25,7 @@ class FailureGuard:
 
     Attributes:
         failed: Whether an error has ended training, here or on another rank.
+        groups: Process groups made for the engine.
     """
 
     def __init__(self, rank: int, device: torch.device) -> None:
@@ -32,6 +35,7 @@ class FailureGuard:
         self._engine = 0  # number of this engine in the heartbeat
         self._depth = 0
         self.failed = False
+        self.groups: set[dist.ProcessGroup] = set()
 
     def missed(self, rank: int) -> PipecompError | None:
         """The reason why a rank will not answer, as far as the heartbeat knows."""
@@ -105,6 +109,13 @@ class FailureGuard:
             self._heartbeat.close(self._engine)
         self._links.close()
         self._links = Links()  # the heartbeat still counts closed engines
+
+    def destroy_groups(self) -> None:
+        """Destroy the engine's process groups; after `close`. A failed engine's may be in use, and stay."""
+        if not self.failed:
+            for group in self.groups & open_groups():
+                dist.destroy_process_group(group)
+        self.groups = set()
 
 
 def _gpu_busy(device: torch.device) -> Callable[[], bool] | None:

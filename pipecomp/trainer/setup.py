@@ -18,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from pipecomp.allreduce.group import host_backend
 from pipecomp.config import Config
+from pipecomp.distributed.collectives import open_groups
 from pipecomp.distributed.consistency import AllRanks, versions
 from pipecomp.distributed.placement import own_gpu, some_share
 from pipecomp.distributed.rendezvous import all_ranks, check_processes, start_processes, wanted_keys
@@ -56,10 +57,20 @@ def join(
     check_equal_arguments(ranks, args, **versions())  # accelerate joins processes without comparing versions
     gpu = own_gpu(int(os.environ["LOCAL_RANK"])) if dist.get_backend() == "nccl" else None
     _check_shared_gpus(ranks.all_gather_object(None if gpu is None else gpu.whole), args)
-    group = dist.new_group(backend=host_backend(), timeout=timedelta(seconds=args.ddp_timeout))
+    group = _group_of_all(args.ddp_timeout)
     (enable_full_determinism if args.full_determinism else set_seed)(args.seed)
     transformers_logging.set_verbosity(args.get_process_log_level())
     return group
+
+
+_groups: dict[float, Any] = {}  # by timeout
+
+
+def _group_of_all(timeout_s: float) -> Any:
+    """Return a group of all ranks for CPU tensors; trainers of one process share it, as its threads stay."""
+    if _groups.get(timeout_s) not in open_groups():
+        _groups[timeout_s] = dist.new_group(backend=host_backend(), timeout=timedelta(seconds=timeout_s))
+    return _groups[timeout_s]
 
 
 def _check_shared_gpus(gpus: Sequence[str | None], args: Any) -> None:

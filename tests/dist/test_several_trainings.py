@@ -1,0 +1,118 @@
+"""Trainings one after the other in one process leave no threads, files or stores behind."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from pipecomp.distributed.local_launcher import run_ranks
+from tests.limits import HANG_S
+from tests.models import ds_config, gpt2, samples
+from tests.tls.meshes import keys_for
+
+pytestmark = pytest.mark.ranks
+
+ROUNDS = 6
+
+
+def open_things() -> tuple[int, int, list[str]]:
+    """The number of threads and of open files of this process, and its files in shared memory."""
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), sorted(os.listdir("/dev/shm"))
+
+
+def engines(rank, world, note, folder, keys, end, rounds=ROUNDS):
+    """Train with one engine after the other; after each, count what is open and note the losses."""
+    from pipecomp import initialize
+
+    if keys is not None:
+        os.environ["PIPECOMP_KEYS"] = f"{keys}/rank-{rank}"
+    counts, losses = [], []
+    for number in range(rounds):
+        section = {"activations": {"method": "aqsgd"}, "store": {"path": f"{folder}/store"}}
+        if number:  # each run owns its store: the next one starts with a new folder unless the last was given up
+            section["store"]["path"] = f"{folder}/store-{number}"
+        engine = initialize(gpt2(), num_stages=world, config=ds_config(section), training_data=samples())
+        if end == "with":
+            with engine:
+                losses.append([float(engine.train_batch()) for _ in range(2)])
+        else:
+            losses.append([float(engine.train_batch()) for _ in range(2)])
+            if end == "close":
+                engine.close()
+        del engine
+        counts.append(open_things())
+    return counts, losses
+
+
+def trainers(rank, world, note, folder):
+    from transformers import TrainingArguments
+
+    from pipecomp import PipelineTrainer
+
+    counts, losses = [], []
+    for number in range(ROUNDS):
+        args = TrainingArguments(
+            output_dir=f"{folder}/{number}",
+            max_steps=2,
+            per_device_train_batch_size=4,
+            use_cpu=True,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+        )
+        trainer = PipelineTrainer(gpt2(), args, train_dataset=samples(), num_stages=world, report=False)
+        losses.append(trainer.train().training_loss)
+        if number % 2:
+            trainer.end()
+        counts.append(open_things())
+    return counts, losses
+
+
+def assert_nothing_piles_up(results, world):
+    for rank in range(world):
+        counts, losses = results[rank]
+        assert all(each == losses[0] for each in losses)
+        for place in range(2):  # two rounds, since a dropped engine is closed when the next one is made
+            slack = 3  # threads that are about to end; an engine has 18, and 28 files
+            assert max(count[place] for count in counts[2:]) <= max(count[place] for count in counts[:2]) + slack, (
+                counts
+            )
+        assert counts[-1][2] == counts[1][2]
+
+
+@pytest.mark.timeout(HANG_S)
+@pytest.mark.parametrize(("backend", "end"), [("gloo", "close"), ("gloo", "drop"), ("tls", "with"), ("tls", "drop")])
+def test_engines_leave_nothing(tmp_path, backend, end):
+    keys = None
+    if backend == "tls":
+        keys = str(tmp_path / "keys")
+        keys_for(Path(keys), 2)
+    results = run_ranks(2, engines, str(tmp_path), keys, end, timeout_s=HANG_S)
+    assert_nothing_piles_up(results, 2)
+
+
+@pytest.mark.timeout(HANG_S)
+def test_trainers_leave_nothing(tmp_path):
+    assert_nothing_piles_up(run_ranks(2, trainers, str(tmp_path), timeout_s=HANG_S), 2)
+
+
+def same_store(rank, world, note, folder):
+    from pipecomp import initialize
+    from pipecomp.errors import PipecompError
+
+    config = ds_config({"activations": {"method": "aqsgd"}, "store": {"path": f"{folder}/store"}})
+    first = initialize(gpt2(), num_stages=world, config=config, training_data=samples())
+    first.train_batch()
+    try:
+        initialize(gpt2(), num_stages=world, config=config, training_data=samples())
+    except PipecompError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.timeout(HANG_S)
+def test_a_store_in_use_by_an_open_engine_names_close(tmp_path):
+    for error in run_ranks(2, same_store, str(tmp_path), timeout_s=HANG_S).values():
+        assert "close()" in error
