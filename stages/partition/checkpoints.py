@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pipecomp.errors import SplitError
-from pipecomp.stages.partition.architectures import Architecture
+from pipecomp.stages.partition.structure import Architecture
 
 # In transformers' own order: a single file is preferred to an index beside it.
 WEIGHT_FILES = (

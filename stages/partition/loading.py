@@ -395,4 +395,3 @@ def _initialize(stage: Stage, whole: Any, new: set[str], seed: int) -> None:
             raise SplitError(f"{name}: {type(stage._model).__name__} has no initialization for it")
         if hasattr(parameter, "_is_hf_initialized"):
             del parameter._is_hf_initialized
-    stage.check_input_unchanged()

@@ -261,7 +261,7 @@ class ModelParts:
     """
 
     def __init__(self, model: Any) -> None:
-        self.architecture = architecture_of(model.config)
+        self.architecture = architecture_of(model.config, type(model))
         self.head = head_name(self.architecture, type(model))
         self.base = str(model.base_model_prefix)
         path = f"{self.base}.{self.architecture.blocks}"

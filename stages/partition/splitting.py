@@ -21,8 +21,11 @@ from pipecomp.errors import DataError, SplitError
 from pipecomp.stages.link.layout import Boundary, Layout
 from pipecomp.stages.partition import losses
 from pipecomp.stages.partition.adapters import adapter_of, check_saved, without_peft
-from pipecomp.stages.partition.architectures import SkippedBlock, architecture_of
+from pipecomp.stages.partition.architectures import architecture_of, is_built_in
+from pipecomp.stages.partition.discovery import text_config
+from pipecomp.stages.partition.equality import check_small_copy
 from pipecomp.stages.partition.planning import ModelParts, SplitPlan, TiedGroup, aliases, plan_model
+from pipecomp.stages.partition.structure import GeneratorStates, NoEmbeddings, SkippedBlock
 
 
 class PipelineStage(nn.Module):
@@ -84,10 +87,11 @@ class Stage(PipelineStage):
     Its parameters, buffers and state_dict have Hugging Face's names, without a prefix.
 
     Attributes, in addition to PipelineStage's:
-        hidden_size: H.
+        hidden_size: H, the width of what crosses links.
         config: a copy of the unsplit model's config.
         adapter: its LoRA adapter, or None.
         newly_initialized: parameters that its checkpoint lacked (a new classification head).
+        carries_left_padding: False if the model's values would differ after padding on the left.
     """
 
     _model: Any
@@ -103,13 +107,14 @@ class Stage(PipelineStage):
         object.__setattr__(self, "_model", model)
         self.training = model.training
         self.config = model.config
-        self.hidden_size = int(model.config.hidden_size)
         self.generation_config = getattr(model, "generation_config", None)
         self.adapter = adapter_of(model)
         self.newly_initialized: tuple[str, ...] = ()
         self._packs = False  # whether `check_packing` has passed
-        self._architecture = architecture_of(model.config)
+        self.carries_left_padding = True
+        self._architecture = architecture_of(model.config, type(model))
         self._head = self._architecture.heads[plan.model_class]
+        self.hidden_size = int(text_config(model.config).hidden_size) * self._architecture.lanes
         # Numbers of embeddings, None if unlimited or on another stage.
         self._max_token = self._max_type = self._max_length = None
         self._first_position = 0  # of a sample
@@ -120,42 +125,12 @@ class Stage(PipelineStage):
             if self._max_length is not None:
                 rows = _embedding_rows(model, "wpe", "position_embeddings", padding=True)
                 self._first_position = (rows or 0) - self._max_length
-        if not any(p.is_meta for p in self.parameters()):
-            self.check_input_unchanged()
-
-    def check_input_unchanged(self) -> None:
-        """Raise SplitError if the model changes hidden states outside its blocks; its weights must be loaded.
-
-        A factor or dropout of the embeddings without a module of its own, such as Granite's, would apply once more on
-        every later stage.
-        """
-        if self.is_first:
-            return
-        architecture, base = self._architecture, self._model.base_model_prefix
-        where = f"{architecture.model_type}: past the first stage {self.plan.model_class}"
-        top: Any = shallow_copy(self._model)
-        blocks: Any = top.get_submodule(f"{base}.{architecture.blocks}")
-        skip = SkippedBlock(architecture.block_returns_tuple)
-        _replace_module(top, f"{base}.{architecture.blocks}", nn.ModuleList(skip for _ in blocks))
-        for path in architecture.after:
-            _replace_module(top, f"{base}.{path}", nn.Identity())
-        like = next(self._model.parameters())
-        in_BSH = torch.linspace(-1, 1, 2 * self.hidden_size, dtype=like.dtype, device=like.device).view(1, 2, -1)
-        try:
-            with torch.no_grad():
-                out_BSH = top.base_model(inputs_embeds=in_BSH, **architecture.forward_options).last_hidden_state
-                changed = not torch.equal(out_BSH, in_BSH)
-        except Exception as error:  # raised by the model's code if the architecture's entry does not fit
-            raise SplitError(
-                f"{where} fails with {type(error).__name__}: {error}. Replacements in `before` of its entry must "
-                "accept the arguments of the modules that they replace, and `block_returns_tuple` must fit its blocks"
-            ) from error
-        if changed:
-            raise SplitError(
-                f"{where} changes hidden states outside its blocks, such as by a dropout or a factor of the "
-                "embeddings, and every stage would do it again. `before` and `after` of its entry must name that "
-                "module; code without a module of its own cannot be split"
-            )
+        blocks: Any = model.base_model.get_submodule(self._architecture.blocks)
+        # In a tuple, as they are no children of the stage: the place of the first block, and after its own ones.
+        self._ends: tuple[SkippedBlock | None, SkippedBlock | None] = (
+            blocks[0] if self.lo > 0 else None,
+            blocks[self.hi] if self.hi < len(blocks) else None,
+        )
 
     def train(self, mode: bool = True) -> Stage:
         self.training = mode
@@ -215,6 +190,12 @@ class Stage(PipelineStage):
             raise DataError(
                 f"sample {sample} is padded on the left, but {self.plan.model_class} reads a batch's first place: pad "
                 "on the right (padding_side='right')"
+            )
+        if not self.carries_left_padding and any(layout.starts):
+            sample = ids[next(i for i, start in enumerate(layout.starts) if start)]
+            raise DataError(
+                f"sample {sample} is padded on the left, whose hidden states {self.plan.model_class} uses and links do "
+                "not carry: pad on the right (padding_side='right')"
             )
         if self._head.pools_last_token and self.is_first and not self.is_last:
             self._check_last_tokens(inputs, ids)
@@ -395,10 +376,12 @@ class Stage(PipelineStage):
                 positions_BS = positions_BS.reshape(1, -1)
             call |= self._packing_call(positions_BS, bounds)
         call |= self._architecture.forward_options
-        if self.is_last and not (pools and not self.is_first):
-            logits: Tensor = self._model(**call).logits
-            return logits if shape is None else logits.view(*shape, -1)
-        hidden_BSH: Tensor = self._model.base_model(**call).last_hidden_state
+        with self._receiving(call):
+            if self.is_last and not (pools and not self.is_first):
+                logits: Tensor = self._model(**call).logits
+                return logits if shape is None else logits.view(*shape, -1)
+            output, following = self._model.base_model(**call), self._ends[1]
+            hidden_BSH: Any = output.last_hidden_state if following is None else following.kept
         if not self.is_last:
             passed = {} if positions_BS is None else {"position_ids": inputs["position_ids"]}
             return {
@@ -436,6 +419,30 @@ class Stage(PipelineStage):
             dtype = next(p.dtype for p in self._model.parameters() if p.is_floating_point())
             same_B1SS = torch.zeros_like(same_B1SS, dtype=dtype).masked_fill_(~same_B1SS, torch.finfo(dtype).min)
         return {"attention_mask": same_B1SS, "position_ids": positions_BS}
+
+    @contextmanager
+    def _receiving(self, call: dict[str, Any]) -> Iterator[None]:
+        """Pass the received hidden states to the first block's place, and restore generators after the own blocks.
+
+        call: the arguments of the model's forward; it gets a copy of `inputs_embeds`, which code before the blocks may
+        change in place.
+        """
+        first, following = self._ends
+        if first is not None:
+            first.received = received = call["inputs_embeds"]
+            if not is_built_in(self._architecture):
+                width = received.shape[-1] // self._architecture.lanes
+                call["inputs_embeds"] = received.detach().clone()[..., :width]
+            if self._architecture.draws_outside and self.training:
+                first.generators = GeneratorStates(received.device)
+        try:
+            yield
+            if following is not None and following.generators is not None:
+                following.generators.restore()
+        finally:
+            for block in (first, following):
+                if block is not None:
+                    block.received = block.kept = block.generators = None
 
     def _check_inputs(self, inputs: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
         main = "input_ids" if self.is_first else "hidden_states"
@@ -532,7 +539,10 @@ def split(
 
 
 def take_stage(model: Any, plan: SplitPlan, index: int) -> Stage:
-    """Make stage `index` of a plan from the model's own modules, without other stages' weights."""
+    """Make stage `index` of a plan from the model's own modules, without other stages' weights.
+
+    A small copy of the model must be equal to its stages, unless the architecture is one of pipecomp's own.
+    """
     parts = ModelParts(model)
     if (parts.head, parts.blocks) != (plan.model_class, plan.blocks):
         planned, found = f"{plan.model_class} with {plan.blocks} blocks", f"{parts.head} with {parts.blocks}"
@@ -540,7 +550,15 @@ def take_stage(model: Any, plan: SplitPlan, index: int) -> Stage:
     if not 0 <= index < plan.num_stages:
         raise SplitError(f"index: got {index}, allowed: 0 to {plan.num_stages - 1}")
     check_saved(model)
-    return Stage(_cut(model, parts, plan, index), plan, index)
+    stage = Stage(_cut(model, parts, plan, index), plan, index)
+    if plan.num_stages > 1 and not is_built_in(parts.architecture):
+        stage.carries_left_padding = check_small_copy(model.config, type(model), parts.architecture, _split_unchecked)
+    return stage
+
+
+def _split_unchecked(model: Any, cuts: Sequence[int]) -> list[Stage]:
+    parts, plan = ModelParts(model), plan_model(model, cuts=cuts)
+    return [Stage(_cut(model, parts, plan, index), plan, index) for index in range(plan.num_stages)]
 
 
 def _cut(model: Any, parts: ModelParts, plan: SplitPlan, index: int) -> Any:
@@ -560,12 +578,16 @@ def _cut(model: Any, parts: ModelParts, plan: SplitPlan, index: int) -> Any:
         top.config.tie_word_embeddings = False
 
     own = list(top.get_submodule(f"{base}.{architecture.blocks}"))
-    skip = SkippedBlock(architecture.block_returns_tuple)
-    blocks = nn.ModuleList(block if lo <= i < hi else skip for i, block in enumerate(own))
-    _replace_module(top, f"{base}.{architecture.blocks}", blocks)
+    places = [block if lo <= i < hi else SkippedBlock(architecture, block) for i, block in enumerate(own)]
+    if hi < len(own):
+        places[hi].keeps = True
+    _replace_module(top, f"{base}.{architecture.blocks}", nn.ModuleList(places))
     if index > 0:
         for path, replacement in architecture.before.items():
-            _replace_module(top, f"{base}.{path}", None if replacement is None else replacement())
+            instead = None if replacement is None else replacement()
+            if isinstance(instead, NoEmbeddings):
+                instead.stand_for(_module_at(model, f"{base}.{path}"), places[0])
+            _replace_module(top, f"{base}.{path}", instead)
         for path in parts.read_by_head if index == plan.num_stages - 1 else ():
             _replace_module(top, path, model.get_submodule(path))
     if index < plan.num_stages - 1:
@@ -629,6 +651,16 @@ def _replace_module(top: nn.Module, path: str, module: nn.Module | None) -> None
     owner = _copy_path(top, parents)
     if owner is not None and owner._modules.get(leaf) is not None:
         owner._modules[leaf] = module
+
+
+def _module_at(top: nn.Module, path: str) -> nn.Module | None:
+    """Return the module at `path`, None if the model has none there."""
+    for name in path.split("."):
+        inner = top._modules.get(name)
+        if inner is None:
+            return None
+        top = inner
+    return top
 
 
 def replace_parameter(top: nn.Module, path: str, parameter: nn.Parameter) -> None:
