@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +35,13 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
 
     Attributes:
         source: the folder or hub name.
-        files: file of each tensor, by its name in the checkpoint.
+        files: file of each tensor, by its name in the checkpoint, or in the model after `convert`.
     """
 
     def __init__(self, source: str) -> None:
         self.source = source
         self._open: dict[str, Any] = {}
+        self._made: dict[str, _Conversion] = {}
         for name in WEIGHT_FILES:
             path = find_file(source, name)
             if path is None:
@@ -47,6 +50,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
                 self.files: dict[str, str] = dict(json.loads(Path(path).read_text(encoding="utf-8"))["weight_map"])
             else:
                 self.files = dict.fromkeys(self._file(name).keys(), name)
+            self._on_disk = dict(self.files)
             return
         raise SplitError(f"{source}: no weights found, looked for {', '.join(WEIGHT_FILES)}")
 
@@ -58,22 +62,64 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape."""
+        if name in self._made:
+            return tuple(self._made[name].make(name, lambda raw: torch.empty(self._shape(raw), device="meta")).shape)
+        return self._shape(name)
+
+    def _shape(self, name: str) -> tuple[int, ...]:
         file = self._file_of(name)
         return tuple(file[name].shape if isinstance(file, dict) else file.get_slice(name).get_shape())
 
     def read(self, name: str) -> Tensor:
         """Read a tensor into memory of its own, in the checkpoint's dtype."""
+        if name in self._made:
+            return self._made[name].make(name, self._read).contiguous()
+        return self._read(name)
+
+    def _read(self, name: str) -> Tensor:
         file = self._file_of(name)
         return file[name].clone() if isinstance(file, dict) else file.get_tensor(name)
 
     def dtype(self) -> torch.dtype:
         """Return the dtype of the first floating-point tensor, the checkpoint's if the config has none."""
-        for name in self.files:
+        for name in self._on_disk:
             file = self._file_of(name)
             sample = file[name] if isinstance(file, dict) else file.get_slice(name)[0:0]
             if sample.is_floating_point():
                 return sample.dtype
         return torch.float32
+
+    def convert(self, model: Any, names: Iterable[str]) -> None:
+        """Take up the names and layouts of the model, as transformers does: experts on disk are joined, for example.
+
+        Args:
+            model: of transformers, on any device.
+            names: of its tensors. `files` has these in place of those on disk that they are made of.
+        """
+        from transformers import conversion_mapping, core_model_loading
+
+        known = dict.fromkeys(names, True)
+        conversions = conversion_mapping.get_model_conversion_mapping(model)
+        renamings = [one for one in conversions if isinstance(one, core_model_loading.WeightRenaming)]
+        converters = [one for one in conversions if isinstance(one, core_model_loading.WeightConverter)]
+        of_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+        for raw in sorted(self._on_disk, key=core_model_loading.dot_natural_key):
+            name, pattern = core_model_loading.rename_source_key(
+                raw, renamings, converters, model.base_model_prefix, known
+            )
+            converter = of_pattern.get(pattern) if pattern is not None else None
+            targets = [name]
+            if converter is not None:
+                targets = [name.replace(converter.target_patterns[0], other) for other in converter.target_patterns]
+            targets = [target for target in targets if target in known]
+            if not targets or (converter is None and (name == raw or raw in known)):
+                continue
+            conversion = self._made.get(targets[0]) or _Conversion(name, converter, model)
+            conversion.sources.append((raw, pattern))
+            if raw not in targets:
+                del self.files[raw]
+            for target in targets:
+                self._made[target], self.files[target] = conversion, self._on_disk[raw]
 
     def match(
         self, names: Iterable[str], base: str, architecture: Architecture, ignored: Iterable[str]
@@ -115,9 +161,9 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         return found, tuple(others)
 
     def _file_of(self, name: str) -> Any:
-        file = self._file(self.files[name])
+        file = self._file(self._on_disk[name])
         if name not in file.keys():  # noqa: SIM118 (safetensors' files are no dicts)
-            raise SplitError(f"{name}: the index of {self.source} says {self.files[name]}, which does not hold it")
+            raise SplitError(f"{name}: the index of {self.source} says {self._on_disk[name]}, which does not hold it")
         return file
 
     def _file(self, name: str) -> Any:
@@ -138,6 +184,28 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         except Exception as error:  # both libraries raise their own types, and plain RuntimeError
             raise SplitError(f"{path} cannot be read as a checkpoint: {error}") from error
         return self._open[name]
+
+
+@dataclass(kw_only=False)
+class _Conversion:
+    """Tensors of a model that are made of others on disk. converter: of transformers; None if one is only renamed."""
+
+    first: str
+    converter: Any
+    model: Any
+    sources: list[tuple[str, str | None]] = field(default_factory=list)
+
+    def make(self, name: str, read: Callable[[str], Tensor]) -> Tensor:
+        """Make one of the model's tensors."""
+        if self.converter is None:
+            return read(self.sources[0][0])
+        converter = copy.deepcopy(self.converter)
+        for raw, pattern in self.sources:
+            converter.add_tensor(self.first, raw, pattern, read(raw))
+        made = converter.convert(self.first, model=self.model, config=self.model.config)
+        if name not in made:
+            raise SplitError(f"{name} cannot be made of {', '.join(raw for raw, _ in self.sources)}")
+        return made[name][0] if isinstance(made[name], list) else made[name]
 
 
 def find_file(source: str, name: str, *, cached: bool = False) -> str | None:

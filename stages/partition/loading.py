@@ -238,6 +238,7 @@ def _read_stage(whole: Any, stage: Stage, checkpoint: Checkpoint, adapter: Adapt
     architecture, source = parts.architecture, checkpoint.source
     base_names = {name: adapters.base_name(name) for name in whole.state_dict()}
     ignored = getattr(whole, "_keys_to_ignore_on_load_unexpected", None) or ()
+    checkpoint.convert(whole, base_names.values())
     matched, others = checkpoint.match(base_names.values(), parts.base, architecture, ignored)
     found = {name: matched[plain] for name, plain in base_names.items() if plain in matched}
     # By names in the base: a copy that peft trains beside a tied weight starts with that weight's value.

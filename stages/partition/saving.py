@@ -70,6 +70,8 @@ def write_shard(stage: Stage, folder: str | Path, *, state: Mapping[str, Tensor]
     Path(folder).mkdir(parents=True, exist_ok=True)
     path = Path(folder) / (shard_name(stage.index, stage.num_stages) + UNFINISHED)
     tensors = {saved: values[name].detach().to("cpu").contiguous() for name, saved in names.items()}
+    if stage.adapter is None:
+        tensors = _as_on_disk(stage._model, tensors)
     save_file(tensors, str(path), metadata={"format": "pt"})
     return path
 
@@ -97,7 +99,10 @@ def write_index(stage: Stage, folder: str | Path, *, generation_config: Any = No
     wanted = set(whole.state_dict()) - {name for names in aliases(whole) for name in names[1:]}
     # A script may have replaced the class's head; the last stage, which has it, wrote it as it is.
     wanted = {name for name in wanted if name.startswith(f"{whole.base_model_prefix}.")}
-    if stage.adapter is not None:
+    if stage.adapter is None:
+        values = whole.state_dict()
+        wanted = set(_as_on_disk(stage._model, {name: values[name] for name in wanted}))
+    else:
         saved_as = adapters.saved_names(whole, stage.adapter)
         wanted = {saved_as[name] for name in wanted if name in saved_as}
     missing = sorted(wanted - set(weight_map))
@@ -125,6 +130,14 @@ def write_index(stage: Stage, folder: str | Path, *, generation_config: Any = No
     index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
     atomic_write_text(folder / INDEX, json.dumps(index, indent=2) + "\n")
     return folder / INDEX
+
+
+def _as_on_disk(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Give tensors the names and layouts of the model's checkpoints, as transformers does when it saves."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    reverted: dict[str, Tensor] = revert_weight_conversion(model, dict(tensors))
+    return {name: value.contiguous() for name, value in reverted.items()}
 
 
 def _join_adapter(whole: Any, adapter: Adapter, folder: Path, shards: list[str]) -> Path:

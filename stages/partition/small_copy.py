@@ -175,7 +175,7 @@ def _reduce_widths(settings: dict[str, Any], width_key: str, heads_key: str, hea
             settings[key] //= factor if key in _MAMBA_HEADS and settings[key] % factor == 0 else fewer
     for key in {width_key, *_MODEL_WIDTHS}:
         if isinstance(settings.get(key), int) and settings[key] % factor == 0:
-            settings[key] //= factor
+            settings[key] = _divide(settings[key], factor) if settings.get("head_dim") else settings[key] // factor
     for key in _GROUPS:
         for count in _MAMBA_HEADS + _HEAD_COUNTS:
             if isinstance(settings.get(key), int) and isinstance(settings.get(count), int):
