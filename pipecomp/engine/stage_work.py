@@ -5,6 +5,7 @@ Shapes: B samples, S tokens with padding, H hidden size.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -20,8 +21,10 @@ from pipecomp.errors import DataError, LinkError, require
 from pipecomp.interfaces import EngineState, StageContext
 from pipecomp.stages.link.endpoint import Position
 from pipecomp.stages.link.layout import Layout, gradient_unit
+from pipecomp.stages.partition.losses import IGNORED_LABEL
 from pipecomp.stages.partition.splitting import assume_masks
 
+_log = logging.getLogger(__name__)
 OnLogits = Callable[[Tensor, Tensor | None], Tensor]
 
 
@@ -49,6 +52,7 @@ class StageWork:
         self._on_logits: OnLogits | None = None
         a, store = context.settings.activations, context.settings.store
         self._needs_ids = a.method == "aqsgd" and store.clusters is None
+        self._labels_of_step, self._warned = 0, False
 
     @contextmanager
     def using(self, on_logits: OnLogits | None) -> Iterator[None]:
@@ -98,7 +102,26 @@ class StageWork:
                 labels = stage.mask_labels(layout, batch.labels)
                 if not engine.module.has_own_loss:  # a custom loss may ignore any label
                     stage.check_labels(layout, labels)
+                    self._count_labels(labels, micro_batch)
                 engine.pipe_buffers["labels"][buffer_id] = copy_async(labels, device)
+
+    def _count_labels(self, labels: Tensor, micro_batch: int) -> None:
+        """Warn once of a training step without a label on this replica: its loss is 0 and its gradient too."""
+        engine = self._engine
+        if self._warned or not engine.module.training or labels.device.type != "cpu":  # reading a GPU's waits for it
+            return
+        if micro_batch == 0:
+            self._labels_of_step = 0
+        self._labels_of_step += int((labels != IGNORED_LABEL).sum())
+        if micro_batch == engine.micro_batches - 1 and self._labels_of_step == 0:
+            self._warned = True
+            _log.warning(
+                "step %d has no label to learn from: all labels of its %d micro-batches are %d. Its loss is 0. This is "
+                "not reported again",
+                engine.global_steps + 1,
+                engine.micro_batches,
+                IGNORED_LABEL,
+            )
 
     def _next_batch(self, micro_batch: int) -> MicroBatch:
         try:

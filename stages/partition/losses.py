@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from pipecomp.errors import DataError
 
+IGNORED_LABEL = -100
 LossFn = Callable[[Tensor, Tensor], Tensor]
 """`loss(logits, labels) -> scalar`; labels may lie on another device than the logits."""
 
@@ -25,7 +27,7 @@ def causal_lm(config: Any) -> LossFn:
     def loss(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
         _require_places(logits_BSV, labels_BS)
         next_BS = F.pad(labels_BS, (0, 1), value=-100)[..., 1:].contiguous().to(logits_BSV.device)
-        return F.cross_entropy(logits_BSV.float().view(-1, vocabulary), next_BS.view(-1), ignore_index=-100)
+        return _mean_cross_entropy(logits_BSV.float().view(-1, vocabulary), next_BS.view(-1))
 
     return loss
 
@@ -36,7 +38,7 @@ def masked_lm(config: Any) -> LossFn:
 
     def loss(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
         _require_places(logits_BSV, labels_BS)
-        return F.cross_entropy(logits_BSV.view(-1, vocabulary), labels_BS.to(logits_BSV.device).view(-1))
+        return _mean_cross_entropy(logits_BSV.view(-1, vocabulary), labels_BS.to(logits_BSV.device).view(-1))
 
     return loss
 
@@ -62,7 +64,7 @@ def classification(config: Any) -> LossFn:
         if problem == "single_label_classification":
             got = f"got {labels.dtype} {tuple(labels.shape)} for {len(logits_BC)} samples, each of one class"
             _require(labels.numel() == len(logits_BC), f"{got}; for several classes give floating-point labels")
-            return F.cross_entropy(logits_BC.view(-1, classes), labels.view(-1))
+            return _mean_cross_entropy(logits_BC.view(-1, classes), labels.view(-1))
         if problem == "multi_label_classification":
             _require_float(labels, problem)
             _require_shape(labels, logits_BC)
@@ -97,6 +99,15 @@ def deberta_classification(config: Any) -> LossFn:
         return -((F.log_softmax(logits_BC, -1) * labels).sum(-1)).mean()
 
     return loss
+
+
+def _mean_cross_entropy(logits_NC: Tensor, labels_N: Tensor) -> Tensor:
+    """Return the mean over labels that are not -100, and 0 without one, where torch's mean is NaN.
+
+    Its gradient is 0 then, as torch's is. `where` selects on the device: asking a GPU for the count would wait for it.
+    """
+    mean = F.cross_entropy(logits_NC, labels_N, ignore_index=IGNORED_LABEL)
+    return torch.where((labels_N != IGNORED_LABEL).any(), mean, torch.zeros_like(mean))
 
 
 def infer_problem(classes: int, labels: Tensor) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 import tests.dist.trainer_work as work
 from pipecomp.distributed.local_launcher import run_ranks
@@ -85,3 +86,36 @@ def test_a_bare_engine_says_what_it_takes() -> None:
         assert "micro-batch 0 of training has 3 samples, allowed: at most 2: make it smaller" in found["training"]
         assert "train_micro_batch_size_per_gpu" in found["training"]
         assert "samples of an evaluation batch is 101 on rank 1, 100 on rank 0" in found["differ"]
+
+
+# -- labels
+
+
+def without_labels(rank, world, note):
+    """Losses of two epochs in which one step has no label, and the number of warnings of it."""
+    import logging
+
+    from pipecomp import initialize
+
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logging.getLogger("pipecomp").addHandler(handler)
+    config = ds_config()
+    step = config["train_micro_batch_size_per_gpu"] * config["gradient_accumulation_steps"]
+    data = [
+        {**sample, "labels": torch.full_like(sample["labels"], -100) if i < step else sample["labels"]}
+        for i, sample in enumerate(samples())
+    ]
+    engine = initialize(gpt2(), num_stages=world, config=config, training_data=data, shuffle=False)
+    losses = [float(engine.train_batch()) for _ in range(2 * len(data) // step)]
+    return losses, sum("no label" in record.getMessage() for record in records)
+
+
+@pytest.mark.timeout(HANG_S)
+def test_a_step_without_labels_has_loss_0_and_is_reported_once():
+    results = run_ranks(2, without_labels, timeout_s=HANG_S)
+    losses, _ = results[0]
+    assert losses[0] == losses[len(losses) // 2] == 0
+    assert all(0 < loss < 10 for loss in losses[1 : len(losses) // 2])
+    assert results[1][1] == 1
