@@ -14,7 +14,7 @@ from tests.pages import PAGES
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reliability.md"
 NODE = re.compile(r"(tests/[\w/]+\.py)((?:::\w+)+)")
-COLUMNS = ("fault", "what happens", "within", "test")
+COLUMNS = ("fault", "what happens (within)", "test")
 
 
 def rows() -> list[list[str]]:
