@@ -13,10 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pipecomp.data.packing import IGNORED
 from pipecomp.data.token_file import TokenFile
 from pipecomp.errors import DataError
-
-IGNORED = -100  # label of a token that the loss does not count
 
 
 class DocumentSamples(torch.utils.data.Dataset):
