@@ -2,7 +2,7 @@
 
     python benchmarks/data_memory.py --tokenizer FOLDER --text FILE [--megabytes 100] [--kinds txt jsonl json csv]
 
-The text of FILE, its line ends made spaces, is repeated up to the size. Each kind runs in a process of its own. Memory is
+The text of FILE, its line ends made spaces, is repeated up to the size. Each kind has a process of its own. Memory is
 the process's peak beyond what the imports and the tokenizer take, divided by the file's size.
 """
 

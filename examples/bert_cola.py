@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -71,12 +70,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def read(path: str) -> tuple[list[str], list[int]]:
     """Sentences and labels of one of CoLA's files."""
     sentences, labels = [], []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
-        columns = line.split("\t")
-        if len(columns) != 4 or columns[1] not in ("0", "1"):
-            raise SystemExit(f"{path}, line {number}: not source, 0 or 1, mark and sentence with tabs between them")
-        sentences.append(columns[3])
-        labels.append(int(columns[1]))
+    with open(path, encoding="utf-8-sig", newline="\n") as file:
+        for number, line in enumerate(file, 1):
+            columns = line.removesuffix("\n").removesuffix("\r").split("\t")
+            if len(columns) != 4 or columns[1] not in ("0", "1"):
+                raise SystemExit(f"{path}, line {number}: not source, 0 or 1, mark and sentence with tabs between them")
+            sentences.append(columns[3])
+            labels.append(int(columns[1]))
     return sentences, labels
 
 

@@ -21,12 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from pipecomp.config import MOST_SEED
+from pipecomp.data.sources import read_text
 from pipecomp.errors import DataError, require
 from pipecomp.recipes import run
 from pipecomp.recipes.encoder import MIN_VOCABULARY, small_deberta, train_tokenizer
 from pipecomp.recipes.pretraining import pretrain
 from pipecomp.recipes.resume import make_folder
-from pipecomp.recipes.text import blocks, read_text
+from pipecomp.recipes.text import blocks
 
 SHARE, MASKED, REPLACED = 0.15, 0.8, 0.1
 IGNORED = -100

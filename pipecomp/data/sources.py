@@ -388,7 +388,9 @@ def _lines(pieces: Iterable[str]) -> Iterator[str]:
 def _json_records(name: str) -> Iterator[Record]:
     """Read JSON lines, a JSON array of rows, or a JSON object of columns; a string is a row with the column text."""
     with open(name, "rb") as file:
-        start = 3 if file.read(3) == codecs.BOM_UTF8 else 0
+        begin = file.read(512)
+        _check_encoding(name, begin, JSON)
+        start = 3 if begin.startswith(codecs.BOM_UTF8) else 0
         if _is_one_document(name, file, start):
             file.seek(start)
             yield from _json_document(name, file.read())

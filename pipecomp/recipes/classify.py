@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pipecomp.data.sources import read_text
 from pipecomp.errors import DataError, require
-from pipecomp.recipes.text import check_sources, dataset_split, read_sources, read_text
+from pipecomp.recipes.text import check_sources, dataset_split, read_sources
 
 LABEL = "label"
 
@@ -99,7 +100,7 @@ def read_rows(path: str, task: ClassificationTask) -> list[Row]:
     Raises:
         DataError: If a line is wrong; the error has its number.
     """
-    lines = read_text(path).split("\n")  # splitlines() ends lines at U+2028 too
+    lines = read_text(path, nul=True).replace("\r\n", "\n").split("\n")
     names = tuple(lines[0].split("\t"))
     named = set(task.needed) <= set(names)
     if not named and not task.columns:

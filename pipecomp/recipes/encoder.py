@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
+from pipecomp.data.sources import hub_errors
 from pipecomp.distributed import rendezvous
 from pipecomp.errors import require
 from pipecomp.recipes import classify, run
 from pipecomp.recipes.classify import ClassificationSamples, ClassificationTask
 from pipecomp.recipes.resume import DATA, data_facts, what_is_trained
-from pipecomp.recipes.text import check_dropout, check_tokenizer, hub_errors, train_for_all_ranks
+from pipecomp.recipes.text import check_dropout, check_tokenizer, train_for_all_ranks
 
 SPECIAL = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
 DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from pipecomp.data.sources import JSON, Source
 from pipecomp.distributed import rendezvous
 from pipecomp.errors import DataError, require
 from pipecomp.recipes import run, text
@@ -95,8 +95,12 @@ def add_document_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def read_documents(args: argparse.Namespace) -> tuple[Texts, Texts | None]:
+def read_documents(args: argparse.Namespace, *, join: bool = False) -> tuple[Texts, Texts | None]:
     """Read the documents of --train-file and --eval-file, or of --dataset.
+
+    Args:
+        args: The recipe's arguments.
+        join: Make one space of each run of white space, line ends included.
 
     Returns:
         Training documents, and held-out documents or None.
@@ -107,9 +111,9 @@ def read_documents(args: argparse.Namespace) -> tuple[Texts, Texts | None]:
     """
 
     def of_splits(splits: tuple[str, ...]) -> Texts:
-        return _cleaned(text.dataset_split(args.dataset, splits, (args.field,))[args.field])
+        return _documents(text.dataset_split(args.dataset, splits, (args.field,))[args.field], join)
 
-    return text.read_sources(args, lambda path: documents_of(path, args.field), of_splits)
+    return text.read_sources(args, lambda path: documents_of(path, args.field, join=join), of_splits)
 
 
 def is_json_lines(path: str) -> bool:
@@ -117,40 +121,31 @@ def is_json_lines(path: str) -> bool:
     return path.lower().endswith((".jsonl", ".json"))
 
 
-def documents_of(path: str, field: str) -> Texts:
-    """Read the documents of a file. Runs of white space become one space; empty documents are dropped.
+def documents_of(path: str, field: str, *, join: bool = False) -> Texts:
+    """Read the documents of a file as they are. Those of white space only are dropped.
 
     Args:
         path: A text with a document per line, or a .jsonl or .json file with an object or a string per line.
         field: The document's key in an object.
+        join: Make one space of each run of white space.
 
     Raises:
         DataError: If a line is wrong; the error names file and line.
     """
-    lines = text.read_lines(path)
     if not is_json_lines(path):
-        return _cleaned(lines)
+        return _documents((line.removesuffix("\n") for line in text.read_lines(path)), join)
     documents = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{path}, line {number}: not JSON: {error}") from error
-        document = value.get(field) if isinstance(value, dict) else value
+    for values, where in Source(path, JSON).records():
+        document = values.get(field)
+        if set(values) == {"text"} and field not in values:
+            document = values["text"]  # a line with a string
         if not isinstance(document, str):
-            in_object = isinstance(value, dict) and field not in value
-            has = f"the keys {', '.join(value)}" if in_object else f"a value of type {type(document).__name__}"
-            raise DataError(f"{path}, line {number}: has {has}; needed: an object with a text under {field!r}")
-        try:
-            document.encode()
-        except UnicodeEncodeError as error:  # no tokenizer takes it
-            half = f"\\u{ord(document[error.start]):04x}"
-            raise DataError(f"{path}, line {number}: {half} is an unpaired surrogate") from error
+            missing = field not in values
+            has = f"the keys {', '.join(values)}" if missing else f"a value of type {type(document).__name__}"
+            raise DataError(f"{where}: has {has}; needed: an object with a text under {field!r}")
         documents.append(document)
-    return _cleaned(documents)
+    return _documents(documents, join)
 
 
-def _cleaned(texts: Texts) -> Texts:
-    return [cleaned for document in texts if (cleaned := " ".join(document.split()))]
+def _documents(texts: Iterable[str], join: bool) -> Texts:
+    return [" ".join(document.split()) if join else document for document in texts if document.strip()]

@@ -6,11 +6,8 @@ N blocks, S tokens in a block.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
-import io
-import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipecomp.data.sources import hub_errors, read_text
 from pipecomp.distributed.collectives import broadcast
-from pipecomp.errors import ConfigError, DataError, PipecompError, require
-from pipecomp.stages.partition.loading import hub_unreachable
+from pipecomp.errors import DataError, require
 
 T = TypeVar("T")
 END_OF_TEXT = "<|endoftext|>"
@@ -102,18 +99,9 @@ def read(args: argparse.Namespace) -> tuple[list[str], list[str] | None]:
 
 
 def read_lines(path: str) -> list[str]:
-    """Read the lines of a UTF-8 text file. Raises DataError."""
-    return list(io.StringIO(read_text(path)))  # splitlines() ends lines at U+2028 and form feeds too
-
-
-def read_text(path: str) -> str:
-    """Read a UTF-8 text file without its byte order mark, if it has one. Raises DataError."""
-    try:
-        return Path(path).read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}") from error
+    """Read the lines of a UTF-8 text file; each ends with LF, also where the file has CR LF. Raises DataError."""
+    lines = read_text(path).replace("\r\n", "\n").split("\n")
+    return [*(f"{line}\n" for line in lines[:-1]), *lines[-1:]] if lines[-1] else [f"{line}\n" for line in lines[:-1]]
 
 
 def _dataset_lines(name: str, splits: tuple[str, ...]) -> list[str]:
@@ -355,28 +343,3 @@ def block_size(args: argparse.Namespace, config: Any) -> int:
     size: int = args.block_size or min(positions, MAX_BLOCK)
     require(size <= positions, "--block-size", size, f"at most {positions}, the positions of the model")
     return size
-
-
-# -- the hub
-
-
-@contextlib.contextmanager
-def hub_errors(argument: str, name: str) -> Iterator[None]:
-    """Convert exceptions of Hugging Face's libraries about a name into ConfigError with one line."""
-    _offline_without_network(name.partition(":")[0])
-    try:
-        yield
-    except PipecompError:
-        raise
-    except Exception as error:  # OSError, ValueError, KeyError and the libraries' own errors
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(argument, name, f"a folder, or a name on the Hugging Face hub ({reason})") from error
-
-
-def _offline_without_network(name: str) -> None:
-    """Switch the hub's library to offline mode without a network, to skip a minute of retries. Caches still work."""
-    import huggingface_hub.constants as hub
-
-    if hub_unreachable(name):
-        hub.HF_HUB_OFFLINE = True
-        os.environ["HF_HUB_OFFLINE"] = "1"  # for libraries that are imported later

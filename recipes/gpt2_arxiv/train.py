@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 
 from pipecomp.distributed import preemption
 
@@ -22,7 +23,7 @@ def arguments() -> argparse.ArgumentParser:
 
 def main(args: argparse.Namespace) -> None:
     """One rank of the run."""
-    language.fine_tune(args, language.read_documents, documents=True)
+    language.fine_tune(args, partial(language.read_documents, join=True), documents=True)
 
 
 if __name__ == "__main__":

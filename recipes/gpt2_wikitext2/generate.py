@@ -20,9 +20,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from pipecomp.data.sources import hub_errors
 from pipecomp.errors import ConfigError, DataError, PipecompError, require
 from pipecomp.recipes.run import at_least
-from pipecomp.recipes.text import hub_errors, load_tokenizer, read_lines
+from pipecomp.recipes.text import load_tokenizer, read_lines
 
 
 @dataclass(frozen=True)

@@ -240,6 +240,6 @@ class TestTrain:
         (folder / "latin.txt").write_bytes("Zürich\n".encode("latin-1") * 99)
         found = run(folder, sys.executable, "-m", "pipecomp.cli", "train", "--model", "model", "--data", "latin.txt")
         assert found.status == 1
-        assert found.output.count("train: error: latin.txt: not UTF-8 text: byte 1 is 0xfc") == 1, found.output
+        assert found.output.count("train: error: latin.txt: not UTF-8: byte 1 is 0xfc") == 1, found.output
         assert "Traceback" not in found.output
         assert not Path(folder, "runs").exists()

@@ -336,7 +336,7 @@ class TestText:
         (tmp_path / "bad").write_bytes(b"ok\xff")
         args = text_arguments("--train-file", str(tmp_path / "b"), str(tmp_path / "a"))
         assert text.read(args) == (["c\n", "ä\n", "b"], None)
-        with pytest.raises(DataError, match="not UTF-8 text: byte 2 is 0xff"):
+        with pytest.raises(DataError, match="not UTF-8: byte 2 is 0xff"):
             text.read_lines(str(tmp_path / "bad"))
         with pytest.raises(DataError, match="cannot be read"):
             text.read_lines(str(tmp_path))
@@ -344,9 +344,10 @@ class TestText:
     def test_a_byte_order_mark_is_no_text_and_only_line_feeds_end_lines(self, tmp_path: Path) -> None:
         (tmp_path / "a.jsonl").write_bytes('\ufeff{"text": "one\u2028two\x85 \x0c"}\r\n'.replace("\x0c", "").encode())
         assert text.read_lines(str(tmp_path / "a.jsonl")) == ['{"text": "one\u2028two\x85 "}\n']
-        assert language.documents_of(str(tmp_path / "a.jsonl"), "text") == ["one two"]
-        (tmp_path / "form feeds").write_text("one\x0ctwo\n")
-        assert text.read_lines(str(tmp_path / "form feeds")) == ["one\x0ctwo\n"]
+        assert language.documents_of(str(tmp_path / "a.jsonl"), "text") == ["one\u2028two\x85 "]
+        assert language.documents_of(str(tmp_path / "a.jsonl"), "text", join=True) == ["one two"]
+        (tmp_path / "form feeds").write_bytes(b"one\x0ctwo\rthree\r\n")
+        assert text.read_lines(str(tmp_path / "form feeds")) == ["one\x0ctwo\rthree\n"]
 
     def test_documents_that_are_all_empty_are_an_error(self, tmp_path: Path) -> None:
         (tmp_path / "a.JSONL").write_text('{"text": " "}\n\n')
