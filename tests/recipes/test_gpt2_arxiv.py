@@ -19,7 +19,8 @@ TEXTS = ["We study links.", "A model\nof two   stages\n", "Messages are sent onc
 def test_documents_of_a_text_are_its_lines(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("We study links.\n\n  A model of  two stages \n")
-    assert language.documents_of(str(path), "abstract") == ["We study links.", "A model of two stages"]
+    assert language.documents_of(str(path), "abstract") == ["We study links.", "  A model of  two stages "]
+    assert language.documents_of(str(path), "abstract", join=True) == ["We study links.", "A model of two stages"]
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
@@ -27,7 +28,8 @@ def test_documents_of_json_lines(tmp_path, name):
     path = tmp_path / name
     lines = [json.dumps({"id": "1", "title": "no", "abstract": TEXTS[1]}), "", json.dumps(TEXTS[0])]
     path.write_text("\n".join(lines) + "\n")
-    assert language.documents_of(str(path), "abstract") == ["A model of two stages", "We study links."]
+    assert language.documents_of(str(path), "abstract") == [TEXTS[1], TEXTS[0]]
+    assert language.documents_of(str(path), "abstract", join=True) == ["A model of two stages", "We study links."]
     with pytest.raises(DataError, match=r"a\.json.*, line 1: has the keys id, title, abstract; needed: .*'text'"):
         language.documents_of(str(path), "text")
     path.write_text('{"abstract": "fine"}\n{"abstract": 3}\n')
@@ -54,7 +56,7 @@ def test_a_dataset_gives_its_column(monkeypatch):
     language.add_document_arguments(parser)
     words = ["--deepspeed_config", "c", "--model", "m", "--tokenizer", "t", "--dataset", "some/arxiv"]
     words += ["--field", "summary"]
-    found = language.read_documents(parser.parse_args(words))
+    found = language.read_documents(parser.parse_args(words), join=True)
     assert found == (["train text"], ["validation text"])
     assert asked == [
         ("some/arxiv", ("train",), ("summary",)),
