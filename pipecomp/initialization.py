@@ -22,7 +22,17 @@ import torch.distributed as dist
 
 from pipecomp.allreduce.group import shared_process_groups
 from pipecomp.allreduce.state import State
-from pipecomp.data import ShardedSampler, TrainLoader, check_labels, count_samples, dataset_facts, sample_id_function
+from pipecomp.data import (
+    PackedSampler,
+    PackingCollator,
+    Sampler,
+    ShardedSampler,
+    TrainLoader,
+    check_labels,
+    count_samples,
+    dataset_facts,
+    sample_id_function,
+)
 from pipecomp.distributed.collectives import open_groups
 from pipecomp.distributed.consistency import AllRanks
 from pipecomp.distributed.heartbeat import Heartbeat, process_heartbeat
@@ -128,9 +138,13 @@ def _set_training_data(
     """Give the engine its loader. Returns facts that must be the same on all ranks that have data."""
     replicas, replica = engine.grid.data_parallel_size, engine.grid.data_parallel_id
     samples = count_samples(data, "training_data")
-    sampler = ShardedSampler(
+    order = ShardedSampler(
         samples, engine.micro_batch_size, replicas=replicas, replica=replica, seed=seed, shuffle=shuffle
     )
+    sampler: Sampler = order
+    if isinstance(collate, PackingCollator):
+        lengths = [len(data[i]["input_ids"]) for i in range(samples)]
+        sampler = PackedSampler(order, lengths, engine.micro_batches, spanning=True)
     make_loader = partial(TrainLoader, data, sampler, collate, seed=ops.mix_seed(seed, replica))
     if engine.num_stages > 1:
         check_labels(lambda: next(iter(make_loader())), "training_data")

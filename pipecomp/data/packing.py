@@ -103,13 +103,14 @@ class PackedSampler:
         order: Of the samples, with the number of samples that a micro-batch would have without packing.
         lengths: Tokens of each sample of the dataset.
         micro_batches: Of a step.
+        spanning: Whether steps extend from one epoch into the next; else an epoch's last step may have fewer.
 
     Attributes:
         per_epoch: Micro-batches in one pass over the data.
     """
 
-    def __init__(self, order: Order, lengths: Sequence[int], micro_batches: int) -> None:
-        self.per_epoch = order.per_epoch
+    def __init__(self, order: Order, lengths: Sequence[int], micro_batches: int, *, spanning: bool = False) -> None:
+        self.per_epoch, self._spanning = order.per_epoch, spanning
         self._order, self._lengths, self._micro_batches = order, lengths, micro_batches
         self._first, self._parts = -1, list[list[int]]()
 
@@ -120,9 +121,11 @@ class PackedSampler:
     def batch(self, number: int) -> list[int]:
         """Return the indices of micro-batch `number`, counted from the start of training."""
         epoch, place = divmod(number, self.per_epoch)
-        first = number - place % self._micro_batches
+        first = number - (number if self._spanning else place) % self._micro_batches
         if first != self._first:
-            last = min(first + self._micro_batches, (epoch + 1) * self.per_epoch)
+            last = first + self._micro_batches
+            if not self._spanning:
+                last = min(last, (epoch + 1) * self.per_epoch)
             indices = [index for n in range(first, last) for index in self._order.batch(n)]
             parts = divide([self._lengths[index] for index in indices], last - first)
             self._first, self._parts = first, [[indices[i] for i in part] for part in parts]
@@ -199,6 +202,11 @@ class PackingCollator:
         if not isinstance(sample, Mapping) or "input_ids" not in sample:
             got = sorted(sample) if isinstance(sample, Mapping) else type(sample).__name__
             raise DataError(f"a sample to be packed needs input_ids; got {got}")
+        if SEQ_LENGTHS in sample:
+            raise DataError(
+                f"samples with the column {SEQ_LENGTHS!r} are packed already: give TRL's collator with "
+                "padding_free=True instead of packing"
+            )
         if not len(sample["input_ids"]):
             return torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
         batch: Mapping[str, Any] = sample

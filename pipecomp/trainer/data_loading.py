@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
+from pyarrow.compute import list_value_length
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
+from transformers import DataCollatorWithFlattening
 from transformers.trainer_pt_utils import get_length_grouped_indices
 from transformers.trainer_utils import RemoveColumnsCollator, has_length
 
 from pipecomp.data import (
     MicroBatch,
+    PackedSampler,
+    PackingCollator,
     ShardedSampler,
     TrainLoader,
     as_micro_batch,
@@ -23,6 +27,7 @@ from pipecomp.data import (
     sample_id_function,
     seeded,
 )
+from pipecomp.data.packing import SEQ_LENGTHS
 from pipecomp.errors import DataError
 from pipecomp.plan.auto_bits import SAMPLES_READ
 
@@ -72,7 +77,7 @@ class SampleSource(NamedTuple):
 
 
 def longest_sample(samples: SampleSource, seed: int) -> int:
-    """Count the tokens of the longest of the first samples after collation, padding included.
+    """Count the tokens of the longest of the first samples after collation, padding included; if packed, their mean.
 
     Args:
         samples: The dataset.
@@ -83,6 +88,8 @@ def longest_sample(samples: SampleSource, seed: int) -> int:
     """
     indices = range(min(SAMPLES_READ, len(samples.data)))
     batch = _CollatedBatches(samples, seed, TRAINING)[0, list(indices)]
+    if batch.lengths is not None:
+        return -(-sum(map(sum, batch.lengths)) // len(batch.ids))
     return int(batch.inputs["input_ids"].shape[1])
 
 
@@ -128,7 +135,7 @@ class _CollatedBatches(Dataset):
         with seeded(self._seed, self._kind, number):
             fetch = getattr(self._data, "__getitems__", None)
             chosen = fetch(indices) if fetch is not None else [self._data[i] for i in indices]
-            return as_micro_batch(self._collate(chosen), self.ids(indices))
+            return as_micro_batch(self._collate(chosen), self.ids(indices), samples=chosen)
 
     def ids(self, indices: Iterable[int]) -> list[int]:
         """List the samples' ids."""
@@ -175,7 +182,7 @@ class StepLoader(TrainLoader):
     def __init__(
         self,
         samples: SampleSource,
-        sampler: ShardedSampler,
+        sampler: ShardedSampler | PackedSampler,
         seed: int,
         options: dict[str, Any],
         pad: int | None = None,
@@ -232,8 +239,11 @@ class StepLoader(TrainLoader):
             self.taken += 1
             ids, mask = batch.inputs.get("input_ids"), batch.inputs.get("attention_mask")
             if ids is not None:  # None for images
-                real = (ids != self._pad) if mask is None and self._pad is not None else mask
                 self.tokens += ids.numel()
+            if batch.lengths is not None:
+                self.real_tokens += sum(map(sum, batch.lengths))
+            elif ids is not None:
+                real = (ids != self._pad) if mask is None and self._pad is not None else mask
                 self.real_tokens += ids.numel() if real is None else int(real.sum())
             yield batch
 
@@ -326,24 +336,31 @@ class LengthSampler(ShardedSampler):
         return self._own[torch.tensor(indices)]
 
 
-def sample_lengths(data: Any, column: str, input_name: str) -> list[int]:
+def sample_lengths(data: Any, column: str, input_name: str, what: str) -> list[int]:
     """Return the number of tokens of every sample.
 
     Args:
-        data: The dataset.
+        data: The dataset. An attribute `lengths` is used, if it has one.
         column: The column with lengths, if the dataset has it.
         input_name: The input whose values are counted otherwise.
+        what: What needs the lengths, for errors.
 
     Raises:
         DataError: If the dataset has neither.
     """
-    if column in getattr(data, "column_names", ()):
+    names = getattr(data, "column_names", None) or ()
+    if column in names:
         return [int(n) for n in data[column]]
+    if getattr(data, "lengths", None) is not None:
+        return [int(n) for n in data.lengths]
     try:
+        if input_name in names and hasattr(data, "with_format"):  # a thousand samples at a time, without Python's lists
+            tables = data.select_columns([input_name]).with_format("arrow").iter(batch_size=1000)
+            return [n or 0 for table in tables for n in list_value_length(table.column(0)).to_pylist()]
         return [len(sample[input_name]) for sample in islice(data, len(data))]  # some datasets never raise IndexError
     except (KeyError, TypeError) as error:
         allowed = f"a column {column!r}, or samples with {input_name!r}"
-        raise DataError(f"train_sampling_strategy 'group_by_length' needs {allowed}") from error
+        raise DataError(f"{what} needs {allowed}") from error
 
 
 def make_sampler(
@@ -359,7 +376,47 @@ def make_sampler(
     micro_batch = args.per_device_train_batch_size
     if args.train_sampling_strategy == "group_by_length":
         names = getattr(processing_class, "model_input_names", ["input_ids"])
-        lengths = sample_lengths(data, args.length_column_name, names[0])
+        what = "train_sampling_strategy 'group_by_length'"
+        lengths = sample_lengths(data, args.length_column_name, names[0], what)
         return LengthSampler(lengths, micro_batch * args.gradient_accumulation_steps, micro_batch, **options)
     shuffle = args.train_sampling_strategy == "random"
     return ShardedSampler(len(samples.data), micro_batch, shuffle=shuffle, **options)
+
+
+# -- packing
+
+
+def packs(collate: Any) -> bool:
+    """Return whether a collator makes one row of several samples: this project's, transformers' or TRL's."""
+    flattens = isinstance(collate, (PackingCollator, DataCollatorWithFlattening))
+    return flattens or bool(getattr(collate, "padding_free", False))
+
+
+def packed_sampler(sampler: Any, collate: Any, data: Any, args: Any, *, spanning: bool = False) -> Any:
+    """Return the sampler that divides each step's samples evenly among its micro-batches, if they are to be packed.
+
+    Args:
+        sampler: The order of samples.
+        collate: The collator; the sampler stays as it is unless this is a `PackingCollator`.
+        data: The dataset with all of its columns.
+        args: TrainingArguments.
+        spanning: Whether steps extend from one epoch into the next.
+
+    Raises:
+        DataError: If the samples' lengths are unknown.
+    """
+    if not isinstance(collate, PackingCollator):
+        return sampler
+    lengths = sample_lengths(data, args.length_column_name, "input_ids", "packing")
+    return PackedSampler(sampler, lengths, args.gradient_accumulation_steps, spanning=spanning)
+
+
+def packed_documents(data: Any) -> int | None:
+    """Return the most documents in a sample of a dataset that TRL's `pack_dataset` has packed; None for other ones."""
+    names = getattr(data, "column_names", None)
+    if names is not None:
+        return max(map(len, data[SEQ_LENGTHS])) if SEQ_LENGTHS in names else None
+    first = data[0]
+    if not isinstance(first, Mapping) or SEQ_LENGTHS not in first:
+        return None
+    return max(len(data[i][SEQ_LENGTHS]) for i in range(len(data)))

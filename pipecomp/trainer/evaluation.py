@@ -151,8 +151,9 @@ class Evaluation:
             loss = None if labels is None else float(self._loss.plain(logits, labels))
             kept: list[Any] = [None, None, None]
             if not loss_only:
-                shown = logits if self._preprocess is None else self._preprocess(logits, labels)
                 inputs = batch.inputs["input_ids"] if keep_inputs else None
+                logits, labels, inputs = (_by_sample(engine.stage, batch, x) for x in (logits, labels, inputs))
+                shown = logits if self._preprocess is None else self._preprocess(logits, labels)
                 kept = [None if x is None else nested_numpify(x) for x in (shown, labels, inputs)]
             results.append(EvaluatedBatch(number, len(batch.ids), loss, *kept))
             return logits.new_zeros(())
@@ -237,6 +238,14 @@ class Evaluation:
             metrics[f"{prefix}_{key}"] = metrics.pop(key)  # a "loss" from compute_metrics replaces the mean loss
         metrics.update(speed_metrics(prefix, began, num_samples=loader.samples, num_steps=len(loader)))
         return logits, labels, metrics
+
+
+def _by_sample(stage: Any, batch: MicroBatch, x: Tensor | None) -> Any:
+    """Return values by row and token of a packed micro-batch as those of its samples, in the dataset's order."""
+    if x is None or batch.lengths is None:
+        return x
+    apart = stage.layout(batch.ids, batch.inputs, batch.lengths).unpack(x, PADDING)
+    return apart if batch.places is None else apart[torch.tensor(batch.places).argsort().to(apart.device)]
 
 
 def _concatenate(parts: list[Any]) -> Any:

@@ -164,7 +164,7 @@ class StepLoss:
         for batch in batches:
             if batch.labels is None:
                 continue
-            layout = stage.layout(batch.ids, batch.inputs)
+            layout = stage.layout(batch.ids, batch.inputs, batch.lengths)
             labels = stage.mask_labels(layout, batch.labels)
             if self._own is None:
                 stage.check_labels(layout, labels)

@@ -21,7 +21,8 @@ from transformers.trainer_pt_utils import log_metrics, metrics_format, save_metr
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput, speed_metrics
 from transformers.utils import logging as transformers_logging
 
-from pipecomp.data import ShardedSampler, dataset_facts
+from pipecomp.data import PackingCollator, ShardedSampler, dataset_facts
+from pipecomp.data.packing import SEQ_LENGTHS
 from pipecomp.distributed.rendezvous import all_ranks
 from pipecomp.errors import require, writable
 from pipecomp.interfaces import TrainingEngine
@@ -35,6 +36,8 @@ from pipecomp.trainer.data_loading import (
     data_seed,
     longest_sample,
     make_sampler,
+    packed_documents,
+    packs,
     set_epoch,
 )
 from pipecomp.trainer.evaluation import Evaluation, check_ignored_keys, select_dataset
@@ -83,6 +86,10 @@ class PipelineTrainer:
         pipecomp: The "pipecomp" section as a dict, or a DeepSpeed configuration with it, a dict or a JSON file.
         num_stages: Number of stages; by default one per process.
         cuts: As for `pipecomp.initialize`.
+        packing: Put samples one after another into rows instead of padding them, for models that predict tokens. The
+            samples of a step, its loss and the cached activations stay those of each sample. Needs "input_ids", and
+            `data_collator` makes the batch of one sample at a time; default: "labels", or the tokens themselves.
+        max_length: Tokens of a packed row; None for as many as the longest sample of a micro-batch has.
         save_messages: Copy the message store into every checkpoint.
         report: Write report.html into `args.output_dir` after training, see docs/report.md. Its data files are always
             written.
@@ -132,6 +139,8 @@ class PipelineTrainer:
         pipecomp: str | os.PathLike | dict[str, Any] | None = None,
         num_stages: int | None = None,
         cuts: Sequence[int] | None = None,
+        packing: bool = False,
+        max_length: int | None = None,
         save_messages: bool = True,
         report: bool = True,
         save_on_signal: bool = True,
@@ -153,6 +162,10 @@ class PipelineTrainer:
         pads = processing_class is not None and isinstance(processing_class, PreTrainedTokenizerBase)
         default = DataCollatorWithPadding(processing_class) if pads else default_data_collator
         self.data_collator: Any = data_collator if data_collator is not None else default
+        require(packing or max_length is None, "max_length", max_length, "None without packing")
+        if packing:
+            require(not packs(data_collator), "packing", True, "False with a data_collator that packs")
+            self.data_collator = PackingCollator(data_collator, max_length, causal=self._loss.causal)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.compute_metrics = compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
@@ -265,9 +278,11 @@ class PipelineTrainer:
             set_epoch(samples.data, 0)  # an earlier training may have set another one, and facts are compared
             facts = self._facts(samples, self.args.per_device_train_batch_size, "train_dataset")
         resumes = bool(resume_from_checkpoint) if resume_from_checkpoint in (None, True, False) else "from a folder"
-        setup.check_equal_arguments(ranks, self.args, **facts, resumes=resumes, save_on_signal=self._save_on_signal)
+        more = {"resumes": resumes, "save_on_signal": self._save_on_signal, "packing": packs(self.data_collator)}
+        setup.check_equal_arguments(ranks, self.args, **facts, **more)
         resume_point = self._prepare_training(resume_from_checkpoint)
         self.engine.data_facts = facts if samples.sample_id is int else {}
+        self._allow_packing(samples, self.args.per_device_train_batch_size)
         self._training = Training(
             self,
             samples,
@@ -349,6 +364,7 @@ class PipelineTrainer:
         setup.check_equal_arguments(ranks, self.args, **facts)
         engine = self.engine
         engine.allow_evaluation(self.args.per_device_eval_batch_size)
+        self._allow_packing(samples, self.args.per_device_eval_batch_size)
         loader = self._eval_loaders.of(
             data, samples, self.args, replicas=self.replicas, replica=engine.grid.data_parallel_id
         )
@@ -370,6 +386,16 @@ class PipelineTrainer:
             check_seeded_collator(samples, micro_batch, data_seed(self.args), name)
         return dataset_facts(samples.data, name)
 
+    def _allow_packing(self, samples: SampleSource, micro_batch: int) -> None:
+        """Check that every stage keeps packed samples apart, and allow as many as micro-batches have."""
+        if not packs(self.data_collator):
+            return
+        with all_ranks().collective_errors():
+            self.engine.stage.check_packing()
+            documents = packed_documents(samples.data)
+        if documents is not None:
+            self.engine.allow_documents(documents * micro_batch)
+
     def _sample_tokens(self) -> int | None:
         """Return the tokens of a training sample; None without training data."""
         if self.train_dataset is None:
@@ -382,6 +408,8 @@ class PipelineTrainer:
         if self.args.remove_unused_columns:
             taken = inspect.signature(self._pipeline.model_class.forward).parameters
             columns = [*list(taken)[1:], "label", "label_ids", "labels"]
+            if packs(self.data_collator):
+                columns.append(SEQ_LENGTHS)
         return SampleSource.of(data, self.data_collator, columns, name)
 
     def num_examples(self, dataloader: Any) -> int:

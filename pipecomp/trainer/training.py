@@ -23,7 +23,7 @@ from pipecomp.kernels import ops
 from pipecomp.report.recorder import counted
 from pipecomp.trainer import callbacks, checkpoints
 from pipecomp.trainer.callbacks import fire
-from pipecomp.trainer.data_loading import SampleSource, StepLoader, data_seed, loader_options
+from pipecomp.trainer.data_loading import SampleSource, StepLoader, data_seed, loader_options, packed_sampler
 from pipecomp.trainer.losses import StepLoss
 from pipecomp.trainer.meters import LossMeter, TrafficMeter, TrainingRecorder
 
@@ -195,8 +195,11 @@ class Training:
         # The group of the last stages of all replicas, which sum their numbers of labels.
         average = args.average_tokens_across_devices and trainer.replicas > 1
         self._loss_group = engine.grid.get_data_parallel_group() if average else None
-        self._sampler = sampler = trainer._make_sampler(samples, engine.grid.data_parallel_id)
+        sampler = trainer._make_sampler(samples, engine.grid.data_parallel_id)
         self._length = length = trainer._training_length(sampler.per_epoch)
+        self._sampler = sampler = packed_sampler(
+            sampler, trainer.data_collator, trainer.train_dataset, args, spanning=length.spanning
+        )
         pad = getattr(trainer.processing_class, "pad_token_id", None)
         seed = ops.mix_seed(data_seed(args), engine.grid.data_parallel_id)  # replicas mask differently
         self._loader = StepLoader(samples, sampler, seed, loader_options(args), pad)

@@ -51,6 +51,10 @@ class PipelineStage(nn.Module):
     def check_labels(self, layout: Layout, labels: Tensor) -> None:
         """Raise DataError for a label that the model's loss does not accept; labels: from `mask_labels`."""
 
+    def check_packing(self) -> None:
+        """Raise SplitError unless the stage keeps packed samples apart."""
+        raise SplitError(f"packing: {self.plan.model_class} has no documents of tokens: train it without packing")
+
     @property
     def is_first(self) -> bool:
         """True if its input is the batch."""
