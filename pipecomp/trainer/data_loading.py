@@ -34,6 +34,7 @@ from pipecomp.plan.auto_bits import SAMPLES_READ
 # Note: each stage loads its own data. Random generators are seeded by a micro-batch's number, so a collator that masks
 # tokens masks the same ones on both stages, in any worker process, and after a resume.
 TRAINING, EVALUATION = 0, 1  # part of the seed
+_BY_LENGTH = "train_sampling_strategy 'group_by_length'"
 
 
 class SampleSource(NamedTuple):
@@ -336,7 +337,7 @@ class LengthSampler(ShardedSampler):
         return self._own[torch.tensor(indices)]
 
 
-def sample_lengths(data: Any, column: str, input_name: str, what: str) -> list[int]:
+def sample_lengths(data: Any, column: str, input_name: str, what: str = _BY_LENGTH) -> list[int]:
     """Return the number of tokens of every sample.
 
     Args:
@@ -376,8 +377,7 @@ def make_sampler(
     micro_batch = args.per_device_train_batch_size
     if args.train_sampling_strategy == "group_by_length":
         names = getattr(processing_class, "model_input_names", ["input_ids"])
-        what = "train_sampling_strategy 'group_by_length'"
-        lengths = sample_lengths(data, args.length_column_name, names[0], what)
+        lengths = sample_lengths(data, args.length_column_name, names[0])
         return LengthSampler(lengths, micro_batch * args.gradient_accumulation_steps, micro_batch, **options)
     shuffle = args.train_sampling_strategy == "random"
     return ShardedSampler(len(samples.data), micro_batch, shuffle=shuffle, **options)

@@ -65,7 +65,7 @@ def trainer_of(folder: str, name: str, *, model: Any = None, **more: Any) -> Any
     make = COLLATORS.get(name)
     collate = tensors if name == "padded" else None if make is None else make()
     if name not in ("padded", "flattening", "trl"):
-        own |= {"packing": True, "max_length": 30}
+        own |= {"packing": True, "max_length": 18}
     args = work.arguments(folder, train_sampling_strategy="random", num_train_epochs=EPOCHS, **more)
     data = own.pop("train_dataset", None) or documents()
     return PipelineTrainer(model or llama(), args, collate, data, documents(5, seed=6), **own)

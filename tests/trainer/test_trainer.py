@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
@@ -381,6 +382,9 @@ def test_lengths_from_a_column_or_counted() -> None:
             return rows[i % 2]
 
     assert sample_lengths(Again(), "length", "input_ids") == [2, 5, 2]
+    table = Dataset.from_dict({"input_ids": [[1, 2], [], [3] * 1001], "text": ["a", "b", "c"]})
+    assert sample_lengths(table, "length", "input_ids") == [2, 0, 1001]
+    assert sample_lengths(SimpleNamespace(lengths=np.array([4, 6])), "length", "input_ids") == [4, 6]
     table = SimpleNamespace(column_names=["length"])
     with pytest.raises(DataError, match="group_by_length"):
         sample_lengths([{"words": 3}], "length", "input_ids")
