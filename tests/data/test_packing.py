@@ -77,6 +77,13 @@ class TestSampler:
                 assert all(batches)
                 assert sum(map(packed.size, step)) == sum(map(len, batches))
 
+    def test_steps_that_extend_into_the_next_epoch(self) -> None:
+        plain, packed = self.order(), PackedSampler(self.order(), self.sizes(), 3, spanning=True)
+        assert plain.per_epoch % 3, "a step has the last of an epoch and the first of the next"
+        for first in range(0, 2 * plain.per_epoch, 3):
+            found, expected = (list(chain(*(s.batch(n) for n in range(first, first + 3)))) for s in (packed, plain))
+            assert sorted(found) == sorted(expected)
+
     def test_micro_batches_of_a_step_have_nearly_equal_lengths(self) -> None:
         sizes, packed, plain = self.sizes(), PackedSampler(self.order(), self.sizes(), 4), self.order()
 
