@@ -469,7 +469,9 @@ def _json_document(name: str, content: bytes) -> Iterator[Record]:
         try:
             value, end = decoder.raw_decode(text, at)
         except (ValueError, RecursionError) as error:
-            number = error.lineno if isinstance(error, json.JSONDecodeError) else text.count("\n", 0, at) + 1
+            number = text.count("\n", 0, at) + 1
+            if isinstance(error, json.JSONDecodeError) and text[error.pos :].strip():
+                number = error.lineno  # otherwise the file ends within the value that begins here
             raise DataError(f"{name}, line {number}: not JSON: {error}") from error
         return value, space.match(text, end).end()  # type: ignore[union-attr]
 
