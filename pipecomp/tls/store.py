@@ -140,32 +140,42 @@ class KeyValueTable:
                 return
         _reply(connection, number, True)
 
-    def serve(self, connection: Connection, number: int, request: Any) -> None:
-        """Process another rank's request and reply; WireError if it is malformed."""
-        rank = connection.peer
-        operations: dict[str, Callable[..., Any]] = {
+    def execute(self, rank: int, name: Any, *arguments: Any) -> Any:
+        """Perform a request of a rank, all but "wait"; values are text in base64. ValueError, TypeError if malformed."""
+        operations: dict[Any, Callable[..., Any]] = {
             "set": lambda key, value: self.set(_typed(key, str), _decode(value), rank),
-            "get": lambda keys: _encode_all(self.get(_keys(keys))),
+            "get": lambda keys: self._get_encoded(_keys(keys), rank),
             "has": lambda keys: self.has(_keys(keys)),
             "add": lambda key, amount: self.add(_typed(key, str), _typed(amount, int), rank),
             "swap": lambda key, a, b: _encode(self.compare_set(_typed(key, str), _decode(a), _decode(b), rank)),
             "delete": lambda key: self.delete(_typed(key, str), rank),
             "count": self.count,
         }
+        if name not in operations:
+            raise ValueError(f"{name!r}")
+        return operations[name](*arguments)
+
+    def _get_encoded(self, keys: list[str], rank: int) -> list[str]:
+        """StoreRequestError for more than fits a reply, before memory is allocated: a key may occur many times."""
+        values = self.get(keys)
+        size = sum(len(value) * 4 // 3 for value in values)
+        if rank and size > STORE_BYTES:
+            raise StoreRequestError(f"values of the key-value store have {size} bytes together, allowed: {STORE_BYTES}")
+        return [_encode(value) for value in values]
+
+    def serve(self, connection: Connection, number: int, request: Any) -> None:
+        """Process another rank's request and reply; WireError if it is malformed."""
         try:
             name, *arguments = request
             if name == "wait":
                 self.wait_for(connection, number, _keys(arguments[0]))
                 return
-            if name not in operations:
-                raise ValueError(f"{name!r}")
-            result = operations[name](*arguments)
+            result = self.execute(connection.peer, name, *arguments)
         except (StoreRequestError, KeyError) as error:
-            _reply(connection, number, {"error": str(error)})
+            result = {"error": str(error)}
         except (ValueError, TypeError, IndexError) as error:
             raise WireError(f"a malformed request to the key-value store: {error}") from error
-        else:
-            _reply(connection, number, result)
+        _reply(connection, number, result)
 
 
 def _reply(connection: Connection, number: int, value: Any) -> None:
@@ -202,14 +212,6 @@ def _decode(text: Any) -> bytes:
 
 def _encode(value: bytes) -> str:
     return base64.b64encode(value).decode()
-
-
-def _encode_all(values: list[bytes]) -> list[str]:
-    """StoreRequestError for more than fits a reply, before memory is allocated: a key may be requested repeatedly."""
-    size = sum(len(value) * 4 // 3 for value in values)
-    if size > STORE_BYTES:
-        raise StoreRequestError(f"values of the key-value store have {size} bytes together, allowed: {STORE_BYTES}")
-    return [_encode(value) for value in values]
 
 
 class PendingRequests:
@@ -284,15 +286,14 @@ class MeshStore(dist.Store):
         self._timeout = timeout
 
     def set(self, key: str, value: str | bytes) -> None:
-        data = _to_bytes(value)
-        self._run(lambda table: table.set(key, data, self._rank), ["set", key, _encode(data)], bool)
+        self._run(bool, "set", key, _encode(_to_bytes(value)))
 
     def get(self, key: str) -> bytes:
         self.wait([key])
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        values = self._run(lambda table: table.get(keys), ["get", keys], lambda reply: [*map(_decode, _keys(reply))])
+        values = self._run(lambda reply: [*map(_decode, _keys(reply))], "get", keys)
         if len(values) != len(keys):
             raise dist.DistStoreError(f"rank 0 replied with {len(values)} values for {len(keys)} keys")
         return values
@@ -302,21 +303,19 @@ class MeshStore(dist.Store):
             self.set(key, value)
 
     def check(self, keys: list[str]) -> bool:
-        return self._run(lambda table: table.has(keys), ["has", keys], bool)
+        return self._run(bool, "has", keys)
 
     def add(self, key: str, amount: int) -> int:
-        return self._run(lambda table: table.add(key, amount, self._rank), ["add", key, amount], int)
+        return self._run(int, "add", key, amount)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        a, b = _to_bytes(expected), _to_bytes(desired)
-        request = ["swap", key, _encode(a), _encode(b)]
-        return self._run(lambda table: table.compare_set(key, a, b, self._rank), request, _decode)
+        return self._run(_decode, "swap", key, _encode(_to_bytes(expected)), _encode(_to_bytes(desired)))
 
     def delete_key(self, key: str) -> bool:
-        return self._run(lambda table: table.delete(key, self._rank), ["delete", key], bool)
+        return self._run(bool, "delete", key)
 
     def num_keys(self) -> int:
-        return self._run(lambda table: table.count(), ["count"], int)
+        return self._run(int, "count")
 
     deleteKey, getNumKeys = delete_key, num_keys  # noqa: N815 (names that torch's C++ code calls)
 
@@ -329,21 +328,19 @@ class MeshStore(dist.Store):
         elif not self._table.wait(keys, wait_s):
             raise dist.DistStoreError(message)
 
-    def _run(self, local: Callable[[KeyValueTable], Any], request: list[Any], parse: Callable[[Any], Any]) -> Any:
-        """Call `local` on rank 0; elsewhere send `request` to rank 0 and return the parsed reply."""
-        if self._table is not None:
-            try:
-                return local(self._table)
-            except (KeyError, ValueError) as error:
-                raise dist.DistStoreError(str(error)) from error
-        assert self._requests is not None
-        connection = self._requests.connection
-        wait_s = _REPLY_S + (connection.timeout_s if connection is not None else 0.0)
-        reply = self._requests.request(request, wait_s)
+    def _run(self, parse: Callable[[Any], Any], *request: Any) -> Any:
+        """Execute a request on rank 0, and return the parsed reply."""
         try:
-            return parse(reply)
-        except (ValueError, TypeError) as error:
-            raise dist.DistStoreError(f"rank 0 sent a malformed reply to {request[0]!r}: {error}") from error
+            if self._table is not None:
+                return parse(self._table.execute(self._rank, *request))
+            assert self._requests is not None
+            connection = self._requests.connection
+            wait_s = _REPLY_S + (connection.timeout_s if connection is not None else 0.0)
+            return parse(self._requests.request(list(request), wait_s))
+        except StoreRequestError as error:
+            raise dist.DistStoreError(str(error)) from error
+        except (KeyError, ValueError, TypeError) as error:
+            raise dist.DistStoreError(f"{request[0]!r} of the key-value store failed: {error}") from error
 
 
 def _to_bytes(value: str | bytes) -> bytes:
