@@ -141,7 +141,7 @@ class KeyValueTable:
         _reply(connection, number, True)
 
     def execute(self, rank: int, name: Any, *arguments: Any) -> Any:
-        """Perform a request of a rank, all but "wait"; values are text in base64. ValueError, TypeError if malformed."""
+        """Perform a request of a rank other than "wait", with values in base64. ValueError, TypeError if malformed."""
         operations: dict[Any, Callable[..., Any]] = {
             "set": lambda key, value: self.set(_typed(key, str), _decode(value), rank),
             "get": lambda keys: self._get_encoded(_keys(keys), rank),
