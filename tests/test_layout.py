@@ -117,7 +117,7 @@ def test_a_name_of_a_face_counts_as_the_module_behind_it():
     assert BEHIND["pipecomp.initialize"] == "pipecomp.initialization"
     users = [module for module in MODULES if "pipecomp.stages.build_stage" in house.imported(MODULES[module])]
     assert users
-    assert all("pipecomp.stages.partition.splitting" in imports(module) for module in users)
+    assert all("pipecomp.stages.partition.loading" in imports(module) for module in users)
 
 
 def test_nothing_in_the_package_imports_recipes():
