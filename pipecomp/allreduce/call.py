@@ -87,6 +87,7 @@ class Call:
         slices: parameters of the bucket; None for a tensor by itself.
         norm: norm over all workers, if it is known already.
         staging: copies codes between the device that quantizes and the host that sends.
+        may_drop: whether the mean of a parameter without gradient on any rank is dropped, as DDP does.
     """
 
     group: Group
@@ -97,6 +98,7 @@ class Call:
     slices: Slices | None = None
     norm: float | None = None
     staging: Staging = _HOST
+    may_drop: bool = False
 
     def to_host(self, codes: Tensor) -> Copy:
         """Start to copy codes (uint8) to the host."""
@@ -175,8 +177,50 @@ def finish_without_codes(norm: float, out_d: Tensor) -> bool:
 
 def all_within(x_d: Tensor, call: Call, largest: float) -> bool:
     """Return whether all values of all ranks are finite and at most `largest`; the same answer on every rank."""
+    return _within(_gather_limits(x_d, call), largest)
+
+
+def unused_parameters(x_d: Tensor, g_d: Tensor, call: Call, largest: float) -> list[int] | None:
+    """Find the parameters of a bucket without gradient on any rank, if their means are dropped.
+
+    Note:
+        Ranks with such a parameter send their limits in reverse order, so that no bytes are added. Only if all do, they
+        compare which parameters it is.
+
+    Args:
+        x_d: values to be sent; their limits are exchanged.
+        g_d: gradients, without residuals.
+        call: of the bucket.
+        largest: allowed magnitude of x.
+
+    Returns:
+        Indices in `call.slices`, the same on every rank; None if a value of any rank is not finite or too large.
+    """
+    sizes = [count for _, count in call.slices or ()] if call.may_drop else []
     with call.counters.part("quantize"):
-        low, high = torch.aminmax(x_d)
+        starts = torch.tensor([0, *sizes]).cumsum(0)[:-1].clamp(max=max(0, g_d.numel() - 1))
+        firsts = g_d[starts.to(g_d.device)].tolist() if sizes else []  # mostly enough to see that there is a gradient
+        parts = zip(firsts, g_d.split(sizes) if sizes else (), strict=True)
+        zero = torch.tensor([first == 0 and not bool(part.any()) for first, part in parts], dtype=torch.uint8)
+    limits = _gather_limits(x_d, call, reverse=bool(zero.any()))
+    if not _within(limits, largest):
+        return None
+    if not sizes or not all(first >= second for first, second in limits):
+        return []
     with call.counters.part("wait"):
-        limits = call.group.gather_numbers([float(low), float(high)])
+        pending = call.group.gather(zero)
+        everywhere = torch.stack(pending.wait()).amin(0)
+        pending.finish()
+    return everywhere.nonzero().flatten().tolist()
+
+
+def _gather_limits(x_d: Tensor, call: Call, *, reverse: bool = False) -> list[list[float]]:
+    """Gather the smallest and the largest value of every rank."""
+    with call.counters.part("quantize"):
+        limits = [float(limit) for limit in torch.aminmax(x_d)]
+    with call.counters.part("wait"):
+        return call.group.gather_numbers(limits[::-1] if reverse else limits)
+
+
+def _within(limits: list[list[float]], largest: float) -> bool:
     return all(abs(value) <= largest for row in limits for value in row)

@@ -9,19 +9,23 @@ Note: [Error feedback over DDP's buckets]
     dropped. An owner's residuals are of the mean over n ranks, for the chunks that this rank owns. When a bucket is
     rebuilt, the chunks have other owners. The old owner then adds n times its residual to its own worker's residual:
     the mean over ranks restores it, nothing is lost, and no other rank has to be asked.
+    DDP drops the mean of a parameter that no rank has used in a step (`find_unused_parameters`), which would be the
+    residual alone. Such a parameter keeps its residuals until it has a gradient again.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipecomp.allreduce.call import Call, Name, Slices, all_within
-from pipecomp.allreduce.reduce_scatter import owned_spans
+from pipecomp.allreduce.call import Call, Name, Slices, unused_parameters
+from pipecomp.allreduce.reduce_scatter import Span, owned_spans
 from pipecomp.errors import ConfigError, ShapeError
 
 _SINGLE = -1  # parameter number of a tensor by itself, in files
@@ -96,10 +100,13 @@ class Residuals:
             piece = _record_use(self._pieces[name])
             piece.add_(part.to(piece.device), alpha=self._ranks[0])
 
-    def add_to(self, x_d: Tensor, out_d: Tensor, call: Call, largest: float) -> tuple[Tensor, Tensor] | None:
+    @contextmanager
+    def added_to(
+        self, x_d: Tensor, out_d: Tensor, call: Call, largest: float
+    ) -> Iterator[tuple[Tensor, Tensor] | None]:
         """Add a bucket's residual e to its values.
 
-        Returns:
+        Yields:
             (e, x + e), float32 [d]: the residual, to be updated in place, and a buffer that the next call overwrites.
             None if a sum of any rank is not finite or above `largest`: then out is NaN on all ranks, and residuals are
             unchanged.
@@ -107,10 +114,16 @@ class Residuals:
         with call.counters.part("quantize"):
             e_d = self.worker(call.key, call.slices, x_d.numel(), x_d.device)
             sum_d = self._sum(x_d, e_d)
-        if all_within(sum_d, call, largest):
-            return e_d, sum_d
-        out_d.fill_(math.nan)
-        return None
+        unused = unused_parameters(sum_d, x_d, call, largest)
+        if unused is None:
+            out_d.fill_(math.nan)
+            yield None
+            return
+        spans = spans_of(unused, call)
+        for span in spans:
+            span.of(sum_d).zero_()
+        with kept_for_later([span.of(e_d) for span in spans], [span.of(out_d) for span in spans]):
+            yield e_d, sum_d
 
     def _sum(self, x_d: Tensor, e_d: Tensor) -> Tensor:
         """Return x + e in a reused buffer: page faults of a new one cost more than the addition."""
@@ -148,6 +161,30 @@ class Residuals:
         for key, (slices, e_d) in worker.items():
             self._place_in(key, _slices_of_file(slices), e_d.to(device, copy=True))
         self._owned = {(key, _slices_of_file(slices)): e.clone() for (key, slices), e in owner.items()}
+
+
+def spans_of(parameters: Sequence[int], call: Call) -> list[Span]:
+    """Return the places of some parameters, given as indices in `call.slices`, in their bucket."""
+    ends = list(itertools.accumulate((count for _, count in call.slices or ()), initial=0))
+    return [Span(ends[i], ends[i + 1]) for i in parameters]
+
+
+@contextmanager
+def kept_for_later(residuals: Sequence[Tensor], means: Sequence[Tensor]) -> Iterator[None]:
+    """Exclude parameters whose means are dropped: their residuals are 0 in the body and unchanged after it.
+
+    Args:
+        residuals: of these parameters, views.
+        means: of these parameters, views; 0 after the body.
+    """
+    before = [e.clone() for e in residuals]
+    for e in residuals:
+        e.zero_()
+    yield
+    for e, value in zip(residuals, before, strict=True):
+        e.copy_(value)
+    for mean in means:
+        mean.zero_()
 
 
 def _record_use(x_d: Tensor) -> Tensor:

@@ -57,6 +57,7 @@ class _AverageJob:
     number: int
     loss_scale: float
     future: torch.futures.Future[Tensor]
+    may_drop: bool = False
     ready: Any = None  # CUDA event after which x_d may be read and out_d written
 
 
@@ -125,7 +126,13 @@ class State:
     # -- averaging
 
     def submit(
-        self, tensor: Tensor, key: str, *, slices: Slices | None = None, out: Tensor | None = None
+        self,
+        tensor: Tensor,
+        key: str,
+        *,
+        slices: Slices | None = None,
+        out: Tensor | None = None,
+        may_drop: bool = False,
     ) -> torch.futures.Future[Tensor]:
         """Start to average a tensor, which must not change before the future is done.
 
@@ -135,6 +142,8 @@ class State:
             slices: (name, number of values) of each parameter in a bucket; residuals then belong to the parameters, and
                 each is a layer for `adaptive`.
             out: contiguous output, which may be `tensor` itself; None for a new tensor.
+            may_drop: whether the caller drops the means of parameters without gradient on any rank, as DDP does; the
+                same on all ranks. Their residuals are kept for later then.
 
         Returns:
             A future of the mean, in the tensor's dtype and shape.
@@ -157,7 +166,7 @@ class State:
         x_d = tensor.detach().reshape(-1)
         if x_d.dtype == torch.float64 and self._hook is None:
             x_d = x_d.to(torch.float32)
-        job = _AverageJob(x_d, out.detach(), key, slices, self._calls, self.loss_scale, future)
+        job = _AverageJob(x_d, out.detach(), key, slices, self._calls, self.loss_scale, future, may_drop)
         if tensor.is_cuda:
             job.ready = torch.cuda.Event()
             job.ready.record(torch.cuda.current_stream(tensor.device))
@@ -201,7 +210,8 @@ class State:
     def run_bucket(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Start to average one of DDP's buckets in place, and return a future of its buffer."""
         if self._hook is None:
-            return self.submit(bucket.buffer(), str(bucket.index()), slices=self._slices(bucket), out=bucket.buffer())
+            buffer, slices = bucket.buffer(), self._slices(bucket)
+            return self.submit(buffer, str(bucket.index()), slices=slices, out=buffer, may_drop=True)
         buffer, layers = bucket.buffer(), [number for number, _ in self._slices(bucket)]
         scale = self._hook_scale(self.loss_scale)
         self._count_call()
@@ -286,7 +296,8 @@ class State:
         assert self._average is not None
         if self.staging is None:
             self.staging = staging_for(job.x_d.device)
-        call = Call(self.group, self._counters, self.seed, job.number, job.key, slices=job.slices, staging=self.staging)
+        place = (job.number, job.key, job.slices)
+        call = Call(self.group, self._counters, self.seed, *place, staging=self.staging, may_drop=job.may_drop)
         out_d = job.out_d.view(-1)
         before = self.group.bytes_sent
         mean_d = out_d if out_d.dtype == torch.float32 else torch.empty_like(out_d, dtype=torch.float32)

@@ -289,3 +289,58 @@ def test_memory_of_a_file_is_not_given_away_while_averages_use_it(monkeypatch: p
     owner, pieces = loaded("a", parts)
     owner.owner("b", parts[1:], 20)
     assert used == pieces
+
+
+class _Bucket:
+    """A bucket of DDP: gradients of some parameters, one after the other."""
+
+    def __init__(self, index: int, parameters: list[Tensor], gradients: list[Tensor]) -> None:
+        self._index, self._parameters, self._buffer = index, parameters, torch.cat(gradients)
+
+    def index(self) -> int:
+        return self._index
+
+    def buffer(self) -> Tensor:
+        return self._buffer
+
+    def parameters(self) -> list[Tensor]:
+        return self._parameters
+
+
+USES: dict[str, list[list[list[int]]]] = {  # by step and rank, the parameters with a gradient
+    "in turns": [[[0, 1], [0, 1]], [[2, 3, 4], [2, 3, 4]]],
+    "by some ranks": [[[0, 1, 2], [2, 3]], [[4], [1]], [[], [0]]],
+    "never two, then none": [[[0, 1, 4], [0, 1, 4]], [[], []]],
+}
+
+
+@pytest.mark.parametrize("uses", USES.values(), ids=USES)
+@pytest.mark.parametrize("options", METHODS, ids=name)
+def test_nothing_is_lost_of_parameters_whose_mean_ddp_drops(
+    options: dict[str, Any], uses: list[list[list[int]]]
+) -> None:
+    """DDP drops the mean of a parameter that no rank has used in a step (`find_unused_parameters`)."""
+    steps = 3 * len(uses)
+
+    def rank_main(group: LoopbackGroup) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        state = State(**options, group=group)
+        parameters = [torch.zeros(size) for size in SIZES]
+        state.number_parameters(parameters)
+        sums, means = ([torch.zeros(size, dtype=torch.float64) for size in SIZES] for _ in range(2))
+        for step in range(steps):
+            used = uses[step % len(uses)]
+            for number, layout in enumerate(FIRST):
+                x = [gradient(group.rank, step, p) * (p in used[group.rank]) for p in layout]
+                found = state.run_bucket(_Bucket(number, [parameters[p] for p in layout], x)).wait()
+                for p, g, mean in zip(layout, x, found.split([SIZES[p] for p in layout]), strict=True):
+                    sums[p] += g.double()
+                    means[p] += mean.double() * any(p in of_rank for of_rank in used)
+        left = left_by_parameter(state)
+        state.close()
+        return sums, means, left
+
+    results = run_threads(2, rank_main)
+    for p in range(len(SIZES)):
+        handed_in = sum(sums[p] for sums, _, _ in results)
+        remembered = sum(left[p] for _, _, left in results)
+        assert torch.allclose(2 * results[0][1][p] + remembered, handed_in, atol=1e-4), f"parameter {p}"

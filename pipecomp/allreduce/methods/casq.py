@@ -59,10 +59,12 @@ class CasqAverage:
 
     def mean(self, x_d: Tensor, out_d: Tensor, call: Call) -> None:
         """Average. NaN or Inf on any rank gives NaN on all, without changes to residuals."""
-        sums = self._residuals.add_to(x_d, out_d, call, LARGEST_SUM)
-        if sums is None:
-            return
-        e_d, sum_d = sums
+        with self._residuals.added_to(x_d, out_d, call, LARGEST_SUM) as sums:
+            if sums is not None:
+                self._mean(*sums, out_d, call)
+
+    def _mean(self, e_d: Tensor, sum_d: Tensor, out_d: Tensor, call: Call) -> None:
+        """Average x + e; the residual becomes the error."""
         centers, counts = self._plan(sum_d, call)
         sketch = ops.Sketch(counts, self._bits, ops.mix_seed(call.seed, _HASH))
         with call.counters.part("quantize"):

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipecomp.allreduce.call import SAMPLE, Call, all_within, squared_norm
-from pipecomp.allreduce.error_feedback import Residuals
+from pipecomp.allreduce.call import SAMPLE, Call, squared_norm, unused_parameters
+from pipecomp.allreduce.error_feedback import Residuals, kept_for_later, spans_of
 from pipecomp.allreduce.method import Average, ExchangePlan, GradientMethod, Shapes, scattered, to_all
 from pipecomp.allreduce.reduce_scatter import Span, owned_spans, reduce_bucket
 from pipecomp.config.gradients import DoubleSqueezeOptions
@@ -64,6 +64,10 @@ class SqueezedCode:
         self._method, self._e_d = method, e_d
         self._owner_e = {span.start: e for span, e in zip(owned, owner_e.split([s.count for s in owned]), strict=True)}
         self._bits, self._quantizer = method.options.bits, method.quantizer
+
+    def owned_residuals(self, span: Span) -> list[Tensor]:
+        """Return the owner's residuals of the values in a span, as views."""
+        return [e[max(span.start - start, 0) : max(span.end - start, 0)] for start, e in self._owner_e.items()]
 
     def encoded_bytes(self, count: int) -> int:
         """Return the bytes of codes and scales."""
@@ -118,16 +122,21 @@ class SqueezedAverage:
 
         A value above that only together with its residual gives NaN in its group.
         """
-        if not all_within(x_d, call, LARGEST_GRADIENT):
+        unused = unused_parameters(x_d, x_d, call, LARGEST_GRADIENT)
+        if unused is None:
             out_d.fill_(math.nan)
             return
         d, n = x_d.numel(), call.group.size
         e_d = self._residuals.worker(call.key, call.slices, d, x_d.device)
         owner_e = self._residuals.owner(call.key, call.slices, d)
-        code = SqueezedCode(self._method, e_d, owner_e, owned_spans(d, n, call.group.rank))
-        sample = x_d[:SAMPLE].to(torch.float32) + e_d[:SAMPLE]
-        reduce_bucket(x_d, out_d, code, call)
-        call.counters.add_error(sample, sample - e_d[:SAMPLE])
+        owned, spans = owned_spans(d, n, call.group.rank), spans_of(unused, call)
+        code = SqueezedCode(self._method, e_d, owner_e, owned)
+        kept = [span.of(e_d) for span in spans]
+        kept += [chunk for span in spans for chunk in code.owned_residuals(span)]
+        with kept_for_later(kept, [span.of(out_d) for span in spans]):
+            sample = x_d[:SAMPLE].to(torch.float32) + e_d[:SAMPLE]
+            reduce_bucket(x_d, out_d, code, call)
+            call.counters.add_error(sample, sample - e_d[:SAMPLE])
 
     def squared_error(self, x_d: Tensor, call: Call) -> float:
         """Return the squared error of the worker's rounding, without earlier residuals."""

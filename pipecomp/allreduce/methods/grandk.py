@@ -72,21 +72,23 @@ class RandomKAverage:
 
     def mean(self, x_d: Tensor, out_d: Tensor, call: Call) -> None:
         """Average. NaN, Inf or a value above `largest` on any rank gives NaN on all, without changes to residuals."""
-        d = x_d.numel()
-        count = self._options.coordinates(d)
-        sum_d, e_d = x_d, None
         if self._options.error_feedback:
-            sums = self._residuals.add_to(x_d, out_d, call, SUMMABLE)
-            if sums is None:
-                return
-            e_d, sum_d = sums
-        elif not all_within(x_d, call, LARGEST):  # of all values, chosen or not: loss scaling must see it
+            with self._residuals.added_to(x_d, out_d, call, SUMMABLE) as sums:
+                if sums is not None:
+                    self._mean(*sums, out_d, call)
+        elif all_within(x_d, call, LARGEST):  # of all values, chosen or not: loss scaling must see it
+            self._mean(None, x_d, out_d, call)
+        else:
             out_d.fill_(math.nan)
-            return
+
+    def _mean(self, e_d: Tensor | None, sum_d: Tensor, out_d: Tensor, call: Call) -> None:
+        """Average x + e; the residual, if there is one, becomes what is left out."""
+        d = sum_d.numel()
+        count = self._options.coordinates(d)
         with call.counters.part("quantize"):
-            index = random_coordinates(d, count, call.draw(_COORDINATES)).to(x_d.device)
+            index = random_coordinates(d, count, call.draw(_COORDINATES)).to(sum_d.device)
             chosen = sum_d[index]
-        mean = torch.empty(count, device=x_d.device, dtype=torch.float32)
+        mean = torch.empty(count, device=sum_d.device, dtype=torch.float32)
         sent = torch.zeros_like(mean)
         self._inner.mean(chosen, mean, call, sent_d=None if e_d is None else sent)
         with call.counters.part("decode"):
