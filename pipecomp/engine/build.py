@@ -30,7 +30,7 @@ from pipecomp.distributed.placement import own_gpu, ranks_on_gpu
 from pipecomp.engine.deepspeed_patches import existing_device, long_group_timeouts, quiet
 from pipecomp.engine.engine import PipelineEngine
 from pipecomp.engine.reduction import GradientExchange, ReplicaAdam, ReplicaExchanges, TiedRanks
-from pipecomp.engine.replica_sync import match_tied, pipelines
+from pipecomp.engine.replica_sync import has_modes, match_tied, pipelines
 from pipecomp.engine.validation import RunSetup
 from pipecomp.errors import ConfigError, require
 from pipecomp.gradient_config import Gradients
@@ -77,6 +77,8 @@ def build_engine(setup: RunSetup, arguments: RunArguments, all_ranks: AllRanks) 
         optimizer = arguments.optimizer
         with all_ranks.collective_errors():
             check_arguments(stage, optimizer, arguments.lr_scheduler)
+            if callable(optimizer) and _flattens_parameters(ds_config):
+                check_elementwise(optimizer)
         parameters = (arguments.parameter_groups or _trainable)(stage)
         if settings.gradients.exchanges_in_optimizer:
             require(optimizer is None, "optimizer", optimizer, "none given: 'quantized_adam' is the optimizer")
@@ -168,6 +170,57 @@ def check_arguments(stage: Stage | ModuleStage, optimizer: Any, lr_scheduler: An
     if isinstance(lr_scheduler, LRScheduler):
         allowed, hint = "a callable that makes a scheduler from an optimizer", "This one schedules another optimizer."
         require(lr_scheduler.optimizer is optimizer, "lr_scheduler", type(lr_scheduler).__name__, allowed, hint)
+
+
+def _flattens_parameters(ds_config: dict[str, Any]) -> bool:
+    """Return whether DeepSpeed's optimizer gives the user's one vector instead of the parameters."""
+    half = any(ds_config.get(key, {}).get("enabled") for key in ("bf16", "fp16"))
+    return half or ds_config.get("zero_optimization", {}).get("stage", 0) > 0
+
+
+def check_elementwise(make: Callable[[list[Any]], Any]) -> None:
+    """Raise ConfigError for an optimizer whose update of a weight depends on its parameter's shape or other weights.
+
+    Adafactor, Muon and LAMB would take other steps from the same gradients, where DeepSpeed flattens parameters. The
+    optimizer is tried on two small matrices and on both as one vector; one that cannot take a step there passes.
+    """
+    generator = torch.Generator().manual_seed(0)
+    shapes, scales = ((6, 4), (4, 6)), (1.0, 10.0)
+    weights, *gradients = (
+        [scale * torch.randn(shape, generator=generator) for shape, scale in zip(shapes, scales, strict=True)]
+        for _ in range(3)
+    )
+    probes: list[Any] = []
+
+    def trained(flat: bool) -> torch.Tensor:
+        def arranged(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+            return [torch.cat([t.flatten() for t in tensors])] if flat else tensors
+
+        parameters = [torch.nn.Parameter(w.clone()) for w in arranged(weights)]
+        optimizer = make(parameters)
+        probes.append(optimizer)
+        if has_modes(optimizer):
+            optimizer.train()
+        for each in gradients:
+            for parameter, gradient in zip(parameters, arranged(each), strict=True):
+                parameter.grad = gradient.clone()
+            optimizer.step()
+        return torch.cat([p.detach().flatten() for p in parameters])
+
+    try:
+        separate = trained(flat=False)
+    except Exception:  # it needs the model's own parameters, or a closure
+        return
+    allowed = "one with the same weights in training and evaluation"
+    hint = "With bf16, fp16 or ZeRO weights are copies of the optimizer's: train in float32 without ZeRO."
+    name = type(probes[0]).__name__
+    require(not has_modes(probes[0]), "optimizer", name, allowed, hint)
+    same = False
+    with contextlib.suppress(Exception):  # Muon takes no vector
+        same = torch.allclose(separate, trained(flat=True), rtol=1e-4)
+    allowed = "one that treats every weight alike, such as AdamW, with bf16, fp16 or ZeRO"
+    hint = "DeepSpeed flattens the parameters there, and this one goes by their shapes: train in float32 without ZeRO."
+    require(same, "optimizer", name, allowed, hint)
 
 
 # -- what replicas and tied weights exchange

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from pipecomp.engine.export import save_pretrained
 from pipecomp.engine.failure import FailureGuard
 from pipecomp.engine.local_steps import LocalTraining
 from pipecomp.engine.reduction import GradientReduction, ReplicaAdam, ReplicaExchanges
-from pipecomp.engine.replica_sync import match_replicas, saved_buffers
+from pipecomp.engine.replica_sync import has_modes, match_replicas, saved_buffers
 from pipecomp.engine.reporting import Reporting
 from pipecomp.engine.schedule import EvalSchedule, InFlightControl, TrainSchedule
 from pipecomp.engine.stage_work import StageWork
@@ -198,7 +198,8 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine, EngineState):
             began = time.perf_counter()
             self.in_flight_control.begin_step()
             self.reporting.begin_step(step)
-            loss: Tensor = super().train_batch(data_iter)
+            with self._optimizer_mode(training=True):
+                loss: Tensor = super().train_batch(data_iter)
             self.loss: Tensor = (
                 self.loss.detach()
             )  # its graph has hooks that refer to this engine: it would never be freed
@@ -242,6 +243,19 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine, EngineState):
         """
         return nullcontext() if self.local is None else self.local.outer.common_weights()
 
+    @contextmanager
+    def _optimizer_mode(self, *, training: bool) -> Iterator[None]:
+        """In the body, use the weights for training or for evaluation of an optimizer that holds both, as in Trainer.
+
+        Schedule-free optimizers do. Saving takes the weights that are in place.
+        """
+        optimizer: Any = self.basic_optimizer
+        if has_modes(optimizer):
+            (optimizer.train if training else optimizer.eval)()
+        yield
+        if has_modes(optimizer) and not training:
+            optimizer.train()
+
     def eval_batch(
         self,
         data_iter: Any,
@@ -272,7 +286,8 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine, EngineState):
         require(on_logits is not None or count is None or count >= 1, "num_micro_batches", count, "1 or more, or None")
         if on_logits is not None:
             kwargs.update(compute_loss=False, reduce_output=None)
-        with self.propagate_failure(), self._work.using(on_logits), self.common_weights():
+        evaluating = self._optimizer_mode(training=False)
+        with self.propagate_failure(), self._work.using(on_logits), self.common_weights(), evaluating:
             match_replicas(saved_buffers(self.stage), self.seq_data_parallel_group)
             result = super().eval_batch(data_iter, *args, **kwargs)
         self.progress.evaluations += 1

@@ -95,3 +95,8 @@ def optimizer_facts(engine: TrainingEngine) -> dict[str, Any]:
 def _digest(parameter: torch.Tensor) -> str:
     values = parameter.detach().cpu().contiguous().view(-1).view(torch.uint8)
     return hashlib.sha256(values.numpy()).hexdigest()
+
+
+def has_modes(optimizer: Any) -> bool:
+    """Return whether an optimizer holds other weights for training than for evaluation (schedule-free ones do)."""
+    return all(callable(getattr(optimizer, mode, None)) for mode in ("train", "eval"))

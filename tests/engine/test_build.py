@@ -12,8 +12,8 @@ from torch import nn
 from pipecomp.codecs import wire
 from pipecomp.codecs.selection import LinkCodecs
 from pipecomp.config import Config
-from pipecomp.engine.build import bounds_of
-from pipecomp.errors import WireError
+from pipecomp.engine.build import bounds_of, check_elementwise
+from pipecomp.errors import ConfigError, WireError
 from pipecomp.stages import build_stage, modules, plan
 from pipecomp.stages.link.endpoint import LinkReceiver, Position
 from pipecomp.stages.link.layout import Boundary
@@ -105,3 +105,43 @@ def test_evaluation_has_as_many_samples_as_are_allowed():
     more.check(header, 8)
     with pytest.raises(WireError, match="128 samples; the agreed model and batch: at most 64"):
         bounds.check(header, 8)
+
+
+class _ByRows(torch.optim.SGD):
+    """Divides each row of a matrix's gradient by its norm, as Muon's kind does."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.ndim == 2:
+                    p.grad /= p.grad.norm(dim=1, keepdim=True)
+        return super().step(closure)
+
+
+class _Modes(torch.optim.SGD):
+    def train(self):
+        """Put the weights for training in place."""
+
+    def eval(self):
+        """Put the weights for evaluation in place."""
+
+
+@pytest.mark.parametrize(
+    ("make", "accepted"),
+    [
+        (torch.optim.AdamW, True),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True), True),
+        (torch.optim.RMSprop, True),
+        (lambda p: torch.optim.LBFGS(p), True),  # takes no step without a closure, in any precision
+        (torch.optim.Adafactor, False),
+        (lambda p: torch.optim.Muon([q for q in p if q.ndim == 2]), False),
+        (lambda p: _ByRows(p, lr=0.1), False),
+        (lambda p: _Modes(p, lr=0.1), False),
+    ],
+)
+def test_flattened_parameters_take_only_optimizers_without_shapes(make, accepted):
+    if accepted:
+        check_elementwise(make)
+    else:
+        with pytest.raises(ConfigError, match="float32 without ZeRO"):
+            check_elementwise(make)
