@@ -29,7 +29,7 @@ import lmdb
 
 from pipecomp.buffers.base import DamagedStoreError
 from pipecomp.errors import StoreError
-from pipecomp.utils.files import atomic_write
+from pipecomp.utils.files import atomic_write, lock_file, unlock_file
 
 DATA_FILE = "data.mdb"
 LOCK_FILE = "lock.mdb"
@@ -169,9 +169,8 @@ class RankFolder(AbstractContextManager["RankFolder"]):
 
     def release(self) -> None:
         """Unlock the folder; safe to call twice."""
-        if self._lock_fd >= 0:
-            os.close(self._lock_fd)
-            self._lock_fd = -1
+        unlock_file(self._lock_fd)
+        self._lock_fd = -1
         with _used_guard:
             _used.discard(self._real)
 
@@ -191,14 +190,16 @@ class RankFolder(AbstractContextManager["RankFolder"]):
             self._lock_fd = os.open(self.path / IN_USE_FILE, flags | os.O_CLOEXEC, 0o600)
         except FileNotFoundError:
             return  # shared access to a store that was never locked
+        locked, user = False, ""
         try:
-            fcntl.lockf(self._lock_fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                user = os.read(self._lock_fd, 200).decode(errors="replace").strip() or "another process"
-                raise StoreError(f"{self.path}: in use by {user}; each rank needs a folder of its own") from error
-            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP):  # those of a file system without locks
-                raise
+            locked = lock_file(self._lock_fd, shared=shared)
+            user = "" if locked else os.read(self._lock_fd, 200).decode(errors="replace").strip()
+        finally:
+            if not locked:
+                os.close(self._lock_fd)
+        if not locked:
+            user = user or "another process"
+            raise StoreError(f"{self.path}: in use by {user}; each rank needs a folder of its own")
         if not shared:
             os.ftruncate(self._lock_fd, 0)
             os.write(self._lock_fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode())

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import time
 import zlib
 
 import pytest
 
 from pipecomp.utils import files
-from pipecomp.utils.files import atomic_write, atomic_write_text, file_crc
+from pipecomp.utils.files import atomic_write, atomic_write_text, file_crc, lock_file, unlock_file
+from tests.limits import HANG_S
 
 
 def test_a_file_is_replaced_at_once(tmp_path):
@@ -59,3 +63,39 @@ def test_the_crc_is_zlibs(tmp_path, monkeypatch):
     data = bytes(range(256)) * 1000
     (tmp_path / "data").write_bytes(data)
     assert file_crc(tmp_path / "data") == zlib.crc32(data)
+
+
+def test_a_lock_outlasts_other_openings_of_its_file_and_ends_with_its_own(tmp_path):
+    (file := tmp_path / "file").write_text("")
+    first, second = (os.open(file, os.O_RDWR) for _ in range(2))
+    assert lock_file(first)
+    file.read_bytes()  # opens and closes it, which ends the record locks of a process
+    command = "import os, sys; from pipecomp.utils.files import lock_file; f = os.open(sys.argv[1], os.O_RDWR)"
+    command += "; sys.exit(lock_file(f))"
+    other = [sys.executable, "-c", command, str(file)]
+    assert subprocess.run(other, check=False).returncode == 0
+    assert not lock_file(second, shared=True)
+    unlock_file(first)
+    assert lock_file(second)
+    unlock_file(second)
+    assert subprocess.run(other, check=False).returncode == 1
+
+
+def test_a_forked_child_does_not_keep_a_lock(tmp_path):
+    (file := tmp_path / "file").write_text("")
+    first, second = (os.open(file, os.O_RDWR) for _ in range(2))
+    reading, writing = os.pipe()
+    assert lock_file(first)
+    if not (child := os.fork()):
+        os.read(reading, 1)  # lives on
+        os._exit(0)
+    try:
+        os.close(first)
+        deadline = time.monotonic() + HANG_S
+        while not lock_file(second):  # until the child has begun
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        os.write(writing, b"x")
+        os.waitpid(child, 0)
+        unlock_file(second)

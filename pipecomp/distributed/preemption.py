@@ -1,8 +1,9 @@
-"""Preemption: after SIGTERM or SIGINT a run ends after its current step, with a checkpoint, and can be resumed.
+"""Preemption: after a signal a run ends after its current step, with a checkpoint, and can be resumed.
 
-Schedulers send SIGTERM some time before they reclaim a machine; Ctrl-C is SIGINT. A thread receives both, also while
-the main thread waits in a collective. After each step the ranks agree whether one of them has received a signal; then
-all save, close, and exit with `REQUEUE_STATUS`. A second signal of the same kind ends the process at once.
+Schedulers send SIGTERM some time before they reclaim a machine, Slurm SIGUSR1 if asked to; Ctrl-C is SIGINT, a closed
+terminal SIGHUP. SIGHUP and SIGUSR1 keep another handler that they have, such as nohup's. A thread receives the signals,
+also while the main thread waits in a collective. After each step the ranks agree whether one of them has received one;
+then all save, close, and exit with `REQUEUE_STATUS`. A second signal of the same kind ends the process at once.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 REQUEUE_STATUS = os.EX_TEMPFAIL  # 75: "temporary failure, the user is invited to retry"
 LAUNCHER_GONE = 1000  # value of `wanted`, above all signals
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_UNLESS_HANDLED = (signal.SIGHUP, signal.SIGUSR1)
 _SAME_S = 1.0  # launchers forward a signal that the process has received itself
 _LEAVE_S = 10.0  # for the interpreter to exit after everything is saved
 
@@ -34,7 +36,7 @@ class Interrupted(SystemExit):
 
 
 class Interruption:
-    """Records SIGTERM and SIGINT during a `with` block on the main thread; on other threads it does nothing.
+    """Records signals during a `with` block on the main thread; on other threads it does nothing.
 
     Args:
         active: Whether the run can save. Otherwise signals keep their handlers.
@@ -58,7 +60,7 @@ class Interruption:
             return self
         self._pipe = read, write = os.pipe()
         os.set_blocking(write, False)
-        self._before = {number: signal.signal(number, _noted) for number in _SIGNALS}
+        self._before = {number: signal.signal(number, _noted) for number in stop_signals()}
         self._fd_before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         threading.Thread(target=self._watch, args=(read,), name="pipecomp-signals", daemon=True).start()
         _current = self
@@ -109,7 +111,7 @@ class Interruption:
 
     def _watch(self, read: int) -> None:
         while data := os.read(read, 1):
-            if data[0] in _SIGNALS:
+            if data[0] in self._before:
                 self._received(data[0])
         os.close(read)
 
@@ -117,10 +119,20 @@ class Interruption:
         now = time.monotonic()
         if self._leaving is not None and now - self._leaving < _LEAVE_S:
             return
+        if number == signal.SIGHUP:
+            from pipecomp.utils.tables import outlast_readers  # here: rich takes time to import
+
+            outlast_readers()  # the terminal may be gone
         if now - self._since.get(number, now) > _SAME_S:
             say_here(f"{_name(number)} again: it ends here")
             os._exit(128 + number)
         self.ask(number, why=f"got {_name(number)}")
+
+
+def stop_signals() -> list[signal.Signals]:
+    """Return the signals that end a run: SIGTERM, SIGINT, and of SIGHUP and SIGUSR1 those without a handler."""
+    free = [number for number in _UNLESS_HANDLED if signal.getsignal(number) is signal.SIG_DFL]
+    return [*_SIGNALS, *free]
 
 
 def current_interruption() -> Interruption | None:

@@ -192,8 +192,8 @@ def _resolve(name: str) -> list[str]:
 def launch_ranks(ranks: Sequence[RankCommand]) -> int:
     """Start the ranks and wait for all of them, as for a single program.
 
-    SIGINT and SIGTERM reach every rank; a second signal of the same kind also closes the connections to other machines,
-    which ends their ranks. After the first failure the remaining ranks have a minute to end.
+    Signals that end a run reach every rank; a second one of the same kind also closes the connections to other
+    machines, which ends their ranks. After the first failure the remaining ranks have a minute to end.
 
     Returns:
         0, or the status of the rank that failed first.

@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection
 from types import FrameType
 from typing import IO, Any, Protocol
 
+from pipecomp.distributed.preemption import stop_signals
 from pipecomp.errors import ConfigError, PipecompError
 from pipecomp.utils.processes import exit_status, handle_signals
 
@@ -162,7 +163,7 @@ class Supervisor:
 
     @contextlib.contextmanager
     def forward_signals(self) -> Iterator[None]:
-        """Pass SIGINT and SIGTERM on to every process during the body; main thread only.
+        """Pass signals that end a run on to every process during the body; main thread only.
 
         A second signal of the same kind goes to local programs, ssh among them, which closes the connections.
         """
@@ -176,7 +177,7 @@ class Supervisor:
                 else:
                     self._deliver(index, number)
 
-        with handle_signals(forward, signal.SIGINT, signal.SIGTERM):
+        with handle_signals(forward, *stop_signals()):
             yield
 
     def _deliver(self, index: int, number: int) -> None:

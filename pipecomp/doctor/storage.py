@@ -160,7 +160,7 @@ _LOCK_SCRIPT = """
 import fcntl, sys
 with open(sys.argv[1], "r+b") as handle:
     try:
-        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         sys.exit(3)
 """
@@ -169,7 +169,7 @@ with open(sys.argv[1], "r+b") as handle:
 def _lock(folder: Path) -> str | None:
     with open(folder / "lock", "w+b") as handle:
         try:
-            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             return f"{errno.errorcode.get(error.errno or 0, '')} {error.strerror}"
         command = [sys.executable, "-S", "-c", _LOCK_SCRIPT, str(folder / "lock")]

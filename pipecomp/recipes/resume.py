@@ -8,7 +8,6 @@ all machines, or starts from the beginning if there is none. A folder holds the 
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,6 +22,7 @@ from pipecomp.distributed.consistency import differences
 from pipecomp.distributed.preemption import say_here
 from pipecomp.errors import CheckpointError, ConfigError, require, writable
 from pipecomp.interfaces import TrainingEngine
+from pipecomp.utils.files import lock_file
 
 # Arguments that may differ when a run resumes: outputs, the length of training, the starting point, and those compared
 # by content: data files by a hash, model and seed with the configurations.
@@ -61,7 +61,7 @@ MAY_DIFFER = frozenset(
 DATA, SAMPLES, REPLICAS, STAGES = "hash of the training data", "samples of a step", "replicas", "stages"
 _STATE_KEY, _TRAINED_KEY, _DUE_KEY = "recipe", "recipe_trained", "recipe_evaluation_due"
 _MachineCheckpoints = tuple[list[int] | None, dict[int, str]]
-_locks: dict[str, int] = {}  # locked folders of this process and their file descriptors
+_locked: set[str] = set()  # folders, by this process
 # Settings of transport and storage that do not change what is trained: a run that timed out may get a longer timeout.
 _TRANSPORT_AND_STORAGE = (
     "pipecomp.transport.",
@@ -137,28 +137,20 @@ def lock_folder(argument: str, path: str | Path) -> None:
         ConfigError: If it cannot be made, or is in use by another run.
     """
     folder = os.path.realpath(path)
-    if folder in _locks:
+    if folder in _locked:
         return
     with writable(argument, path):
         os.makedirs(folder, exist_ok=True)
         handle = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(handle)
-        raise ConfigError(argument, str(path), "another folder: this one is in use by another run") from error
-    except OSError:  # the file system has no locks
+        locked = lock_file(handle)
+    except OSError:  # the file system locks no folders
         os.close(handle)
         return
-    _locks[folder] = handle
-
-
-def _unlock_folders() -> None:
-    while _locks:
-        os.close(_locks.popitem()[1])
-
-
-os.register_at_fork(after_in_child=_unlock_folders)  # a child that outlives the run would keep the locks
+    if not locked:
+        os.close(handle)
+        raise ConfigError(argument, str(path), "another folder: this one is in use by another run")
+    _locked.add(folder)
 
 
 class RunCheckpoints:

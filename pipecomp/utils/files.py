@@ -1,8 +1,10 @@
-"""Atomic file writes and checksums."""
+"""Atomic file writes, locks and checksums."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
 import zlib
 from collections.abc import Iterator
@@ -49,6 +51,45 @@ def atomic_write_text(path: str | os.PathLike[str], text: str) -> None:
     """Write a UTF-8 text file with `atomic_write`."""
     with atomic_write(path) as part:
         part.write_text(text, encoding="utf-8")
+
+
+_locked: set[int] = set()  # descriptors of this process
+
+
+def lock_file(descriptor: int, *, shared: bool = False) -> bool:
+    """Lock an open file or folder until `unlock_file`, or the end of the process. It never waits.
+
+    Note:
+        The lock belongs to the open file. A POSIX record lock belongs to the process, which loses it when it opens and
+        closes the same file once more, as a copy of the folder does. A forked child gives its part of the lock up.
+
+    Returns:
+        False if somebody else has locked it. True also on a file system without locks.
+    """
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+    _locked.add(descriptor)
+    return True
+
+
+def unlock_file(descriptor: int) -> None:
+    """Unlock and close a descriptor that this process has locked."""
+    if descriptor in _locked:
+        _locked.discard(descriptor)
+        os.close(descriptor)
+
+
+def _unlock_in_child() -> None:
+    while _locked:
+        os.close(_locked.pop())
+
+
+os.register_at_fork(after_in_child=_unlock_in_child)  # a child that outlives the process would keep its locks
 
 
 def file_crc(path: str | os.PathLike[str]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import sys
@@ -54,7 +55,8 @@ def outlast_readers() -> None:
         if stream is None:
             setattr(sys, name, io.TextIOWrapper(io.FileIO(os.devnull, "w")))
         if isinstance(stream, io.TextIOWrapper) and _descriptor(stream) == descriptor:
-            stream.flush()
+            with contextlib.suppress(OSError):
+                stream.flush()
             raw = _LossyFile(descriptor, "w", closefd=False)
             raw.before = stream
             file: Any = raw if stream.write_through else io.BufferedWriter(raw)  # as Python makes it with -u

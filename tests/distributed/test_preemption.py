@@ -49,7 +49,7 @@ WAITING = """
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_the_first_signal_is_noted_and_the_second_ends_the_process(number: int) -> None:
     process = started(WAITING.format(then="threading.Event().wait()"))
     process.send_signal(number)
@@ -63,6 +63,16 @@ def test_the_first_signal_is_noted_and_the_second_ends_the_process(number: int) 
     output, _ = process.communicate(timeout=HANG_S)
     assert process.returncode == 128 + number
     assert output == f"pipecomp: rank 0: {name} again: it ends here\n"
+
+
+def test_a_signal_that_is_ignored_or_has_a_handler_ends_no_run() -> None:
+    handlers = "signal.signal(signal.SIGHUP, signal.SIG_IGN); signal.signal(signal.SIGUSR1, lambda *_: None)"
+    process = started(f"import signal\n{handlers}\n{textwrap.dedent(WAITING.format(then='pass'))}")
+    for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM):
+        process.send_signal(number)
+        time.sleep(0.2)
+    output, _ = process.communicate(timeout=HANG_S)
+    assert (process.returncode, "noted 15" in output, "SIGHUP" in output) == (0, True, False)
 
 
 def test_what_a_launcher_passes_on_is_not_a_second_signal() -> None:

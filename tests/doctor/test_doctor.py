@@ -467,12 +467,12 @@ def test_a_folder_without_locks(tmp_path, monkeypatch):
     def refuse(*a):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(storage.fcntl, "lockf", refuse)
+    monkeypatch.setattr(storage.fcntl, "flock", refuse)
     assert storage._lock(tmp_path) == "ENOLCK No locks available"
 
 
 def test_a_folder_whose_locks_do_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(storage.fcntl, "lockf", lambda *a: None)
+    monkeypatch.setattr(storage.fcntl, "flock", lambda *a: None)
     assert "two ranks could write" in str(storage._lock(tmp_path))
     assert "file locks do not work here: two processes" in str(storage.try_lmdb(tmp_path))
 
