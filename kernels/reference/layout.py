@@ -26,7 +26,7 @@ SCALE_MAX = 2.0**100  # larger values raise NonFiniteError
 RMS_LOADING = (0.0, 1.596, 1.991, 2.344, 2.682, 3.01, 3.33, 3.64, 3.94)
 
 
-class Segment(NamedTuple):
+class GroupRun(NamedTuple):
     """A run of equally long groups inside a row."""
 
     value_start: int  # first value of the run in the row
@@ -141,14 +141,14 @@ def group_length(H: int, group_size: int | None) -> int:
     return H if group_size is None else min(group_size, H)
 
 
-def segments(H: int, bits: int, group_size: int | None) -> list[Segment]:
+def segments(H: int, bits: int, group_size: int | None) -> list[GroupRun]:
     """List the one or two runs of equal groups that make up a row of H values at `bits` bits."""
     group = group_length(H, group_size)
     full, tail = divmod(H, group)
     group_bytes = (group * bits + 7) // 8
-    runs = [Segment(0, 0, 0, full, group, group_bytes)]
+    runs = [GroupRun(0, 0, 0, full, group, group_bytes)]
     if tail:
-        runs.append(Segment(full * group, full * group_bytes, full, 1, tail, (tail * bits + 7) // 8))
+        runs.append(GroupRun(full * group, full * group_bytes, full, 1, tail, (tail * bits + 7) // 8))
     return runs
 
 

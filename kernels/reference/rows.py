@@ -129,7 +129,7 @@ def group_codes(x_RGn: Tensor, scale_RG: Tensor, options: QuantizerOptions, r_RG
     return steps.floor().clamp(0, top).masked_fill(zero_RG1, 0).to(torch.uint8)
 
 
-def segment_values(x_RH: Tensor, run: layout.Segment) -> Tensor:
+def segment_values(x_RH: Tensor, run: layout.GroupRun) -> Tensor:
     """Cut the values of a run of groups out of their rows: [R, G, n]."""
     return x_RH[:, run.value_start : run.value_start + run.groups * run.group].reshape(-1, run.groups, run.group)
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import transformers
 from transformers import GPT2Config
 
 from pipecomp.buffers import MemoryStore
@@ -42,18 +43,13 @@ from pipecomp.plan.profile import PartCost, Profile, count, max_tokens
 from pipecomp.stages import split
 from pipecomp.stages.link.transport import loopback_pair, unpaced
 from tests.limits import HANG_S
+from tests.models import gpt2, make_config
 
 CPU = torch.device("cpu")
 
 
 def small(layers=2):
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=50, n_positions=16, n_embd=16, n_layer=layers, n_head=2, bos_token_id=0, eos_token_id=0
-    )
-    return GPT2LMHeadModel(config)
+    return gpt2(layers, 16, vocab_size=50, n_positions=16, n_head=2)
 
 
 def test_links_are_measured_in_turns():
@@ -174,25 +170,10 @@ def test_a_model_is_timed_block_by_block():
     assert time_update(CPU, values=1000) > 0
 
 
-def roberta_model():
-    from transformers import RobertaForMaskedLM
-
-    return RobertaForMaskedLM(roberta())
-
-
 def roberta():
-    from transformers import RobertaConfig
-
-    return RobertaConfig(
-        vocab_size=50,
-        max_position_embeddings=16,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
-        pad_token_id=1,
-        architectures=["RobertaForMaskedLM"],
-    )
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 50}
+    more = {"max_position_embeddings": 16, "pad_token_id": 1, "architectures": ["RobertaForMaskedLM"]}
+    return make_config("roberta-masked", 2, **sizes, **more)
 
 
 def test_the_longest_sample_has_a_place_for_each_token():
@@ -203,7 +184,7 @@ def test_the_longest_sample_has_a_place_for_each_token():
     assert count(roberta(), 14).tokens == time_model(roberta(), 14, torch.float32, CPU).tokens == 14
     with pytest.raises(ConfigError, match="tokens: got 15, allowed: 1 to 14, the model's positions"):
         count(roberta(), 15)
-    stage = split(roberta_model(), 1)[0]
+    stage = split(transformers.RobertaForMaskedLM(roberta()), 1)[0]
     assert sample_length(None, stage) == 14
     assert model_size(PlanOptions(model=roberta()))[1] == 14
     assert model_size(PlanOptions(model=roberta(), tokens=0))[1] == 0, "not a default: refused"

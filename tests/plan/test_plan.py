@@ -70,6 +70,7 @@ from pipecomp.plan.simulation import (
 from pipecomp.stages.link.endpoint import LinkReceiver, LinkSender, Position
 from pipecomp.stages.link.layout import Layout
 from pipecomp.stages.link.transport import loopback_pair
+from tests.models import make_config
 
 SECTIONS = [
     {"method": "none"},
@@ -125,18 +126,8 @@ def test_packets_that_keep_an_error_count_with_the_most_bits_or_their_mean(way, 
 
 
 def llama(layers=4, width=64, tied=False):
-    from transformers import LlamaConfig
-
-    return LlamaConfig(
-        hidden_size=width,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=3 * width,
-        vocab_size=200,
-        max_position_embeddings=64,
-        tie_word_embeddings=tied,
-    )
+    sizes = {"hidden_size": width, "intermediate_size": 3 * width, "vocab_size": 200, "max_position_embeddings": 64}
+    return make_config("llama", layers, **sizes, tie_word_embeddings=tied)
 
 
 class TestProfile:

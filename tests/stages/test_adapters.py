@@ -14,35 +14,13 @@ peft = pytest.importorskip("peft")
 
 from pipecomp.errors import SplitError  # noqa: E402
 from pipecomp.stages import Source, build_stage, plan, pretrained, save_pretrained, split  # noqa: E402
+from tests import models  # noqa: E402
 
-VOCABULARY, LENGTH = 61, 9
-SMALL: dict[str, Any] = {"vocab_size": VOCABULARY, "pad_token_id": 0}
-LLAMA = SMALL | {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-}
-BERT = SMALL | {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "num_labels": 3,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}
-GPT2 = {
-    "vocab_size": VOCABULARY,
-    "n_embd": 16,
-    "n_layer": 3,
-    "n_head": 2,
-    "n_positions": 16,
-    "resid_pdrop": 0.0,
-    "embd_pdrop": 0.0,
-    "attn_pdrop": 0.0,
-}
+VOCABULARY, LENGTH = models.TOKENS, 9
+SMALL: dict[str, Any] = {"vocab_size": VOCABULARY, "pad_token_id": 0, "num_hidden_layers": 3}
+LLAMA = {**models.LLAMA, **SMALL}
+BERT = {**models.BERT, **SMALL, "num_labels": 3}
+GPT2 = {**models.GPT2, **SMALL}
 MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", LLAMA, {"task_type": "CAUSAL_LM"}),
     "llama, all layers": ("LlamaConfig", "LlamaForCausalLM", LLAMA, {"target_modules": "all-linear", "r": 2}),
@@ -151,7 +129,7 @@ def test_a_trained_module_of_which_every_stage_has_a_copy(tmp_path: Path) -> Non
     import transformers
 
     positions = {"relative_attention": True, "position_buckets": 4, "share_att_key": True, "pos_att_type": "p2c|c2p"}
-    config = transformers.DebertaV2Config(**BERT, **positions, pooler_hidden_size=16)
+    config = transformers.DebertaV2Config(**BERT, **positions, pooler_hidden_size=32)
     torch.manual_seed(0)
     transformers.DebertaV2ForSequenceClassification(config).save_pretrained(tmp_path / "base")
     adapter = peft.LoraConfig(target_modules=["query_proj"], modules_to_save=["rel_embeddings", "classifier"])
@@ -294,7 +272,7 @@ class TestFolders:
         held, source = load_file(file), pretrained(str(tmp_path / "base"), lora=tmp_path / "adapter")
         save_file(held | {name: held[name][:4].clone()}, file)
         with pytest.raises(
-            SplitError, match=rf"{name} in .*{file.name}: its shape is \(4, 16\), the model's is \(8, 16\)"
+            SplitError, match=rf"{name} in .*{file.name}: its shape is \(4, 32\), the model's is \(8, 32\)"
         ):
             build(source, 2)
         save_file(held | {name.replace("layers.0", "layers.3"): held[name].clone()}, file)

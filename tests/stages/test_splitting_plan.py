@@ -15,26 +15,15 @@ from hypothesis import strategies as st
 from pipecomp.errors import DataError, SplitError
 from pipecomp.stages import SplitPlan, default_loss, plan, split
 from pipecomp.stages.partition.planning import balance
+from tests import models
 
 transformers = pytest.importorskip("transformers")
 
-TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-BERT = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "max_position_embeddings": 40,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}
+BERT = {**models.COMMON, **models.BERT, "num_hidden_layers": 2}
 
 
-def gpt2(blocks: int = 4, vocabulary: int = 61, **changes: Any) -> Any:
-    return transformers.GPT2Config(
-        vocab_size=vocabulary, n_embd=32, n_head=4, n_layer=blocks, n_positions=40, **TOKENS, **changes
-    )
+def gpt2(blocks: int = 4, vocabulary: int = models.TOKENS, **changes: Any) -> Any:
+    return models.make_config("gpt2", blocks, vocab_size=vocabulary, **changes)
 
 
 def every_partition(blocks: int, stages: int) -> list[list[int]]:
@@ -95,7 +84,7 @@ class TestPlan:
 
     def test_embeddings_that_a_head_reads_count_as_its_matrix(self) -> None:
         """DeBERTa's new head multiplies by the word embeddings themselves, the legacy one by a tied matrix."""
-        config = {**BERT, **TOKENS, "architectures": ["DebertaV2ForMaskedLM"]}
+        config = {**BERT, "architectures": ["DebertaV2ForMaskedLM"]}
         new, old = (plan(transformers.DebertaV2Config(**config, legacy=x), num_stages=2) for x in (False, True))
         assert new.parameters == old.parameters
         assert new.costs == pytest.approx(old.costs, abs=61)  # the legacy head's bias has two names
@@ -160,7 +149,7 @@ CLASSIFIERS = ["Bert", "Roberta", "DebertaV2", "GPT2", "Llama"]
 
 
 def classifier(kind: str, classes: int, problem: str | None) -> Any:
-    wanted = {**BERT, **TOKENS, "num_labels": classes, "problem_type": problem, "pooler_hidden_size": 32}
+    wanted = {**BERT, "num_labels": classes, "problem_type": problem, "pooler_hidden_size": 32}
     config = getattr(transformers, f"{kind}Config")(**wanted)
     config.architectures = [f"{kind}ForSequenceClassification"]
     torch.manual_seed(0)
@@ -210,9 +199,9 @@ class TestLosses:
         labels[0, 4:] = -100
         for name, config in (
             ("GPT2LMHeadModel", gpt2(2)),
-            ("BertForMaskedLM", transformers.BertConfig(**BERT, **TOKENS)),
-            ("DebertaV2ForMaskedLM", transformers.DebertaV2Config(**BERT, **TOKENS)),
-            ("DebertaV2ForMaskedLM", transformers.DebertaV2Config(**BERT, **TOKENS, legacy=False)),
+            ("BertForMaskedLM", transformers.BertConfig(**BERT)),
+            ("DebertaV2ForMaskedLM", transformers.DebertaV2Config(**BERT)),
+            ("DebertaV2ForMaskedLM", transformers.DebertaV2Config(**BERT, legacy=False)),
         ):
             torch.manual_seed(0)
             model = getattr(transformers, name)(config).eval().to(dtype)
