@@ -103,7 +103,14 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         renamings = [one for one in conversions if isinstance(one, core_model_loading.WeightRenaming)]
         converters = [one for one in conversions if isinstance(one, core_model_loading.WeightConverter)]
         of_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+        text_only = {raw: name for raw in self._on_disk if (name := _text_name(raw)) in known and raw not in known}
+        if text_only:  # of a vision-language model, whose other tensors belong to no part of the text model
+            self.files = {raw: file for raw, file in self.files.items() if raw in text_only or raw in known}
         for raw in sorted(self._on_disk, key=core_model_loading.dot_natural_key):
+            if raw in text_only:
+                self._made[text_only[raw]] = _Conversion(text_only[raw], None, model, [(raw, None)])
+                self.files[text_only[raw]] = self.files.pop(raw)
+                continue
             name, pattern = core_model_loading.rename_source_key(
                 raw, renamings, converters, model.base_model_prefix, known
             )
@@ -117,7 +124,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
             conversion = self._made.get(targets[0]) or _Conversion(name, converter, model)
             conversion.sources.append((raw, pattern))
             if raw not in targets:
-                del self.files[raw]
+                self.files.pop(raw, None)
             for target in targets:
                 self._made[target], self.files[target] = conversion, self._on_disk[raw]
 
@@ -186,7 +193,15 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         return self._open[name]
 
 
-@dataclass(kw_only=False)
+def _text_name(raw: str) -> str:
+    """Return the name in the text model of a tensor of a vision-language model's checkpoint."""
+    for before, after in (("language_model.model.", "model."), ("model.language_model.", "model.")):
+        if raw.startswith(before):
+            return after + raw.removeprefix(before)
+    return raw.removeprefix("language_model.")
+
+
+@dataclass
 class _Conversion:
     """Tensors of a model that are made of others on disk. converter: of transformers; None if one is only renamed."""
 

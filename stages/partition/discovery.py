@@ -80,16 +80,38 @@ def class_of(config: Any) -> type:
     model_type = str(getattr(config, "model_type", None))
     named = next(iter(getattr(config, "architectures", None) or ()), None)
     names = [
-        named,
+        named if named is not None and head_kind(named) is not None else None,
         modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type),
         modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(model_type),
         modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.get(model_type),
+        named,
     ]
     for name in names:
         found = getattr(transformers, name, None) if name else None
         if isinstance(found, type):
             return found
     raise SplitError(f"model_type {model_type!r} cannot be split: transformers has no model of it. {_REGISTER}")
+
+
+def text_part(config: Any) -> Any:
+    """Return the config of a vision-language model's text model, if that is a model of its own; others unchanged.
+
+    The first class that the config names decides, if it is for text.
+    """
+    named = next(iter(getattr(config, "architectures", None) or ()), None)
+    if not hasattr(config, "get_text_config") or (named is not None and head_kind(named) is not None):
+        return config
+    try:
+        inner = config.get_text_config()
+    except ValueError:  # several of them
+        return config
+    return inner if inner is not config and _is_causal(inner) else config
+
+
+def _is_causal(config: Any) -> bool:
+    from transformers.models.auto import modeling_auto
+
+    return config.model_type in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
 def _head_of(model_class: type) -> tuple[str, str]:
@@ -111,7 +133,8 @@ def head_kind(name: str) -> str | None:
     for kind, (_, endings) in _HEADS.items():
         if name.endswith(endings):
             return kind
-    return "causal" if name in set(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()) else None
+    causal = {*modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
+    return "causal" if name in causal and not name.endswith("ForConditionalGeneration") else None
 
 
 def _unknown(config: Any, why: str) -> str:
@@ -290,8 +313,10 @@ def _observe(small: SmallCopy) -> dict[str, Any]:
     watch = _Watch(model, blocks, units)
     with watch.running():
         model(input_ids=ids_BS, **options)
-    before = [name for name in units if watch.phases[name] <= {"before"} and _has_parameters(units[name])]
-    after = [name for name in units if watch.phases[name] == {"after"} and _has_parameters(units[name])]
+    # A frozen table (sinusoids) may be read by the blocks, and costs no gradients on every stage.
+    trained = {name: unit for name, unit in units.items() if any(p.requires_grad for p in unit.parameters())}
+    before = [name for name in trained if watch.phases[name] <= {"before"}]
+    after = [name for name in trained if watch.phases[name] == {"after"}]
     shared = [name for name in units if name not in (*before, *after) and _has_parameters(units[name])]
     parameters = inspect.signature(base.forward).parameters
     return {

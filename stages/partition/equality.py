@@ -19,7 +19,7 @@ from pipecomp.stages.partition.discovery import SmallCopy, text_config
 from pipecomp.stages.partition.structure import Architecture
 
 _log = logging.getLogger(__name__)
-Cut = Callable[[Any, Sequence[int]], Sequence[Any]]
+Cut = Callable[[Any, Sequence[int], Architecture], Sequence[Any]]
 _SUMMED = 1e-5
 """Largest relative difference where sums are added in another order: weights of several stages, and with padding."""
 
@@ -31,7 +31,7 @@ def check_small_copy(config: Any, model_class: type, architecture: Architecture,
         config: of the model.
         model_class: its class.
         architecture: its entry, or the structure that was found.
-        cut: makes the stages of a model from the cuts.
+        cut: makes the stages of a model from the cuts and its structure.
 
     Returns:
         Whether stages are also equal with padding on the left.
@@ -86,8 +86,8 @@ def _compare(small: SmallCopy, architecture: Architecture, cut: Cut) -> dict[str
         trial.run_whole(inputs, labels)
     except Exception as error:  # raised by the model's code
         return {"error": f"{name} does not run unsplit: {type(error).__name__}: {error}"}
-    every = list(range(blocks))
-    for cuts in ([0, 1], every, *([0, i] for i in range(2, blocks))):
+    # A stage for each block is cut at every place at once: what does not travel is missing in all later blocks.
+    for cuts in (list(range(blocks)), [0, blocks // 2]):
         try:
             different = trial.compare(cut, cuts, inputs, labels, exact=True)
         except PipecompError as error:
@@ -121,7 +121,7 @@ def _batch(
     """Make inputs and labels; padded on one side, the second sample is shorter."""
     ids_BS = small.tokens()[: 1 if one else 2]
     inputs = {"input_ids": ids_BS}
-    labels = torch.arange(len(ids_BS)) % 2 if by_class else ids_BS.clone()
+    labels = _class_labels(small.config, len(ids_BS)) if by_class else ids_BS.clone()
     if side is not None:
         mask_BS = torch.ones_like(ids_BS)
         mask_BS[1, slice(7, None) if side == "right" else slice(0, 5)] = 0
@@ -131,6 +131,15 @@ def _batch(
             if side == "left":
                 labels[1, 5] = -100  # would be predicted from padding
     return inputs, labels
+
+
+def _class_labels(config: Any, samples: int) -> Tensor:
+    """Make labels of a classifier, by its problem type or, without one, by its number of classes."""
+    classes = int(config.num_labels)
+    problem = config.problem_type or ("regression" if classes == 1 else "single_label_classification")
+    if problem == "single_label_classification":
+        return torch.arange(samples) % classes
+    return torch.rand(samples) if classes == 1 else torch.rand(samples, classes).round()
 
 
 class _Trial:
@@ -169,7 +178,7 @@ class _Trial:
     ) -> str | None:
         """Run the stages' step as links do: without gradients across and without padding. Returns the difference."""
         self._model.zero_grad(set_to_none=True)
-        stages = cut(self._model, cuts)
+        stages = cut(self._model, cuts, self._architecture)
         mask_BS = inputs.get("attention_mask")
         torch.manual_seed(self._seed)
         message: Any = inputs

@@ -20,6 +20,7 @@ from pipecomp.stages.partition import adapters
 from pipecomp.stages.partition.adapters import Adapter
 from pipecomp.stages.partition.architectures import architecture_of, head_name
 from pipecomp.stages.partition.checkpoints import Checkpoint, find_file
+from pipecomp.stages.partition.discovery import text_part
 from pipecomp.stages.partition.modules import Modules, ModuleStage, plan_modules
 from pipecomp.stages.partition.planning import ModelParts, SplitPlan, aliases, plan_model
 from pipecomp.stages.partition.splitting import Stage, replace_parameter, shallow_copy, take_stage
@@ -84,6 +85,8 @@ def pretrained(path: str, *, model_class: str | type | None = None, lora: Any = 
         config, unused = AutoConfig.from_pretrained(str(path), return_unused_kwargs=True, **settings)
     except (OSError, ValueError) as error:
         raise SplitError(f"{path}: no Hugging Face model there: {error}") from error
+    if model_class is None:
+        config = text_part(config)
     if unused:
         raise SplitError(f"{type(config).__name__} has no setting {', '.join(sorted(unused))}")
     return Source(config=config, model_class=_class_for(config, model_class), weights=str(path), adapter=adapter)
@@ -97,6 +100,7 @@ def resolve(source: Any) -> Source:
         source = adapters.without_peft(source)
         return Source(config=getattr(source, "config", None), model_class=type(source), model=source)
     if hasattr(source, "model_type"):
+        source = text_part(source)
         return Source(config=source, model_class=_class_for(source, None))
     if isinstance(source, str) or hasattr(source, "__fspath__"):
         return pretrained(str(source))
@@ -216,19 +220,17 @@ def skeleton(source: Source, dtype: torch.dtype | str | None = None) -> Any:
 def _class_for(config: Any, model_class: str | type | None) -> type:
     import transformers
 
-    architecture = architecture_of(config)
     if model_class is None:
-        model_class = (getattr(config, "architectures", None) or [architecture.default_head])[0]
+        known = architecture_of(config)
+        model_class = (getattr(config, "architectures", None) or [known.default_head])[0]
     found = getattr(transformers, model_class, None) if isinstance(model_class, str) else model_class
     mapping = getattr(found, "_model_mapping", None)
     if mapping is not None:
         found = mapping.get(type(config), None)
     if not isinstance(found, type):
-        raise SplitError(
-            f"model_class: got {model_class!r}, allowed for {config.model_type}: "
-            f"{', '.join(sorted(architecture.heads))}"
-        )
-    head_name(architecture, found)
+        heads = ", ".join(sorted(architecture_of(config).heads))
+        raise SplitError(f"model_class: got {model_class!r}, allowed for {config.model_type}: {heads}")
+    head_name(architecture_of(config, found), found)
     return found
 
 

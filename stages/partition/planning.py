@@ -16,6 +16,7 @@ from torch import nn
 
 from pipecomp.errors import SplitError
 from pipecomp.stages.partition.architectures import architecture_of, head_name
+from pipecomp.stages.partition.structure import Architecture
 
 UPDATE_COST = 0.05
 """Cost of a parameter that no token is multiplied with (an embedding), in multiply-adds per token.
@@ -169,16 +170,18 @@ def plan_model(
     tie: bool = True,
     end_seconds: tuple[float, float] | None = None,
     slowdowns: Sequence[float] = (),
+    parts: ModelParts | None = None,
 ) -> SplitPlan:
     """Plan the partition of a Hugging Face model, which may be on the meta device. Other arguments as for `plan`.
 
     end_seconds: beside `block_seconds`, of the embeddings and of the head; by default as many as a block takes for as
     many parameters. slowdowns: factor of the seconds on each stage's machine, for cuts that are chosen; empty: 1.
+    parts: of the model, if they are known.
     """
     if not hasattr(model, "config"):
         allowed = "a Hugging Face model, or the result of pipecomp.stages.modules for an nn.Sequential"
         raise SplitError(f"model: got {type(model).__name__}, allowed: {allowed}")
-    parts = ModelParts(model)
+    parts = parts or ModelParts(model)
     named = dict(model.named_parameters(remove_duplicate=False))
     costs, first, last = _costs(named, parts, block_seconds, end_seconds)
     balanced = partial(balance, costs, first=first, last=last, slowdowns=slowdowns)
@@ -260,8 +263,8 @@ class ModelParts:
         read_by_head: paths of the first stage's modules that the head reads too.
     """
 
-    def __init__(self, model: Any) -> None:
-        self.architecture = architecture_of(model.config, type(model))
+    def __init__(self, model: Any, architecture: Architecture | None = None) -> None:
+        self.architecture = architecture or architecture_of(model.config, type(model))
         self.head = head_name(self.architecture, type(model))
         self.base = str(model.base_model_prefix)
         path = f"{self.base}.{self.architecture.blocks}"

@@ -83,7 +83,7 @@ def _small_config(config: Any, *, heads: bool, head_size: bool) -> Any:
 
 
 def _reduce_vocabulary(settings: dict[str, Any], vocabulary: str) -> None:
-    for key in (vocabulary, "vocab_size_per_layer_input", "vocab_size"):
+    for key in (vocabulary, "vocab_size_per_layer_input", "vocab_size", "decoder_vocab_size"):
         if isinstance(settings.get(key), int):
             settings[key] = min(settings[key], VOCABULARY)
     low = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

@@ -21,11 +21,11 @@ from pipecomp.errors import DataError, SplitError
 from pipecomp.stages.link.layout import Boundary, Layout
 from pipecomp.stages.partition import losses
 from pipecomp.stages.partition.adapters import adapter_of, check_saved, without_peft
-from pipecomp.stages.partition.architectures import architecture_of, is_built_in
+from pipecomp.stages.partition.architectures import is_built_in
 from pipecomp.stages.partition.discovery import text_config
 from pipecomp.stages.partition.equality import check_small_copy
 from pipecomp.stages.partition.planning import ModelParts, SplitPlan, TiedGroup, aliases, plan_model
-from pipecomp.stages.partition.structure import GeneratorStates, NoEmbeddings, SkippedBlock
+from pipecomp.stages.partition.structure import Architecture, GeneratorStates, NoEmbeddings, SkippedBlock
 
 
 class PipelineStage(nn.Module):
@@ -101,7 +101,7 @@ class Stage(PipelineStage):
     _model: Any
     config: Any
 
-    def __init__(self, model: Any, plan: SplitPlan, index: int) -> None:
+    def __init__(self, model: Any, plan: SplitPlan, index: int, architecture: Architecture) -> None:
         """model: cut to this stage; the stage takes over its children."""
         super().__init__(plan, index)
         # The same dictionaries, so that both see a parameter that .to() or an optimizer wrapper replaces. The model is
@@ -116,7 +116,7 @@ class Stage(PipelineStage):
         self.newly_initialized: tuple[str, ...] = ()
         self._packs = False  # whether `check_packing` has passed
         self.carries_left_padding = True
-        self._architecture = architecture_of(model.config, type(model))
+        self._architecture = architecture
         self._head = self._architecture.heads[plan.model_class]
         self.hidden_size = int(text_config(model.config).hidden_size) * self._architecture.lanes
         # Numbers of embeddings, None if unlimited or on another stage.
@@ -554,15 +554,17 @@ def take_stage(model: Any, plan: SplitPlan, index: int) -> Stage:
     if not 0 <= index < plan.num_stages:
         raise SplitError(f"index: got {index}, allowed: 0 to {plan.num_stages - 1}")
     check_saved(model)
-    stage = Stage(_cut(model, parts, plan, index), plan, index)
+    stage = Stage(_cut(model, parts, plan, index), plan, index, parts.architecture)
     if plan.num_stages > 1 and not is_built_in(parts.architecture):
-        stage.carries_left_padding = check_small_copy(model.config, type(model), parts.architecture, _split_unchecked)
+        stage.carries_left_padding = check_small_copy(model.config, type(model), parts.architecture, split_unchecked)
     return stage
 
 
-def _split_unchecked(model: Any, cuts: Sequence[int]) -> list[Stage]:
-    parts, plan = ModelParts(model), plan_model(model, cuts=cuts)
-    return [Stage(_cut(model, parts, plan, index), plan, index) for index in range(plan.num_stages)]
+def split_unchecked(model: Any, cuts: Sequence[int], architecture: Architecture) -> list[Stage]:
+    """Split a model of a given structure at the cuts, as `split` does, without comparing a small copy."""
+    parts = ModelParts(model, architecture)
+    plan = plan_model(model, cuts=cuts, parts=parts)
+    return [Stage(_cut(model, parts, plan, index), plan, index, architecture) for index in range(plan.num_stages)]
 
 
 def _cut(model: Any, parts: ModelParts, plan: SplitPlan, index: int) -> Any:

@@ -138,7 +138,7 @@ def test_what_an_entry_leaves_out_is_named() -> None:
 
 def test_an_entry_that_the_model_s_own_code_cannot_follow_is_an_error() -> None:
     register(Architecture(**{**vars(GPT_NEOX), "block_returns_tuple": True}))
-    with pytest.raises(SplitError, match=r"gpt_neox: stages cut at \[1\] .* past the first stage .* TypeError: "):
+    with pytest.raises(SplitError, match=r"gpt_neox: stages cut at \[1, 2, 3\] .* past the first stage .* TypeError: "):
         split(make_model(), num_stages=2)
 
 
