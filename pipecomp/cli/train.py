@@ -103,17 +103,34 @@ def copy_recipe(recipe: str, folder: Path) -> list[Path]:
 # -- train
 
 
+def _read_defaults(context: typer.Context, file: Path | None) -> Path | None:
+    """Take the options of `--config` as defaults; those of the command line come first."""
+    if file is not None:
+        with plain_errors():
+            context.default_map = {**(context.default_map or {}), **TrainOptions.read_file(file)}
+    return file
+
+
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option("--config", callback=_read_defaults, is_eager=True, help="YAML file of these options, name: value."),
+]
+
+
 @plain_errors()
 @takes_options
 def train(
     options: TrainOptions,
     dry_run: Annotated[bool, option("Print each machine's command without running it.", "--dry-run")] = False,
+    config: ConfigOption = None,
 ) -> None:
     """Fine-tune a language model on a text with several processes or machines: measure, plan, explain, train.
 
     pipecomp train --model gpt2 --data text.txt --stages 2
 
     pipecomp train --model gpt2 --data text.txt --peers host1,host2
+
+    pipecomp train --model llama --data text.txt --lora 16 --merge
 
     Each peer needs the same Python, working directory and files, and must accept
     this machine's ssh connections without a password; --dry-run prints the

@@ -26,7 +26,7 @@ from pipecomp.plan.prediction import MachineSpeeds, TrainingJob, as_row, memory_
 from pipecomp.plan.profile import Profile, balanced, count, max_tokens, tied_values, without_weights
 from pipecomp.plan.simulation import TCP_SHARE, Channel, LinkNetwork, chain
 from pipecomp.stages.link.transport import PacerTo, unpaced
-from pipecomp.stages.partition.loading import resolve
+from pipecomp.stages.partition.loading import resolve, with_adapter
 from pipecomp.utils.units import MAX_DELAY_S, format_nominal_rate, parse_rate, parse_time
 
 DEFAULT_RATES = ("10gbit", "1gbit", "500mbit", "300mbit", "100mbit")
@@ -174,7 +174,14 @@ def model_size(options: PlanOptions) -> tuple[Any, int, torch.dtype]:
     tokens = options.tokens
     if tokens is None:
         tokens = min(_MAX_DEFAULT_TOKENS, max_tokens(resolve(options.model).config) or _MAX_DEFAULT_TOKENS)
-    return options.model, tokens, report.TORCH_DTYPES[options.dtype]
+    return _adapted(options), tokens, report.TORCH_DTYPES[options.dtype]
+
+
+def _adapted(options: PlanOptions) -> Any:
+    """Return the model, with new adapters in all linear layers if the options ask for them."""
+    if options.lora is None:
+        return options.model
+    return with_adapter(options.model, options.lora)
 
 
 def round_up(size: float) -> float:
@@ -245,7 +252,7 @@ def plan(
         ConfigError: No layout fits, or none fits the nodes' memory.
     """
     options = request.options
-    model = without_weights(options.model, request.dtype)
+    model = without_weights(_adapted(options), request.dtype)
     gradients = {} if options.gradients is None else {"method": options.gradients}
     sections = search.aqsgd_sections("auto", "auto", one_pass=options.one_pass)
     config = Config.from_dict({**sections, "tie": options.tie, "gradients": gradients})
@@ -262,7 +269,7 @@ def plan(
         layout |= {"profile": profile, "dtype": request.dtype, "slowdowns": slowdowns}
         used = config
         if replicas > 1 and options.gradients is None:
-            averages[K] = search.choose_average(config, max(split.parameters), replicas, network, speeds, request.dtype)
+            averages[K] = search.choose_average(config, max(split.trained), replicas, network, speeds, request.dtype)
             used = config.replace(gradients=Gradients(method=averages[K][0][0]))
         for samples, micro_batches in search.micro_batch_splits(options.batch, replicas, options.micro_batch):
             job = TrainingJob(samples=samples, micro_batches=micro_batches, **layout)
@@ -313,7 +320,7 @@ def plan_sizes(request: PlanRequest, profile: Profile) -> TrainingJob:
     options = request.options
     [(K, replicas)] = search.layouts(request.nodes, request.stages, len(profile.blocks))
     [(samples, micro_batches)] = search.micro_batch_splits(options.batch, replicas, options.micro_batch or 1)
-    model = without_weights(options.model, request.dtype)
+    model = without_weights(_adapted(options), request.dtype)
     split = balanced(model, profile, K, tie=options.tie)
     layout: dict[str, Any] = {"plan": split, "replicas": replicas, "tied": tied_values(model, split)}
     job = TrainingJob(profile=profile, samples=samples, micro_batches=micro_batches, dtype=request.dtype, **layout)

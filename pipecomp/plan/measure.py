@@ -49,6 +49,7 @@ from pipecomp.stages.link.gloo import GlooTransport, neighbour_groups
 from pipecomp.stages.link.layout import Layout
 from pipecomp.stages.link.tls import TlsTransport
 from pipecomp.stages.link.transport import PacerTo, Transport, loopback_pair
+from pipecomp.stages.partition.adapters import attach
 from pipecomp.stages.partition.architectures import architecture_of, default_loss
 from pipecomp.stages.partition.loading import Source, build_stage, resolve
 from pipecomp.stages.partition.splitting import Stage
@@ -243,6 +244,8 @@ def time_model(model: Any, tokens: int, dtype: torch.dtype, device: torch.device
     for index in chosen:
         stage = build_stage(config_only, plan, index, dtype=dtype)
         assert isinstance(stage, Stage), "a language model's"
+        if source.adapter is not None:
+            attach(stage._model, source.adapter)
         stage.to(device)
         one, more = (time_stage(stage, n, tokens) for n in (1, several))
         forward_s, backward_s = per_sample(one.forward_s, more.forward_s), per_sample(one.backward_s, more.backward_s)

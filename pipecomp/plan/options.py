@@ -11,12 +11,13 @@ import json
 import math
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args, get_type_hints
 
-from pipecomp.errors import require
+from pipecomp.errors import ConfigError, require
 
 DTYPES = ("fp32", "bf16", "fp16")
 GRADIENT_METHODS = ("none", "fp16", "global_qsgd", "double_squeeze")
+ADAPTER_RATE, FULL_RATE = 2e-4, 5e-5  # default learning rates of `pipecomp train`
 
 _Gradients = Annotated[
     str | None,
@@ -59,11 +60,12 @@ class PlanOptions:
     store: Annotated[Path, "With --measure: the message store's folder."] = Path("messages")
     dropout: Annotated[float | None, "Dropout in training; by default the model's own."] = None
     one_pass: Annotated[bool, "Plan for training that sees every sample once.", "--one-pass"] = False
+    lora: Annotated[int | None, "Plan for LoRA adapters of this rank in all linear layers, with frozen weights."] = None
 
     def __post_init__(self) -> None:
         require(self.dtype in DTYPES, "dtype", self.dtype, ", ".join(DTYPES))
         require(self.gradients in (None, *GRADIENT_METHODS), "gradients", self.gradients, ", ".join(GRADIENT_METHODS))
-        for key in ("nodes", "stages", "batch", "micro_batch"):
+        for key in ("nodes", "stages", "batch", "micro_batch", "lora"):
             number = getattr(self, key)
             require(number is None or number >= 1, key.replace("_", "-"), number, "a whole number from 1")
         require_dropout("dropout", self.dropout)
@@ -104,8 +106,10 @@ class TrainOptions:
     tokenizer: Annotated[str | None, "A folder or hub name; by default the model's."] = None
     epochs: Annotated[int, "Passes over the text. With one, no sample is seen twice."] = 3
     max_steps: Annotated[int | None, "Stop after this many optimizer steps."] = None
-    lr: Annotated[float, "AdamW's learning rate; it warms up, then decays to 0."] = 5e-5
-    batch: Annotated[int | None, "Samples per step; by default 32, fewer for a short text."] = None
+    lr: Annotated[
+        float | None, "AdamW's learning rate, after warm-up; it decays to 0. By default 2e-4 for adapters, else 5e-5."
+    ] = None
+    batch: Annotated[int | None, "Samples per step; by default 32, fewer if the run would have under 50 steps."] = None
     tokens: Annotated[int | None, "Tokens per sample; by default the model's maximum, at most 1024."] = None
     dtype: Annotated[str, "Training precision: fp32 or bf16."] = "fp32"
     gradients: _Gradients = None
@@ -116,22 +120,100 @@ class TrainOptions:
     save_every: Annotated[int | None, "With --out: a checkpoint every N steps, from which the command resumes."] = None
     store: Annotated[Path | None, "Folder on a local disk for cached activations; by default in --out."] = None
     report_to: Annotated[list[str] | None, "Curves for tensorboard, trackio, mlflow or wandb; may be repeated."] = None
+    lora: Annotated[int | None, "Train LoRA adapters of this rank; the model's weights stay as they are."] = None
+    lora_alpha: Annotated[float | None, "Adapters are scaled by this / rank; by default twice the rank."] = None
+    lora_dropout: Annotated[float | None, "Dropout before the adapters; by default 0."] = None
+    lora_targets: Annotated[str | None, "Layers with adapters: all-linear (default), or ends of names, a,b."] = None
+    dora: Annotated[bool, "With --lora: also train a magnitude for each output (DoRA).", "--dora"] = False
+    rslora: Annotated[bool, "With --lora: scale by alpha / √rank (rank-stabilized LoRA).", "--rslora"] = False
+    adapter: Annotated[Path | None, "Continue a saved adapter, instead of --lora."] = None
+    merge: Annotated[bool, "Also write the model with the adapter merged into its weights.", "--merge"] = False
 
     def __post_init__(self) -> None:
         from pipecomp.config import MOST_SEED
 
-        least = {"stages": 1, "epochs": 1, "max_steps": 1, "batch": 1, "save_every": 1, "tokens": 2}
+        least = {"stages": 1, "epochs": 1, "max_steps": 1, "batch": 1, "save_every": 1, "tokens": 2, "lora": 1}
         for key, low in least.items():
             value = getattr(self, key)
             flag = f"--{key.replace('_', '-')}"
             require(value is None or value >= low, flag, value, f"a whole number from {low}")
         require(0 <= self.seed <= MOST_SEED, "--seed", self.seed, f"a whole number from 0 to {MOST_SEED}")
-        require(0 < self.lr < math.inf, "--lr", self.lr, "a number above 0")
+        require(0 < self.rate < math.inf, "--lr", self.lr, "a number above 0")
+        self._check_adapter()
         require(self.dtype in ("fp32", "bf16"), "--dtype", self.dtype, "fp32 or bf16")
         require(self.gradients in (None, *GRADIENT_METHODS), "--gradients", self.gradients, ", ".join(GRADIENT_METHODS))
         require_dropout("--dropout", self.dropout)
         allowed = "a folder: with --save-every a run resumes there"
         require(self.save_every is None or self.out is not None, "--out", None, allowed)
+
+    def _check_adapter(self) -> None:
+        names = ("lora_alpha", "lora_dropout", "lora_targets", "dora", "rslora")
+        for name in names if self.lora is None else ():
+            value, flag = getattr(self, name), f"--{name.replace('_', '-')}"
+            allowed = "nothing with --adapter, which has its own" if self.adapter else "only with --lora RANK"
+            require(value in (None, False), flag, value, allowed)
+        require(self.lora is None or self.adapter is None, "--adapter", self.adapter, "nothing together with --lora")
+        require(not self.merge or self.trains_adapter, "--merge", True, "only with --lora or --adapter")
+        require(self.lora_alpha is None or self.lora_alpha > 0, "--lora-alpha", self.lora_alpha, "a number above 0")
+        require_dropout("--lora-dropout", self.lora_dropout)
+        hint = "The adapters have --lora-dropout."
+        require(not self.trains_adapter or self.dropout is None, "--dropout", self.dropout, "nothing here", hint)
+
+    @property
+    def trains_adapter(self) -> bool:
+        """True if the run trains LoRA adapters, not the model's weights."""
+        return self.lora is not None or self.adapter is not None
+
+    @property
+    def rate(self) -> float:
+        """The learning rate after warm-up."""
+        if self.lr is not None:
+            return self.lr
+        return ADAPTER_RATE if self.trains_adapter else FULL_RATE
+
+    @classmethod
+    def names(cls) -> dict[str, str]:
+        """Return the options' names in a file of options, such as "lora-alpha", and their fields."""
+        hints = get_type_hints(cls, include_extras=True)
+        found = {}
+        for field in fields(cls):
+            _, _, *flags = get_args(hints[field.name])
+            found[flags[0].split("/")[0].lstrip("-") if flags else field.name.replace("_", "-")] = field.name
+        return found
+
+    @classmethod
+    def read_file(cls, path: Path) -> dict[str, Any]:
+        """Read a YAML file of options. Returns values by field. Raises ConfigError for a name that is no option."""
+        import yaml
+
+        try:
+            values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError("--config", str(path), f"a file of options ({error.strerror})") from error
+        except (ValueError, yaml.YAMLError) as error:
+            raise ConfigError("--config", str(path), f"YAML: {' '.join(str(error).split())}") from error
+        require(isinstance(values, dict), "--config", str(path), "lines such as 'lora: 16'")
+        names = cls.names()
+        for name in values:
+            key = str(name).replace("_", "-")
+            require(key in names, f"--config: {path}", name, ", ".join(names))
+        given = {names[str(name).replace("_", "-")]: value for name, value in values.items() if value is not None}
+        for name in ("data", "report_to"):
+            if name in given and not isinstance(given[name], list):
+                given[name] = [given[name]]
+        return given
+
+    def to_yaml(self, **chosen: Any) -> str:
+        """Encode the options for `read_file`, but the folder and the machines. chosen: values that a run has set."""
+        import yaml
+
+        lines: dict[str, Any] = {}
+        for name, field in self.names().items():
+            value = chosen.get(field, getattr(self, field))
+            if value is not None and field not in ("out", "peers"):
+                lines[name] = [str(item) for item in value] if isinstance(value, list) else value
+                lines[name] = str(value) if isinstance(value, Path) else lines[name]
+        return str(yaml.safe_dump(lines, sort_keys=False, allow_unicode=True))
 
     def to_json(self) -> str:
         """Encode the options that differ from their defaults."""
@@ -143,7 +225,7 @@ class TrainOptions:
     def from_json(cls, text: str) -> TrainOptions:
         """Decode the result of `to_json`."""
         values = json.loads(text)
-        paths = {name: Path(values[name]) for name in ("evaluate", "out", "store") if name in values}
+        paths = {name: Path(values[name]) for name in ("evaluate", "out", "store", "adapter") if name in values}
         return cls(**{**values, **paths, "data": [Path(file) for file in values["data"]]})
 
 

@@ -90,12 +90,18 @@ class TrainingJob:
         return (
             f"{format_count(self.plan.num_stages, 'stage')} × {format_count(self.replicas, 'replica')}, "
             f"{self.micro_batches} micro-batches of {self.samples} for {self.batch} samples per step, "
-            f"{self.profile.tokens} tokens each."
+            f"{self.profile.tokens} tokens each.{self._trained_text()}"
         )
 
+    def _trained_text(self) -> str:
+        trained, parameters = sum(self.plan.trained), sum(self.plan.parameters)
+        if trained == parameters:
+            return ""
+        return f" {trained / 1e6:.2f} M of {parameters / 1e6:.1f} M parameters are trained."
+
     def untied_parameters(self) -> list[int]:
-        """Return the number of values of each stage that no other stage holds."""
-        left = list(self.plan.parameters)
+        """Return the number of trained values of each stage that no other stage holds."""
+        left = list(self.plan.trained)
         for group, values in zip(self.plan.tied, self.tied, strict=True):
             for stage in group.stages:
                 left[stage] -= values
@@ -147,7 +153,7 @@ class StepPrediction:
         residuals = _residual_bytes(self.job, self.config)
         return [
             size + common * values + kept
-            for size, values, kept in zip(held, self.job.plan.parameters, residuals, strict=True)
+            for size, values, kept in zip(held, self.job.plan.trained, residuals, strict=True)
         ]
 
 
@@ -157,15 +163,18 @@ class StepPrediction:
 def memory_bytes(job: TrainingJob, slack: int = 1) -> list[float]:
     """Return the bytes of each stage: weights, gradients, Adam's state, and activations of micro-batches in flight.
 
+    Frozen weights have no gradients and no state.
+
     With activation checkpointing they include those of one block, of the micro-batch whose backward runs.
     """
     in_flight = in_flight_counts(slack, job.plan.num_stages, job.micro_batches)
     kept = job.profile.kept_bytes(job.plan, job.samples)
     own, shared = _FULL_PRECISION if job.dtype == torch.float32 else _HALF_PRECISION
     recomputed = job.samples * job.profile.again_bytes
+    plan = job.plan
     return [
-        (own + shared / job.replicas) * values + count * each + recomputed
-        for values, count, each in zip(job.plan.parameters, in_flight, kept, strict=True)
+        (own + shared / job.replicas) * trained + job.dtype.itemsize * (values - trained) + count * each + recomputed
+        for values, trained, count, each in zip(plan.parameters, plan.trained, in_flight, kept, strict=True)
     ]
 
 
@@ -287,7 +296,7 @@ def _stage_costs(
             update_s=parameters * speeds.update_s_per_parameter,
         )
         for (forward_s, backward_s), reduce_s, parameters in zip(
-            job.stage_seconds(), average_s, job.plan.parameters, strict=True
+            job.stage_seconds(), average_s, job.plan.trained, strict=True
         )
     ]
 
@@ -316,12 +325,12 @@ def _average_seconds_by_stage(
     """
     local = config.gradients.local
     if local is not None and local.local_steps > 1:
-        outer = [average_seconds(config, d, job.replicas, network, speeds) for d in job.plan.parameters]
+        outer = [average_seconds(config, d, job.replicas, network, speeds) for d in job.plan.trained]
         return [seconds / local.local_steps for seconds in outer]
-    averaged = job.plan.parameters if config.gradients.method == "none" else job.untied_parameters()
+    averaged = job.plan.trained if config.gradients.method == "none" else job.untied_parameters()
     return [
         average_seconds(config, d, job.replicas, network, speeds, job.dtype) + _gather_seconds(job, whole, network)
-        for d, whole in zip(averaged, job.plan.parameters, strict=True)
+        for d, whole in zip(averaged, job.plan.trained, strict=True)
     ]
 
 

@@ -25,7 +25,6 @@ from pipecomp.stages.partition.splitting import Stage, take_stage
 from pipecomp.utils.serialization import serializable
 
 _POSITIONS_AFTER_PADDING = {"roberta", "xlm-roberta", "camembert"}  # positions start after the padding token's
-_BACKWARD_OPERATIONS = 2.0  # per forward operation: gradients of inputs and of weights
 
 
 @serializable
@@ -72,6 +71,8 @@ class Profile:
         last: Cost of head and loss.
         call_s: Seconds of a stage's forward, and of its backward, that do not depend on the number of samples.
         measured: Source of the seconds, for tables.
+        backward_operations: Of the backward per operation of the forward: 1 for gradients of inputs, 1 for those of
+            weights, of which frozen ones have none.
         again_bytes: With activation checkpointing, bytes that a block keeps per sample while its backward runs. A
             stage has them once, however many micro-batches are in flight.
     """
@@ -83,6 +84,7 @@ class Profile:
     last: PartCost
     call_s: tuple[float, float] = (0.0, 0.0)
     measured: str = ""
+    backward_operations: float = 2.0
     again_bytes: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
@@ -105,7 +107,7 @@ class Profile:
 
         def timed(cost: PartCost) -> PartCost:
             forward_s = cost.flops / flops_per_s
-            return replace(cost, forward_s=forward_s, backward_s=_BACKWARD_OPERATIONS * forward_s)
+            return replace(cost, forward_s=forward_s, backward_s=self.backward_operations * forward_s)
 
         return replace(
             self,
@@ -157,9 +159,9 @@ def seconds(cost: PartCost) -> float:
 
 
 def without_weights(model: Any, dtype: torch.dtype = torch.float32) -> Any:
-    """Build a model on the meta device from a Hugging Face model, config, folder or hub name."""
+    """Build a model on the meta device from a Hugging Face model, config, folder or hub name, or a Source."""
     source = resolve(model)
-    return skeleton(Source(config=source.config, model_class=source.model_class), dtype)
+    return skeleton(Source(config=source.config, model_class=source.model_class, adapter=source.adapter), dtype)
 
 
 def representative_stages(model: Any) -> tuple[SplitPlan, list[int]]:
@@ -222,7 +224,9 @@ def count(model: Any, tokens: int, dtype: torch.dtype = torch.float32) -> Profil
         model_skeleton = without_weights(model, dtype)
         plan, chosen = representative_stages(model_skeleton)
         costs = {k: _count_stage(take_stage(model_skeleton, plan, k), tokens, dtype) for k in chosen}
-    return profile_from_stages(costs, plan, hidden=int(model_skeleton.config.hidden_size), tokens=tokens)
+        weights = sum(plan.trained) / sum(plan.parameters)
+    hidden = int(model_skeleton.config.hidden_size)
+    return profile_from_stages(costs, plan, hidden=hidden, tokens=tokens, backward_operations=1.0 + weights)
 
 
 def _count_stage(stage: Stage, tokens: int, dtype: torch.dtype) -> PartCost:
@@ -265,8 +269,10 @@ def balanced(
         by["block_seconds"] = profile.block_seconds()
         by["end_seconds"] = seconds(profile.first), seconds(profile.last)
     if isinstance(stages, int):
-        return plan_model(model, stages, **by, tie=tie, slowdowns=slowdowns)
-    return plan_model(model, cuts=list(stages), **by, tie=tie)
+        made = plan_model(model, stages, **by, tie=tie, slowdowns=slowdowns)
+    else:
+        made = plan_model(model, cuts=list(stages), **by, tie=tie)
+    return replace(made, tied=made.trained_ties)  # frozen copies exchange nothing
 
 
 def tied_values(model: Any, plan: SplitPlan) -> tuple[int, ...]:

@@ -25,6 +25,8 @@ def fine_tune(
     load: Callable[[argparse.Namespace, Any], tuple[Any, Any]] = text.causal_model,
     meanings: Callable[[argparse.Namespace, Any], Mapping[str, Any]] = lambda args, model: {},
     configure: Callable[[argparse.Namespace, Any, int, int], tuple[dict[str, Any], Sequence[int]]] | None = None,
+    schedule: Callable[[int, Any], Any] | None = None,
+    finish: Callable[[Any, str], None] | None = None,
 ) -> None:
     """Run a recipe on this rank, from text to saved model.
 
@@ -34,8 +36,11 @@ def fine_tune(
         documents: Append the tokenizer's end-of-text token to each text.
         load: Takes arguments and tokenizer and returns the model, as `pipecomp.initialize` takes it, and its config.
         meanings: Takes arguments and model and returns the `meanings` of `resume.what_is_trained`.
-        configure: Takes arguments, the model's config, tokens per sample and number of samples, and returns DeepSpeed's
-            configuration and the model's cuts; None to read --deepspeed_config. Called on every rank.
+        configure: Takes arguments, the model's config (or the model, if it has an adapter), tokens per sample and
+            number of samples, and returns DeepSpeed's configuration and the model's cuts; None to read
+            --deepspeed_config. Called on every rank.
+        schedule: See `run.Workload`.
+        finish: Takes the model and the folder of --save once that is written; called on every rank.
 
     Raises:
         PipecompError: On every rank, if one has an error.
@@ -60,7 +65,10 @@ def fine_tune(
             args, {"--block-size": size, DATA: training.digest(), **meanings(args, model)}, config
         )
     ranks.assert_same_on_all_ranks(data_facts(training, held_out))
-    ds_config, cuts = (None, None) if configure is None else configure(args, config, size, len(training))
+    ds_config, cuts = None, None
+    if configure is not None:
+        planned = config if getattr(model, "adapter", None) is None else model
+        ds_config, cuts = configure(args, planned, size, len(training))
     run.train(
         args,
         run.Workload(
@@ -73,8 +81,11 @@ def fine_tune(
             tokenizer=tokenizer,
             cuts=cuts,
             config=ds_config,
+            schedule=schedule,
         ),
     )
+    if finish is not None:
+        finish(model, args.save)
 
 
 def perplexity(loss: float) -> dict[str, float]:

@@ -21,6 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--lora-dropout", type=float, metavar="P", help=f"dropout before the adapters (default {DROPOUT:g})")
     targets = "layers with adapters, by the ends of their names, or all-linear (default: peft's for the model)"
     add("--lora-targets", nargs="+", metavar="NAME", help=targets)
+    add("--dora", action="store_true", help="also train a magnitude for each output of an adapted layer (DoRA)")
+    add("--rslora", action="store_true", help="scale adapters by A / sqrt(R) (rank-stabilized LoRA)")
     add("--adapter", metavar="FOLDER", help="continue training a saved adapter instead of a new one")
 
 
@@ -29,6 +31,8 @@ def check_arguments(args: argparse.Namespace) -> None:
     for name in ("rank", "alpha", "dropout", "targets") if args.adapter is not None else ():
         value = getattr(args, f"lora_{name}")
         require(value is None, f"--lora-{name}", value, "not set with --adapter: a saved adapter has its own")
+    for name in ("dora", "rslora") if args.adapter is not None else ():
+        require(not getattr(args, name), f"--{name}", True, "not set with --adapter: a saved adapter has its own")
     require(
         args.lora_rank is None or args.lora_rank >= 1, "--lora-rank", args.lora_rank, "a whole number of at least 1"
     )
@@ -73,6 +77,8 @@ def causal_model(args: argparse.Namespace, tokenizer: Any) -> tuple[Any, Any]:
         lora_alpha=ALPHA if args.lora_alpha is None else args.lora_alpha,
         lora_dropout=DROPOUT if args.lora_dropout is None else args.lora_dropout,
         target_modules=targets[0] if targets == ["all-linear"] else targets,
+        use_dora=args.dora,
+        use_rslora=args.rslora,
     )
     model_config(args.model)
     source = pretrained(args.model, lora=lora)
@@ -103,5 +109,7 @@ def meanings(args: argparse.Namespace, model: Any) -> dict[str, Any]:
         "--lora-rank": config.r,
         "--lora-alpha": config.lora_alpha,
         "--lora-dropout": config.lora_dropout,
+        "--dora": bool(config.use_dora),
+        "--rslora": bool(config.use_rslora),
         "--lora-targets": targets if targets is None or isinstance(targets, str) else sorted(targets),
     }

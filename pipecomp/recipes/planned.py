@@ -23,7 +23,7 @@ from rich.console import Console
 
 from pipecomp.checkpoint import manifest
 from pipecomp.distributed import rendezvous
-from pipecomp.distributed.collectives import broadcast
+from pipecomp.distributed.collectives import broadcast, while_others_wait
 from pipecomp.distributed.placement import GLOO_VARIABLE, interface_towards, is_loopback, loopback
 from pipecomp.distributed.rendezvous import KEYS, check_processes
 from pipecomp.errors import ConfigError, DataError, require, writable
@@ -31,15 +31,20 @@ from pipecomp.netlab.software import throttle_to
 from pipecomp.plan.command import run_plan
 from pipecomp.plan.options import PlanOptions, TrainOptions
 from pipecomp.plan.report import precision_sections
-from pipecomp.recipes import language, run, text
-from pipecomp.recipes.resume import lock_folder
+from pipecomp.recipes import language, lora, run, text
+from pipecomp.recipes.resume import STEPS, lock_folder
+from pipecomp.recipes.steps import AUTO_WARMUP
 from pipecomp.report.recorder import CHECKPOINTS, PLAN
+from pipecomp.stages.partition.merging import merge_adapter
 from pipecomp.utils.files import atomic_write_text
 
 _BATCH_KEYS = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-_STEPS_KEY = "scheduler.params.total_num_steps"
 _CONFIG_FILE = "ds_config.json"
+OPTIONS_FILE = "run.yaml"  # of --config
 DEFAULT_BATCH = 32  # samples per step; fewer for a short text
+FEWEST_STEPS = 50  # of a run whose batch is chosen here
+ALL_LINEAR = "all-linear"
+MERGED = "merged"  # folder of the merged model, beside that of the adapter
 
 
 def main(options: TrainOptions) -> None:
@@ -55,15 +60,24 @@ def main(options: TrainOptions) -> None:
         if options.model != "tiny":
             text.model_config(options.model)  # before the tokenizer, which is in the same folder by default
 
-    def configure(args: argparse.Namespace, config: Any, size: int, samples: int) -> tuple[dict[str, Any], list[int]]:
-        return plan_run(options, args, config, size, samples)
+    def configure(args: argparse.Namespace, model: Any, size: int, samples: int) -> tuple[dict[str, Any], list[int]]:
+        return plan_run(options, args, model, size, samples)
 
+    args = recipe_arguments(options)
+    adapter: dict[str, Any] = {}
+    if options.trains_adapter:
+        lora.check_arguments(args)
+        adapter = {"load": lora.causal_model, "meanings": lora.meanings}
+    if options.merge:
+        adapter["finish"] = write_merged
     try:
         language.fine_tune(
-            recipe_arguments(options),
+            args,
             language.read_documents if documents else text.read,
             documents=documents,
             configure=configure,
+            schedule=schedule,
+            **adapter,
         )
     except ConfigError as error:
         raise translate_error(error, str(options.out)) from error
@@ -77,9 +91,14 @@ def recipe_arguments(options: TrainOptions) -> argparse.Namespace:
     folder, resumable = str(options.out), options.save_every is not None
     same = ("field", "stages", "epochs", "max_steps", "dropout", "seed", "save_every")
     # Note: a recipe has no arguments of these names, but checkpoints compare them when a run resumes.
-    compared = ("lr", "batch", "dtype", "gradients")
+    compared = ("batch", "dtype", "gradients")
     given = argparse.Namespace(
-        **{name: getattr(options, name) for name in (*same, *compared)},
+        **{name: getattr(options, name) for name in (*same, *compared, "lora_dropout", "dora", "rslora")},
+        lr=options.rate,
+        lora_rank=options.lora,
+        lora_alpha=2 * options.lora if options.lora and options.lora_alpha is None else options.lora_alpha,
+        lora_targets=(options.lora_targets or ALL_LINEAR).split(",") if options.lora else None,
+        adapter=None if options.adapter is None else str(options.adapter),
         no_tie=not options.tie,
         train_file=[str(file) for file in options.data],
         eval_file=None if options.evaluate is None else str(options.evaluate),
@@ -110,11 +129,12 @@ def translate_error(error: ConfigError, folder: str) -> ConfigError:
     """Replace a recipe's arguments in an error by the options of `pipecomp train`. folder: of --out."""
 
     def translate(text: str) -> str:
-        text = text.replace("--block-size", "--tokens")
-        return text.replace(_STEPS_KEY, f"{_STEPS_KEY} (by --epochs, --max-steps)")
+        text = text.replace("--block-size", "--tokens").replace("--lora-rank", "--lora")
+        return text.replace(STEPS, f"{STEPS} (by --epochs, --max-steps)")
 
     got = folder if error.key == "--resume" else error.got
-    key = {"--block-size": "--tokens", "--resume": "--out", "--run": "--out"}.get(error.key, error.key)
+    names = {"--block-size": "--tokens", "--resume": "--out", "--run": "--out", "--lora-rank": "--lora"}
+    key = names.get(error.key, error.key)
     return ConfigError(key, got, translate(error.allowed), error.hint and translate(error.hint))
 
 
@@ -132,14 +152,14 @@ def choose_interface() -> None:
 
 
 def plan_run(
-    options: TrainOptions, args: argparse.Namespace, config: Any, size: int, samples: int
+    options: TrainOptions, args: argparse.Namespace, model: Any, size: int, samples: int
 ) -> tuple[dict[str, Any], list[int]]:
     """Plan the run, or read the plan of the run that resumes, and write its configuration to a file for people.
 
     Args:
         options: Options of `pipecomp train`.
         args: From `recipe_arguments`.
-        config: The model's Hugging Face configuration.
+        model: The model's Hugging Face configuration, or the model with its adapter.
         size: Tokens per sample.
         samples: Samples of the training data.
 
@@ -157,7 +177,7 @@ def plan_run(
     with ranks.collective_errors():
         check_processes("--stages", stages)
         check_unused(options, folder)
-        batch = choose_batch(options.batch, samples, world // stages)
+        batch = choose_batch(options.batch, samples, world // stages, None if options.max_steps else options.epochs)
         with writable("--run", folder):
             folder.mkdir(parents=True, exist_ok=True)
         if first:
@@ -168,7 +188,7 @@ def plan_run(
     if made is None:
         with ranks.collective_errors():
             plan_options = PlanOptions(
-                model=config,
+                model=model,
                 stages=stages,
                 batch=batch,
                 tokens=size,
@@ -186,9 +206,14 @@ def plan_run(
                     atomic_write_text(folder / PLAN, json.dumps(made, indent=2) + "\n")
         made = broadcast(made)
     ds_config = deepspeed_config(options, made["config"], folder)
+    if first:
+        for line in describe_defaults(options, batch, samples):
+            Console(highlight=False, soft_wrap=True).print(line)
     with ranks.collective_errors(), writable("--run", folder):
         if first:
             atomic_write_text(folder / _CONFIG_FILE, json.dumps(ds_config, indent=2) + "\n")
+            used = options.to_yaml(stages=len(made["cuts"]) - 1, batch=batch, lr=options.rate)
+            atomic_write_text(folder / OPTIONS_FILE, used)
     return ds_config, made["cuts"]
 
 
@@ -199,8 +224,10 @@ def check_unused(options: TrainOptions, folder: Path) -> None:
     require(unused, "--save-every", None, "a number", hint)
 
 
-def choose_batch(batch: int | None, samples: int, replicas: int = 1) -> int:
+def choose_batch(batch: int | None, samples: int, replicas: int = 1, epochs: int | None = None) -> int:
     """Return `batch`, or if None the largest number of samples per step up to DEFAULT_BATCH that replicas can share.
+
+    With `epochs` it is the largest that makes at least FEWEST_STEPS, or the smallest.
 
     Raises:
         ConfigError: If the text has fewer samples than `batch`.
@@ -211,8 +238,48 @@ def choose_batch(batch: int | None, samples: int, replicas: int = 1) -> int:
         return batch
     if samples < replicas:
         raise DataError(f"the text has {samples} samples, too few for {replicas} replicas")
-    most = next((n for n in (DEFAULT_BATCH, 16, 8, 4, 2, 1) if n <= samples), 0)
-    return max(most // replicas, 1) * replicas
+    sizes = [max(n // replicas, 1) * replicas for n in (DEFAULT_BATCH, 16, 8, 4, 2, 1) if n <= samples]
+    return next((n for n in sizes if epochs is None or epochs * samples // n >= FEWEST_STEPS), sizes[-1])
+
+
+def describe_defaults(options: TrainOptions, batch: int, samples: int) -> list[str]:
+    """Return lines about the values that this program has chosen."""
+    lines = []
+    if options.batch is None:
+        usual = min(DEFAULT_BATCH, samples)
+        why = "" if batch >= usual else f": {usual} would make {options.epochs * samples // usual} steps"
+        lines.append(f"batch     {batch} samples per step{why} (--batch)")
+    if options.lr is None:
+        kind = "adapters" if options.trains_adapter else "all weights"
+        lines.append(f"rate      {options.rate:g}, the default for {kind} (--lr); it warms up, then decays")
+    if options.lora is not None:
+        alpha = 2 * options.lora if options.lora_alpha is None else options.lora_alpha
+        targets = options.lora_targets or ALL_LINEAR
+        lines.append(f"adapters  LoRA of rank {options.lora}, alpha {alpha:g}, layers: {targets}")
+    return lines
+
+
+def schedule(steps: int, optimizer: Any) -> Any:
+    """Make a schedule: a linear warm-up over a tenth of the steps, then a linear decay. No step has the rate 0."""
+    warmup = max(1, round(AUTO_WARMUP * steps))
+
+    def factor(step: int) -> float:
+        return (step + 1) / warmup if step < warmup else max(0, steps - step) / max(1, steps - warmup)
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+def write_merged(model: Any, folder: str) -> None:
+    """Write the base model with the trained adapter of `folder` merged into its weights, beside it, on rank 0.
+
+    model: the source that was trained. Every rank must call this.
+    """
+    out = Path(folder).with_name(MERGED)
+    first = dist.get_rank() == 0
+    with rendezvous.all_ranks().collective_errors():
+        while_others_wait(lambda: merge_adapter(str(model.weights), folder, out) if first else None)
+    if first:
+        Console(highlight=False, soft_wrap=True).print(f"merged model saved in {out}")
 
 
 def deepspeed_config(options: TrainOptions, planned: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -225,11 +292,9 @@ def deepspeed_config(options: TrainOptions, planned: dict[str, Any], folder: Pat
         section["gradients"] = {"method": options.gradients}
     if not options.tie:
         section["tie"] = False
-    warmup = {"warmup_type": "linear", "warmup_num_steps": "auto", "warmup_max_lr": "auto", "total_num_steps": "auto"}
     return {
         **{key: planned[key] for key in _BATCH_KEYS if key in planned},
-        "optimizer": {"type": "AdamW", "params": {"lr": options.lr, "weight_decay": 0.01}},
-        "scheduler": {"type": "WarmupDecayLR", "params": warmup},
+        "optimizer": {"type": "AdamW", "params": {"lr": options.rate, "weight_decay": 0.01}},
         "gradient_clipping": 1.0,
         **precision_sections(options.dtype),
         "pipecomp": section,

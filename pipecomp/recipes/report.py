@@ -255,6 +255,10 @@ class Report:
             self._progress.stop()
             self._progress = None
 
+    def warn(self, text: str) -> None:
+        """Print a warning."""
+        self._print(f"warning   {text}")
+
     def resumed(self, words: str) -> None:
         """Print the checkpoint that this run resumes from, if any."""
         if words:

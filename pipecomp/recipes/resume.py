@@ -59,6 +59,7 @@ MAY_DIFFER = frozenset(
     }
 )
 DATA, SAMPLES, REPLICAS, STAGES = "hash of the training data", "samples of a step", "replicas", "stages"
+STEPS = "steps of the run"  # compared if the schedule depends on them
 _STATE_KEY, _TRAINED_KEY, _DUE_KEY = "recipe", "recipe_trained", "recipe_evaluation_due"
 _MachineCheckpoints = tuple[list[int] | None, dict[int, str]]
 _locked: set[str] = set()  # folders, by this process
@@ -251,6 +252,8 @@ class RunCheckpoints:
         stages, replicas = ({run.get(what) for run in (trained, self._trained)} for what in (STAGES, REPLICAS))
         alone = {run.get(STAGES) == run.get(REPLICAS) == 1 for run in (trained, self._trained)}
         not_compared: tuple[str, ...] = _TRANSPORT_AND_STORAGE
+        if len(replicas) > 1:
+            both -= {STEPS}
         if SAMPLES in both and len(replicas) > 1:
             # The samples dropped at the end of an epoch differ too, and with them the values of "auto".
             not_compared += _BATCH_SIZES + self._auto

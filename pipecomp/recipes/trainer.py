@@ -7,6 +7,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from pipecomp.distributed.consistency import settings_of
 from pipecomp.distributed.preemption import say_here
 from pipecomp.errors import ConfigError, OutputError
 from pipecomp.recipes.report import Report
-from pipecomp.recipes.resume import REPLICAS, SAMPLES, STAGES, RunCheckpoints, lock_folder, make_folder
+from pipecomp.recipes.resume import REPLICAS, SAMPLES, STAGES, STEPS, RunCheckpoints, lock_folder, make_folder
 from pipecomp.recipes.run import Workload
 from pipecomp.recipes.steps import Plan, check_config, complete, make_plan, read_config
 from pipecomp.report.recorder import Recorder, default_folder
@@ -58,11 +59,18 @@ class RecipeSetup:
 
     @classmethod
     def of(
-        cls, args: argparse.Namespace, config: Mapping[str, Any], plan: Plan, trained: Mapping[str, Any], stages: int
+        cls,
+        args: argparse.Namespace,
+        config: Mapping[str, Any],
+        plan: Plan,
+        trained: Mapping[str, Any],
+        stages: int,
+        *,
+        fixed_steps: bool = False,
     ) -> RecipeSetup:
         """Complete a configuration and lock the run's folders. Raises ConfigError.
 
-        trained: from `resume.what_is_trained`.
+        trained: from `resume.what_is_trained`. fixed_steps: a run that resumes must have as many steps.
         """
         scheduler = config.get("scheduler", {}).get("params", {})
         auto = [f"scheduler.params.{key}" for key, value in scheduler.items() if value == "auto"]
@@ -71,6 +79,8 @@ class RecipeSetup:
         compared = settings_of(whole, "pipecomp", settings.shared())
         step = plan.micro_batch * plan.accumulation * plan.replicas  # with another size, steps would cover other epochs
         counts = {SAMPLES: step, REPLICAS: plan.replicas, STAGES: stages}
+        if fixed_steps:
+            counts[STEPS] = plan.steps
         checkpoints = RunCheckpoints(args, whole, compared, {**trained, **counts}, auto)
         for argument, folder in (("--checkpoint", args.checkpoint), ("--run", args.run)):
             if folder is not None and dist.get_rank() == 0:
@@ -106,6 +116,7 @@ class RecipeTrainer(PipelineTrainer):
         ranks.assert_same_on_all_ranks(self._compared_values())
         with ranks.collective_errors():
             self._begin()
+        plan = self._run.plan
         with _unchanged_process():
             training_args = self._training_arguments()
         super().__init__(
@@ -116,7 +127,7 @@ class RecipeTrainer(PipelineTrainer):
             work.held_out,
             compute_metrics=work.compute_metrics,
             callbacks=[_StepControl(self._run.plan, self._run.checkpoints, evaluates=work.held_out is not None)],
-            optimizers=(None, work.lr_scheduler),
+            optimizers=(None, work.lr_scheduler if work.schedule is None else partial(work.schedule, plan.steps)),
             pipecomp=self._run.config,
             num_stages=None if work.cuts is not None else self._run.stages,
             cuts=work.cuts,
@@ -134,7 +145,7 @@ class RecipeTrainer(PipelineTrainer):
         if plan is None:
             sizes: dict[str, int] = {"samples": len(work.training), "replicas": world // stages}
             plan = make_plan(config, **sizes, epochs=args.epochs, max_steps=args.max_steps)
-        return RecipeSetup.of(args, config, plan, work.trained, stages)
+        return RecipeSetup.of(args, config, plan, work.trained, stages, fixed_steps=work.schedule is not None)
 
     def _compared_values(self) -> dict[str, Any]:
         """Return the JSON values by name that must be equal on all ranks."""
@@ -214,8 +225,18 @@ class RecipeTrainer(PipelineTrainer):
             samples = len(work.training) if work.training_samples is None else work.training_samples
             console.start(args, self._run.plan, self._run.settings, self._run.stages, samples, held_out)
             console.resumed(self._found)
+            self._warn_of_idle_steps()
             self.train()
         self.end()
+
+    def _warn_of_idle_steps(self) -> None:
+        """Warn if training would change no weight."""
+        kind = self._run.config.get("scheduler", {}).get("type", "")
+        if kind.startswith("Warmup") and self._run.plan.steps <= _IDLE_STEPS:
+            text = f"no weight will change: the first {_IDLE_STEPS} steps of {kind} have the rate 0, and the run has no"
+            self._console.warn(f"{text} more. Use more data or epochs, a smaller batch, or no scheduler")
+        if not any(self.plan.trained):
+            self._console.warn("no weight will change: the model has none that is trained")
 
     # -- what a recipe replaces
 
@@ -292,6 +313,9 @@ class RecipeTrainer(PipelineTrainer):
 
     def _report_end(self, page: str | None, stats: Sequence[Mapping[str, Any]]) -> None:
         self._console.end(Traffic.of(stats), self._recipe.save, page)
+
+
+_IDLE_STEPS = 2  # of DeepSpeed's warm-up, with a minimum of 0
 
 
 class _StepControl(TrainerCallback):

@@ -183,6 +183,7 @@ def _watch_optimizer(engine: TrainingEngine, fire: Callable[[str], None]) -> Non
         fire("on_optimizer_step")
         return result
 
+    watched._wrapped_by_lr_sched = hasattr(step, "_wrapped_by_lr_sched")  # type: ignore[attr-defined]  # or it warns
     # A bound method, because schedulers unwrap it.
     engine.optimizer.step = types.MethodType(watched, engine.optimizer)  # type: ignore[method-assign]
 

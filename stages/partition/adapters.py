@@ -157,10 +157,15 @@ def as_adapter(lora: Any) -> Adapter:
     if isinstance(lora, str) or hasattr(lora, "__fspath__"):
         return _read(str(lora))
     _check_config(lora, values=True)
-    if getattr(lora, "init_lora_weights", None) not in (True, "gaussian") or getattr(lora, "use_dora", False):
-        options = "init_lora_weights other than True and 'gaussian', and use_dora"
-        raise SplitError(f"lora: {options}, start from the weights of the base model: give a PeftModel in memory")
+    if getattr(lora, "init_lora_weights", None) not in (True, "gaussian"):
+        options = "init_lora_weights other than True and 'gaussian'"
+        raise SplitError(f"lora: {options}, starts from the weights of the base model: give a PeftModel in memory")
     return Adapter(config=lora)
+
+
+def new_adapter(rank: int) -> Adapter:
+    """Make a LoRA adapter of all linear layers."""
+    return Adapter(config=_peft().LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
 
 
 def _read(path: str) -> Adapter:
@@ -188,9 +193,24 @@ def attach(model: Any, adapter: Adapter, base: str | None = None) -> Any:
     if _starts_with(config, _CHANGES_BASE):
         config.init_lora_weights = True  # of the same shapes; LoftQ would need a GPU
     model.name_or_path = base or config.base_model_name_or_path or ""
-    adapted = _peft().get_peft_model(model, config, adapter_name=adapter.name).get_base_model()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft reads names that transformers has deprecated
+        warnings.filterwarnings("ignore", "fan_in_fan_out", UserWarning)  # peft sets it by itself for each Conv1D
+        adapted = _peft().get_peft_model(model, config, adapter_name=adapter.name).get_base_model()
     _check_ties(config)
     return adapted
+
+
+def reset_magnitude(module: Any, name: str) -> None:
+    """Set DoRA's magnitudes of a layer, if it has any, to the norms of its weights, as peft does for a new adapter."""
+    magnitudes = getattr(module, "lora_magnitude_vector", None) or {}
+    if name not in magnitudes:
+        return
+    from peft.utils.integrations import dequantize_module_weight
+
+    weight = dequantize_module_weight(module.get_base_layer())
+    norms = magnitudes[name].get_weight_norm(weight, weight.new_zeros(()), scaling=1)
+    magnitudes[name].weight.data.copy_(norms)
 
 
 def base_name(name: str) -> str:

@@ -107,6 +107,12 @@ def resolve(source: Any) -> Source:
     raise SplitError(f"model: got {type(source).__name__}, allowed: a Hugging Face model, config, folder or hub name")
 
 
+def with_adapter(source: Any, rank: int) -> Source:
+    """Return the model of `resolve` without weights, with a new LoRA adapter in all linear layers, for planning."""
+    found = resolve(source)
+    return Source(config=found.config, model_class=found.model_class, adapter=adapters.new_adapter(rank))
+
+
 def plan(
     model_or_config_or_path: Any,
     num_stages: int | None = None,
@@ -379,6 +385,7 @@ def _initialize(stage: Stage, whole: Any, new: set[str], seed: int) -> None:
         torch.manual_seed(int.from_bytes(digest, "little") >> 1)
         if stage.adapter is not None and hasattr(module, "reset_lora_parameters"):  # a layer with LoRA weights
             module.reset_lora_parameters(stage.adapter.name, stage.adapter.config.init_lora_weights)
+            adapters.reset_magnitude(module, stage.adapter.name)
         else:
             stage._model._init_weights(module)
 

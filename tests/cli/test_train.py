@@ -84,6 +84,13 @@ class TestInit:
         (["--data", "text.txt", "--gradients", "topk"], "--gradients: got 'topk', allowed: none, fp16, global_qsgd,"),
         (["--data", "text.txt", "--dropout", "1"], "--dropout: got 1.0, allowed: 0, or a share below 1"),
         (["--data", "text.txt", "--save-every", "5"], "--out: got None, allowed: a folder: with --save-every"),
+        (["--data", "text.txt", "--lora", "0"], "--lora: got 0, allowed: a whole number from 1"),
+        (["--data", "text.txt", "--dora"], "--dora: got True, allowed: only with --lora RANK"),
+        (["--data", "text.txt", "--lora-alpha", "4"], "--lora-alpha: got 4.0, allowed: only with --lora RANK"),
+        (["--data", "text.txt", "--adapter", "a", "--rslora"], "--rslora: got True, allowed: nothing with --adapter"),
+        (["--data", "text.txt", "--adapter", "a", "--lora", "4"], "allowed: nothing together with --lora"),
+        (["--data", "text.txt", "--merge"], "--merge: got True, allowed: only with --lora or --adapter"),
+        (["--data", "text.txt", "--lora", "4", "--dropout", "0"], "--dropout: got 0.0, allowed: nothing here"),
         (["--data", "text.txt", "--peers", "a,,b"], "--peers: got 'a,,b', allowed: host names with commas"),
         (["--data", "text.txt", "--peers", "a,a"], "--peers: got 'a,a', allowed: each host once"),
         (["--data", "text.txt", "--peers", "a,b", "--stages", "3"], "--stages: got 3, allowed: a multiple of 2"),
@@ -153,6 +160,17 @@ def test_a_dry_run_says_what_each_machine_would_run(tmp_path, monkeypatch):
         options = TrainOptions.from_json(shlex.split(program)[2])
         assert (options.data, options.stages, options.tie, options.peers) == ([Path("my text.txt")], 4, False, None)
     assert "tie" not in told(*given[:-1], "--dry-run")
+
+
+def test_a_file_has_the_options_that_the_command_line_does_not_give(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_text(tmp_path / "text.txt")
+    (tmp_path / "run.yaml").write_text("model: gpt2\ndata: text.txt\nlora: 4\nlora-alpha: 2\nlr: 1e-3\nepochs: 7\n")
+    text = told("train", "--config", "run.yaml", "--epochs", "2", "--dry-run")
+    options = TrainOptions.from_json(shlex.split(text[text.index("planned ") :])[1])
+    found = (options.model, options.data, options.lora, options.lora_alpha, options.lr, options.epochs)
+    assert found == ("gpt2", [Path("text.txt")], 4, 2.0, 1e-3, 2)
+    assert "--config: got 'none.yaml', allowed: a file of options" in told("train", "--config", "none.yaml", status=1)
 
 
 def test_what_runs_on_other_machines_is_shown_without_secrets(tmp_path, monkeypatch):
@@ -243,3 +261,35 @@ class TestTrain:
         assert found.output.count("train: error: latin.txt: not UTF-8: byte 1 is 0xfc") == 1, found.output
         assert "Traceback" not in found.output
         assert not Path(folder, "runs").exists()
+
+
+@pytest.mark.ranks
+@pytest.mark.soak
+def test_adapters_in_one_command(tmp_path):
+    """The adapter is peft's own, the merged model answers as both together, and training can go on from it."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    peft = pytest.importorskip("peft")
+    save_model(tmp_path / "model", write_text(tmp_path / "text.txt"))
+    given = "train --model model --data text.txt --lora 4 --merge --lr 1e-2 --batch 8 --max-steps 8 --out one"
+    found = run(tmp_path, sys.executable, "-m", "pipecomp.cli", *given.split())
+    assert found.status == 0, found.output
+    assert "adapters  LoRA of rank 4, alpha 8, layers: all-linear" in found.output
+    assert "merged model saved in one/merged" in found.output
+    losses = [line["loss"] for line in metrics(tmp_path / "one") if "loss" in line]
+    assert losses[-1] < losses[0] - 0.05
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    ids = torch.arange(9)[None]
+    with torch.no_grad():
+        plain = base(ids).logits
+        expected = peft.PeftModel.from_pretrained(base, tmp_path / "one" / "model")(ids).logits
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "one" / "merged").eval()(ids).logits
+    assert torch.allclose(merged, expected, atol=1e-5)
+    assert float((expected - plain).abs().max()) > 1e-2
+    (tmp_path / "again.yaml").write_text("model: model\ndata: text.txt\nadapter: one/model\nbatch: 8\nmax-steps: 2\n")
+    found = run(tmp_path, sys.executable, "-m", "pipecomp.cli", "train", "--config", "again.yaml", "--out", "two")
+    assert found.status == 0, found.output
+    again = [line["loss"] for line in metrics(tmp_path / "two") if "loss" in line]
+    assert again[0] == pytest.approx(losses[-1], abs=0.3)
+    assert again[0] < losses[0]

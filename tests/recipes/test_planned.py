@@ -29,6 +29,81 @@ def test_replicas_share_the_batch_that_nobody_gave(samples: int, replicas: int, 
     assert planned.choose_batch(None, samples, replicas) == batch
 
 
+@pytest.mark.parametrize(
+    ("samples", "epochs", "batch"), [(1000, 3, 32), (200, 3, 8), (147, 1, 2), (8, 3, 1), (600, 3, 32)]
+)
+def test_a_short_run_has_smaller_batches(samples: int, epochs: int, batch: int) -> None:
+    """Rather than a handful of steps, in which hardly a weight moves."""
+    assert planned.choose_batch(None, samples, 1, epochs) == batch
+    assert batch == 1 or epochs * samples // batch >= planned.FEWEST_STEPS
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 10, 100])
+def test_every_step_has_a_rate(steps: int) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
+    scheduler = planned.schedule(steps, optimizer)
+    rates = []
+    for _ in range(steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    warmup = max(1, steps // 10)
+    assert rates[0] == pytest.approx(2.0 / warmup)
+    assert max(rates) == rates[warmup - 1] == 2.0
+    assert min(rates) > 0
+    assert rates[warmup:] == sorted(rates[warmup:], reverse=True)
+    assert optimizer.param_groups[0]["lr"] == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "rate"), [({}, 5e-5), ({"lora": 4}, 2e-4), ({"adapter": Path("a")}, 2e-4), ({"lora": 4, "lr": 1.0}, 1.0)]
+)
+def test_adapters_have_a_rate_of_their_own(given: dict[str, Any], rate: float) -> None:
+    options = TrainOptions(model="m", data=[Path("a.txt")], **given)
+    assert options.rate == rate
+    made = planned.deepspeed_config(options, {"pipecomp": {}}, Path("out"))
+    assert made["optimizer"]["params"]["lr"] == rate
+
+
+def test_options_of_adapters_reach_the_recipe(tmp_path: Path) -> None:
+    args = planned.recipe_arguments(options_of(tmp_path, lora=4))
+    assert (args.lora_rank, args.lora_alpha, args.lora_targets) == (4, 8, ["all-linear"])
+    args = planned.recipe_arguments(
+        options_of(tmp_path, lora=4, lora_alpha=4.0, lora_targets="q_proj,v_proj", dora=True)
+    )
+    assert (args.lora_alpha, args.lora_targets, args.dora) == (4.0, ["q_proj", "v_proj"], True)
+    args = planned.recipe_arguments(options_of(tmp_path, adapter=tmp_path / "a"))
+    assert (args.lora_rank, args.lora_targets, args.adapter) == (None, None, str(tmp_path / "a"))
+
+
+def test_a_file_of_options_is_read_as_it_was_written(tmp_path: Path) -> None:
+    given = TrainOptions(
+        model="m", data=[Path("a b.txt"), Path("ü.txt")], evaluate=Path("e"), lora=4, lora_alpha=3.5, tie=False,
+        report_to=["mlflow"], lr=1e-5, out=Path("out"),
+    )  # fmt: skip
+    (tmp_path / "run.yaml").write_text(given.to_yaml(batch=8), encoding="utf-8")
+    values = TrainOptions.read_file(tmp_path / "run.yaml")
+    assert values["batch"] == 8
+    assert "out" not in values
+    assert values["data"] == ["a b.txt", "ü.txt"]
+    values |= {"data": given.data, "evaluate": Path("e"), "out": Path("out"), "batch": None}
+    assert TrainOptions(**values) == given
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("lra: 3", r"--config: .*: got 'lra', allowed: model, data"),
+        ("- 3", "--config: got .* allowed: lines such as"),
+        ("a: [", "--config: got .* allowed: YAML: "),
+    ],
+)
+def test_a_file_that_has_no_options_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        TrainOptions.read_file(tmp_path / "run.yaml")
+
+
 def test_batches_that_cannot_be() -> None:
     with pytest.raises(DataError, match="the text has 2 samples, too few for 3 replicas"):
         planned.choose_batch(None, 2, 3)
@@ -136,9 +211,9 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path, taken: str)
 
 
 def test_another_length_than_the_checkpoints_is_told_by_the_arguments_that_set_it() -> None:
-    error = ConfigError("--resume", "auto", "the settings of the checkpoint: scheduler.params.total_num_steps is 45")
+    error = ConfigError("--resume", "auto", "the settings of the checkpoint: steps of the run is 45")
     told = str(planned.translate_error(error, "run"))
-    assert told.endswith("scheduler.params.total_num_steps (by --epochs, --max-steps) is 45")
+    assert told.endswith("steps of the run (by --epochs, --max-steps) is 45")
 
 
 @pytest.mark.parametrize(("accelerator", "taken"), [("cuda", [1]), ("cpu", [])])

@@ -217,6 +217,19 @@ class TestFromDisk:
             for key, p in stage.named_parameters():
                 assert torch.equal(p, first.get(key, p)), "depends on the number of stages"
 
+    def test_magnitudes_begin_as_the_norms_of_the_weights(self, folder: Path, name: str) -> None:
+        targets = MODELS[name][3].get("target_modules")
+        more = {"target_modules": [t for t in targets if t != "wte"]} if isinstance(targets, list) else {}
+        config = peft.LoraConfig(**MODELS[name][3] | more | {"use_dora": True, "use_rslora": True})
+        whole = peft.get_peft_model(base(name), config).get_base_model()
+        magnitudes = {n: p for n, p in whole.named_parameters() if "magnitude" in n}
+        assert magnitudes
+        for stages in (1, 3):
+            parts = build(pretrained(str(folder), lora=config), stages)
+            found = {n: p for part in parts for n, p in part.named_parameters() if "magnitude" in n}
+            assert found.keys() == magnitudes.keys()
+            assert all(torch.equal(found[n], magnitudes[n]) for n in found)
+
     def test_goes_on_with_a_saved_adapter(self, folder: Path, name: str, tmp_path: Path) -> None:
         parts = build(pretrained(str(folder), lora=lora(name)), 2)
         for part in parts:
@@ -377,10 +390,9 @@ class TestRefused:
             config.base_model_name_or_path = nowhere
             assert len(split(whole, num_stages=2)) == 2
 
-    @pytest.mark.parametrize("more", [{"init_lora_weights": "pissa"}, {"use_dora": True}])
-    def test_what_starts_from_the_weights(self, more: dict[str, Any]) -> None:
+    def test_what_starts_from_the_weights(self) -> None:
         with pytest.raises(SplitError, match="give a PeftModel in memory"):
-            pretrained("anything", lora=lora("llama", **more))
+            pretrained("anything", lora=lora("llama", init_lora_weights="pissa"))
 
     def test_samplers_that_peft_makes_in_the_first_forward(self) -> None:
         """On a stage that was read from a folder: after its optimizer."""
