@@ -262,7 +262,9 @@ class RecipeTrainer(PipelineTrainer):
             return None
         plan = self._run.plan
         epoch = self._training_length(plan.per_epoch).epochs_after(step)
-        return ResumePoint(str(self._run.checkpoints.folder), TrainerState(global_step=step, epoch=epoch), same=True)
+        state = TrainerState(global_step=step, epoch=epoch, train_batch_size=plan.micro_batch)
+        state.compute_steps(self.args, plan.steps)
+        return ResumePoint(str(self._run.checkpoints.folder), state, same=True)
 
     def _load_checkpoint(self, resume_point: ResumePoint) -> ResumePoint:
         self._console.resumed(self._run.checkpoints.load(self.engine))

@@ -46,6 +46,7 @@ def merge_adapter(base: str, adapter: str, out: str | Path) -> None:
     )
     folder = Path(out)
     with Checkpoint(base) as checkpoint:
+        checkpoint.convert(whole, [adapters.base_name(name) for name in whole.state_dict()])
         own = _own_names(whole, checkpoint)
         _check_complete(own.values(), source.adapter.name, tuned)
         folder.mkdir(parents=True, exist_ok=True)
