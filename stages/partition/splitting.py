@@ -115,6 +115,7 @@ class Stage(PipelineStage):
         self.adapter = adapter_of(model)
         self.newly_initialized: tuple[str, ...] = ()
         self._packs = False  # whether `check_packing` has passed
+        self._own_mask = False  # whether the model makes no mask of packed samples' positions
         self.carries_left_padding = True
         self._architecture = architecture
         self._head = self._architecture.heads[plan.model_class]
@@ -270,51 +271,69 @@ class Stage(PipelineStage):
         """
         if self._packs:
             return
-        name, base, architecture = self.plan.model_class, self._model.base_model, self._architecture
+        name, base, config = self.plan.model_class, self._model.base_model, text_config(self.config)
         remedy = f"train {name} without packing"
+        kinds = sorted(set(getattr(config, "layer_types", None) or ()))
         if self._head.loss not in (losses.causal_lm, losses.masked_lm):
             raise SplitError(f"packing: {name} computes one result for each row, not for each token: {remedy}")
         if "position_ids" not in inspect.signature(type(base).forward).parameters:
             raise SplitError(f"packing: {name} takes no position_ids, so it cannot tell samples apart: {remedy}")
-        like = next(p for p in self._model.parameters() if p.is_floating_point())
-        cut, total = 3, 5  # tokens of the first of two samples, and of both
-        x_1SH = torch.sin(torch.arange(total * self.hidden_size, device=like.device) * 0.7).to(like.dtype)
-        x_1SH = x_1SH.view(1, total, self.hidden_size).requires_grad_()
-
-        def run(x: Tensor, *lengths: int) -> Tensor:
-            positions = torch.cat([torch.arange(n, device=like.device) for n in lengths])[None]
-            call = {"inputs_embeds": x, **self._packing_call(positions, None), **architecture.forward_options}
-            hidden: Tensor = base(**call).last_hidden_state
-            return hidden
-
-        training = self._model.training
-        self._model.eval()
-        try:
-            with torch.enable_grad():
-                both_1SH = run(x_1SH, cut, total - cut)
-                with torch.no_grad():
-                    apart_1SH = torch.cat([run(x_1SH[:, :cut], cut), run(x_1SH[:, cut:], total - cut)], 1)
-                weight_1SH = torch.sin(torch.arange(both_1SH.numel(), device=like.device)).view_as(both_1SH)
-                # What one sample's result depends on: exactly nothing of the other one.
-                leaks = []
-                for own, other in ((slice(cut, None), slice(None, cut)), (slice(None, cut), slice(cut, None))):
-                    result = (both_1SH * weight_1SH)[:, own].float().sum()
-                    (gradient_1SH,) = torch.autograd.grad(result, x_1SH, retain_graph=True)
-                    leaks.append(bool((gradient_1SH[:, other] != 0).any()))
-        except Exception as error:  # raised by the model's code
+        # Transformers makes the mask of a decoder by the positions, if the model passes them on. Else it gets a mask by
+        # query and key, unless windows would be lost.
+        windows = any("sliding" in kind or "chunked" in kind for kind in kinds) or getattr(
+            config, "sliding_window", None
+        )
+        apart, error = self._keeps_apart()
+        if not apart and not (windows or self._flash_attention or self._head.loss is losses.masked_lm):
+            self._own_mask = True
+            apart, error = self._keeps_apart()
+        if error is not None:
             raise SplitError(f"packing: {name} fails with {type(error).__name__}: {error}; {remedy}") from error
-        finally:
-            self._model.train(training)
-        tolerance = 16 * torch.finfo(both_1SH.dtype).eps * float(apart_1SH.abs().max()) * (self.hi - self.lo + 1)
-        differs = not torch.allclose(both_1SH, apart_1SH, rtol=0, atol=max(tolerance, 1e-5))
-        if any(leaks) or differs:
-            kinds = sorted(set(getattr(self.config, "layer_types", None) or ()))
+        if not apart:
             what = f" (layer types {', '.join(kinds)})" if kinds else ""
             raise SplitError(
                 f"packing: blocks {self.lo} to {self.hi - 1} of {name}{what} pass state from one sample of a row to "
                 f"the next: {remedy}"
             )
         self._packs = True
+
+    def _keeps_apart(self) -> tuple[bool, Exception | None]:
+        """Compare two packed samples of 3 and 2 tokens with each by itself. Returns a result and the model's error."""
+        like = next(p for p in self._model.parameters() if p.is_floating_point())
+        cut, total, following = 3, 5, self._ends[1]
+        width = self.hidden_size // (self._architecture.lanes if self.is_first else 1)
+        x_1SH = torch.sin(torch.arange(total * width, device=like.device) * 0.7).to(like.dtype)
+        x_1SH = x_1SH.view(1, total, width).requires_grad_()
+
+        def run(x: Tensor, packed: dict[str, Any]) -> Tensor:
+            call = {"inputs_embeds": x, **packed, **self._architecture.forward_options}
+            with self._receiving(call):
+                output = self._model.base_model(**call)
+                hidden: Any = output.last_hidden_state if following is None else following.kept
+            assert isinstance(hidden, Tensor)
+            return hidden
+
+        training = self._model.training
+        self._model.eval()
+        try:
+            with torch.enable_grad():
+                place_S = torch.cat([torch.arange(n, device=like.device) for n in (cut, total - cut)])
+                both_1SH = run(x_1SH, self._packing_call(place_S[None] + self._first_position, None))
+                with torch.no_grad():
+                    apart_1SH = torch.cat([run(part, {}) for part in x_1SH.split([cut, total - cut], 1)], 1)
+                weight_1SH = torch.sin(torch.arange(both_1SH.numel(), device=like.device)).view_as(both_1SH)
+                # What one sample's result depends on: exactly nothing of the other one.
+                for own, other in ((slice(cut, None), slice(None, cut)), (slice(None, cut), slice(cut, None))):
+                    result = (both_1SH * weight_1SH)[:, own].float().sum()
+                    (gradient_1SH,) = torch.autograd.grad(result, x_1SH, retain_graph=True)
+                    if bool((gradient_1SH[:, other] != 0).any()):
+                        return False, None
+        except Exception as error:  # raised by the model's code
+            return False, error
+        finally:
+            self._model.train(training)
+        tolerance = 16 * torch.finfo(both_1SH.dtype).eps * float(apart_1SH.abs().max()) * (self.hi - self.lo + 1)
+        return torch.allclose(both_1SH, apart_1SH, rtol=0, atol=max(tolerance, 1e-5)), None
 
     def next_layout(self, layout: Layout) -> Layout:
         """Return the layout of the stage's output, from that of its input: the same tokens."""
@@ -414,12 +433,14 @@ class Stage(PipelineStage):
             longest, moved = int(bounds.diff().max()), bounds.to(positions_BS.device, non_blocking=True)
             varying = {"cu_seq_lens_q": moved, "cu_seq_lens_k": moved, "max_length_q": longest, "max_length_k": longest}
             return {"attention_mask": None, "position_ids": positions_BS, **varying}
-        if self._head.loss is not losses.masked_lm:
-            return {"attention_mask": None, "position_ids": positions_BS}  # transformers makes the mask of these
-        # Encoders make no mask of positions, but take one by query and key: as numbers that eager attention adds.
+        encoder = self._head.loss is losses.masked_lm
+        if not (encoder or self._own_mask):
+            return {"attention_mask": None, "position_ids": positions_BS}
         number_BS = sample_numbers(positions_BS)
         same_B1SS = (number_BS[:, :, None] == number_BS[:, None, :])[:, None]
-        if self.config._attn_implementation == "eager":
+        if not encoder:
+            same_B1SS = same_B1SS.tril()
+        if self.config._attn_implementation == "eager":  # which adds the mask
             dtype = next(p.dtype for p in self._model.parameters() if p.is_floating_point())
             same_B1SS = torch.zeros_like(same_B1SS, dtype=dtype).masked_fill_(~same_B1SS, torch.finfo(dtype).min)
         return {"attention_mask": same_B1SS, "position_ids": positions_BS}

@@ -18,7 +18,7 @@ from pipecomp.stages import default_loss, split
 from pipecomp.stages.link.layout import Layout, gather, scatter
 from pipecomp.stages.partition import splitting
 from pipecomp.stages.partition.splitting import assume_masks
-from tests.models import MODELS, TOKENS, make_model
+from tests.models import MODELS, TOKENS, disturbed, make_model
 from tests.stages.test_assumed_masks import GPU, Looks
 from tests.stages.test_splitting import added_up
 
@@ -110,6 +110,17 @@ class TestEqualToSamplesApart:
         assert batch.inputs["input_ids"].shape == (1, sum(SIZES))
         check_equal(loss_and_gradients(model, [0, 1, 4], batch), apart(model, causal=True))
 
+    @pytest.mark.parametrize("attention", ["sdpa", "eager"])
+    def test_a_decoder_whose_mask_does_not_follow_from_positions(self, attention: str) -> None:
+        sizes = {"hidden_size": 32, "ffn_dim": 48, "num_attention_heads": 4, "word_embed_proj_dim": 32}
+        config = transformers.OPTConfig(
+            vocab_size=TOKENS, num_hidden_layers=4, max_position_embeddings=40, dropout=0.0, **sizes
+        )
+        config._attn_implementation = attention
+        torch.manual_seed(7)
+        model = disturbed(transformers.OPTForCausalLM(config)).train()
+        check_equal(loss_and_gradients(model, [0, 1, 4], packed("opt")), apart(model, causal=True))
+
     @pytest.mark.parametrize("start", [0, 2])
     def test_positions_of_roberta(self, start: int) -> None:
         model = make_model("roberta-masked")
@@ -167,6 +178,10 @@ class TestEqualToSamplesApart:
         def varlen(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **more: Any) -> Any:
             assert attention_mask is None
             assert query.shape[0] == 1
+            if "cu_seq_lens_q" not in more:  # a sample by itself
+                return nn.functional.scaled_dot_product_attention(
+                    query, key, value, is_causal=True, enable_gqa=True
+                ).transpose(1, 2), None
             assert torch.equal(more["cu_seq_lens_q"], more["cu_seq_lens_k"])
             sizes = more["cu_seq_lens_q"].diff().tolist()
             assert more["max_length_q"] == more["max_length_k"] == max(sizes)
@@ -243,6 +258,15 @@ class TestRefused:
         stages[1 - stage].check_packing()
         with pytest.raises(SplitError, match="pass state from one sample of a row to the next"):
             stages[stage].check_packing()
+
+    def test_windows_that_a_mask_of_ones_own_would_lose(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from transformers.models.mistral import modeling_mistral
+
+        made = modeling_mistral.create_sliding_window_causal_mask
+        without = lambda **given: made(**{**given, "position_ids": None})  # noqa: E731
+        monkeypatch.setattr(modeling_mistral, "create_sliding_window_causal_mask", without)
+        with pytest.raises(SplitError, match="pass state from one sample"):
+            split(make_model("mistral"), num_stages=2)[0].check_packing()
 
     def test_a_model_without_positions(self) -> None:
         model = make_model("llama")
