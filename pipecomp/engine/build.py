@@ -47,6 +47,7 @@ from pipecomp.stages.link.tls import TlsTransport
 from pipecomp.stages.link.transport import PacerTo, Transport, unpaced
 from pipecomp.stages.partition.modules import ModuleStage
 from pipecomp.stages.partition.planning import SplitPlan
+from pipecomp.stages.partition.quantization import state_names
 from pipecomp.stages.partition.splitting import Stage
 from pipecomp.tls.process_group import BACKEND, current_mesh
 
@@ -129,6 +130,10 @@ class _PipelineModule(PipelineModule):
     def ckpt_layer_path_list(self, ckpt_dir: str, local_layer_idx: int) -> list[str]:
         found: list[str] = super().ckpt_layer_path_list(glob.escape(ckpt_dir), local_layer_idx)
         return found
+
+    def _get_frozen_parameter_names(self, layer: Stage | ModuleStage) -> list[str]:
+        """Name what a checkpoint of adapters leaves out, the scales of quantized weights included."""
+        return [*super()._get_frozen_parameter_names(layer), *state_names(layer)]
 
 
 def pipeline_module(
@@ -370,14 +375,14 @@ def open_links(
     grid, stage, settings = engine.grid, engine.stage, engine.pipecomp_config
     indices = {"to_previous": engine.stage_id - 1, "to_next": engine.stage_id}
     crossings = {name: stage.crossing(indices[name]) for name in transports}
-    weight = next(stage.parameters(), torch.empty(0))
+    dtype = stage.dtype
     described = {
         indices[name]: {
             **configured.link_settings(indices[name]),
             **crossing.settings,
             "hidden_size": crossing.width,
             "model": f"{engine.plan.model_class} {model_digest(engine.plan, stage.config)}",
-            "dtype": str(weight.dtype).removeprefix("torch."),
+            "dtype": str(dtype).removeprefix("torch."),
             "replica": f"{grid.data_parallel_id} of {grid.data_parallel_size}",
         }
         for name, crossing in crossings.items()
@@ -414,7 +419,7 @@ def open_links(
         for name, end in ends.items():
             bounds = bounds_of(engine, crossings[name])
             if bounds is not None:
-                end.set_limits(bounds, weight.dtype)
+                end.set_limits(bounds, dtype)
         opened.pop_all()
     return links, run
 

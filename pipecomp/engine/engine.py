@@ -40,6 +40,7 @@ from pipecomp.schedule import InFlight
 from pipecomp.stages.link.links import Links
 from pipecomp.stages.partition.modules import ModuleStage
 from pipecomp.stages.partition.planning import SplitPlan
+from pipecomp.stages.partition.quantization import state_tensors, without_quantized
 from pipecomp.stages.partition.splitting import Stage
 
 _NEVER = 10**9  # steps_per_print of callers that report themselves
@@ -355,7 +356,9 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine, EngineState):
         """
         self._checkpoints.check_precision()
         self._checkpoints.check_state(client_state)
-        kwargs.setdefault("exclude_frozen_parameters", self.stage.adapter is not None)
+        exclude = kwargs.setdefault("exclude_frozen_parameters", self.stage.adapter is not None)
+        hint = "Quantized weights are not loaded from a checkpoint, but from the model's folder."
+        require(exclude or not self.stage.quantized, "exclude_frozen_parameters", exclude, "True", hint)
         stock = functools.partial(super().save_checkpoint, **kwargs)
         with self.propagate_failure():
             return self._checkpoints.save(save_dir, tag, client_state, latest=save_latest, stock=stock)
@@ -487,7 +490,13 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine, EngineState):
         return [self._get_ckpt_name(checkpoints_path, tag)] * self.num_stages
 
     def _broadcast_model(self) -> None:
-        match_replicas([*self.module.parameters(), *self.module.buffers()], self.seq_data_parallel_group)
+        tensors = [*self.module.parameters(), *self.module.buffers(), *state_tensors(self.module)]
+        match_replicas(tensors, self.seq_data_parallel_group)
+
+    def _cast_module_mixed_precision(self, *args: Any, **kwargs: Any) -> None:
+        """Cast parameters, except for quantized ones: their bytes may be stored as a floating-point dtype."""
+        with without_quantized(self.module, lambda x: x):
+            super()._cast_module_mixed_precision(*args, **kwargs)
 
     def _aggregate_total_loss(self) -> Tensor:
         """In a local step average over this replica alone: DeepSpeed would wait for the others."""

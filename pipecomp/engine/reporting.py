@@ -138,7 +138,6 @@ class Reporting:
         "hidden": H, None for plain modules. "network": `plan.simulation.LinkNetwork` with null where there is no limit.
         """
         context, stage = self._context, self._context.stage
-        weight = next(stage.parameters(), None)
         return {
             "model": context.plan.model_class,
             "stages": context.num_stages,
@@ -147,7 +146,7 @@ class Reporting:
             "parameters": list(context.plan.parameters),
             "micro_batch": micro_batch_size,
             "micro_batches": micro_batches,
-            "dtype": None if weight is None else str(weight.dtype).removeprefix("torch."),
+            "dtype": str(stage.dtype).removeprefix("torch."),
             "hidden": int(stage.hidden_size) if isinstance(stage, Stage) else None,
             "settings": replace_nonfinite({**settings.model_dump(), "activations": settings.activations.as_dict()}),
             "network": None if self.network is None else replace_nonfinite(self.network),

@@ -155,5 +155,5 @@ class InFlightControl:
             yield
         # Checkpointed blocks save their inputs where autograd's hooks do not see them.
         values = stage.count_checkpointed_values(layout.batch_size, layout.tokens)
-        self.saved.bytes += values * next(stage.parameters()).element_size()
+        self.saved.bytes += values * stage.dtype.itemsize
         self.in_flight.limit_by_memory(self.saved.bytes, free_bytes(self._context.device, self.sharing))

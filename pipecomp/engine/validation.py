@@ -18,6 +18,7 @@ from pipecomp.distributed.rendezvous import KEYS, check_network, check_processes
 from pipecomp.errors import ConfigError, SplitError, require
 from pipecomp.gradient_config import Gradients
 from pipecomp.stages import plan
+from pipecomp.stages.partition.loading import check_trainable, resolve
 from pipecomp.stages.partition.modules import Modules
 from pipecomp.stages.partition.planning import SplitPlan
 from pipecomp.tls.process_group import BACKEND
@@ -73,9 +74,12 @@ def validate(
         check_section(ds_config)
         settings = Config.from_dict(ds_config.get(SECTION, {}))
         _check_transport(settings)
-        split_plan = plan(model, num_stages=num_stages, cuts=cuts, tie=settings.tie)
-        if isinstance(model, Modules):
+        source = model if isinstance(model, Modules) else resolve(model)
+        split_plan = plan(source, num_stages=num_stages, cuts=cuts, tie=settings.tie)
+        if isinstance(source, Modules):
             _check_modules(settings, own_loss)
+        elif given["optimizer"] or "optimizer" in ds_config:
+            check_trainable(source)
         _check_stages(settings, split_plan)
         check_auto(ds_config)
         check_precision(ds_config)

@@ -177,7 +177,7 @@ def choose_auto_bits(
     measurements = gathered(measure_rank(config, stage, batch, to_previous, to_next, staging))
     decision = None
     if dist.get_rank() == 0:
-        decision = decide_bits(config, measurements, batch, stage.hidden_size, next(stage.parameters()).dtype)
+        decision = decide_bits(config, measurements, batch, stage.hidden_size, stage.dtype)
         _log.warning("%s", decision.reason)  # Python shows this level by default
     decision = broadcast(decision)
     return with_bits(config, decision.forward_bits, decision.backward_bits)
@@ -197,7 +197,7 @@ def measure_rank(
     spent = time_stage(stage, batch.samples, batch.tokens)
     weight = next(stage.parameters())
     most = [_chosen(config.activations, key, 8, 1) for key in FEWEST]
-    size = (batch.samples, batch.tokens, stage.hidden_size, weight.dtype, weight.device)
+    size = (batch.samples, batch.tokens, stage.hidden_size, stage.dtype, weight.device)
     encode_s, decode_s = time_link(with_bits(config, *most), *size, staging=staging)
     costs = StageCosts(forward_s=spent.forward_s, backward_s=spent.backward_s, encode_s=encode_s, decode_s=decode_s)
     return RankMeasurement(stage.index, costs, link, fewest_bits(stage, config))

@@ -194,8 +194,7 @@ def time_stage(stage: Stage, samples: int, tokens: int, *, seconds: float = 0.5)
     Gradients, the random generator and the stage's mode are left as they were.
     """
     parameters = [p for p in stage.parameters() if p.requires_grad]
-    weight = next(stage.parameters())  # peft keeps adapters in float32, but links carry the dtype of the weights
-    device, dtype = weight.device, weight.dtype
+    device, dtype = next(stage.parameters()).device, stage.dtype
     per_token = architecture_of(stage.config).heads[stage.plan.model_class].per_token
     labels_BS = torch.zeros((samples, tokens), dtype=torch.int64, device=device)
     forward: list[float] = []

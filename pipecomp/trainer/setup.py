@@ -27,6 +27,7 @@ from pipecomp.stages.partition.adapters import without_peft
 from pipecomp.stages.partition.loading import resolve, skeleton
 from pipecomp.stages.partition.modules import Modules, plan_modules
 from pipecomp.stages.partition.planning import SplitPlan, plan_model
+from pipecomp.stages.partition.quantization import count_values
 from pipecomp.tls.process_group import BACKEND
 from pipecomp.trainer import arguments, deepspeed_config
 
@@ -155,8 +156,14 @@ class PipelineSetup:
             settings=settings,
             plan=split_plan,
             replicas=world // split_plan.num_stages,
-            flos_per_token=6 * whole.num_parameters(exclude_embeddings=True),
+            flos_per_token=6 * _count_without_embeddings(whole),
         )
+
+
+def _count_without_embeddings(model: Any) -> int:
+    """Count weights as Trainer does; transformers' own method counts those in 4 bits wrongly if they are not loaded."""
+    embeddings = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    return sum(count_values(p) for name, p in model.named_parameters() if name not in embeddings)
 
 
 @dataclass(frozen=True, kw_only=True)

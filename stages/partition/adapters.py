@@ -20,6 +20,7 @@ from torch import Tensor
 
 from pipecomp.errors import SplitError
 from pipecomp.stages.partition.checkpoints import find_file
+from pipecomp.stages.partition.quantization import is_quantized
 from pipecomp.utils.files import atomic_write
 
 CONFIG_FILE = "adapter_config.json"
@@ -198,6 +199,13 @@ def attach(model: Any, adapter: Adapter, base: str | None = None) -> Any:
         warnings.filterwarnings("ignore", "fan_in_fan_out", UserWarning)  # peft sets it by itself for each Conv1D
         adapted = _peft().get_peft_model(model, config, adapter_name=adapter.name).get_base_model()
     _check_ties(config)
+    for name, parameter in adapted.named_parameters():
+        if parameter.requires_grad and is_quantized(parameter):
+            module = name.partition(".modules_to_save.")[0]
+            raise SplitError(
+                f"LoraConfig.modules_to_save: {module} is quantized and cannot be trained; allowed: layers that are "
+                "not quantized, or name it in BitsAndBytesConfig.llm_int8_skip_modules"
+            )
     return adapted
 
 

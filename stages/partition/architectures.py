@@ -14,6 +14,7 @@ from pipecomp.errors import SplitError
 from pipecomp.stages.partition import losses
 from pipecomp.stages.partition.discovery import discover, head_kind
 from pipecomp.stages.partition.losses import LossFn
+from pipecomp.stages.partition.quantization import check_method
 from pipecomp.stages.partition.structure import Architecture, Head, NoPositions, PassedEmbeddings
 
 _REGISTRY: dict[str, Architecture] = {}
@@ -56,13 +57,7 @@ def architecture_of(config: Any, model_class: type | None = None) -> Architectur
 
     model_class: default: the class that the config names. SplitError for a model that cannot be split.
     """
-    quantized = getattr(config, "quantization_config", None)
-    if quantized is not None:
-        method = (quantized if isinstance(quantized, dict) else quantized.to_dict()).get("quant_method")
-        raise SplitError(
-            f"config.quantization_config: got {getattr(method, 'value', method)!r}, allowed: none. Stages have weights "
-            "in float32, BF16 or FP16: give the model before quantization"
-        )
+    check_method(config)
     if getattr(config, "output_router_logits", False):
         raise SplitError(
             "config.output_router_logits: got True, allowed: False. A pipeline's loss has no term for routers' balance"

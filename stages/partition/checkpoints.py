@@ -81,11 +81,15 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         return file[name].clone() if isinstance(file, dict) else file.get_tensor(name)
 
     def dtype(self) -> torch.dtype:
-        """Return the dtype of the first floating-point tensor, the checkpoint's if the config has none."""
+        """Return the dtype of the first tensor of plain floats, the checkpoint's if the config has none."""
         for name in self._on_disk:
             file = self._file_of(name)
-            sample = file[name] if isinstance(file, dict) else file.get_slice(name)[0:0]
-            if sample.is_floating_point():
+            if isinstance(file, dict):
+                sample = file[name]
+            else:
+                part = file.get_slice(name)
+                sample = part[0:0] if part.get_shape() else part[()]
+            if sample.is_floating_point() and sample.element_size() > 1:  # not FP8
                 return sample.dtype
         return torch.float32
 

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from pipecomp.errors import SplitError
 from pipecomp.stages.partition import losses
+from pipecomp.stages.partition.quantization import plain_config
 from pipecomp.stages.partition.small_copy import TOKENS, small_configs
 from pipecomp.stages.partition.structure import Architecture, Head, NoEmbeddings
 from pipecomp.utils.files import atomic_write_text
@@ -157,7 +158,7 @@ class SmallCopy:
 
     def __init__(self, config: Any, model_class: type) -> None:
         self.model_class = model_class
-        made = small_configs(config)
+        made = small_configs(plain_config(config))
         self.config = made[0]
         settings = [
             {key: value for key, value in one.to_dict().items() if key != "transformers_version"} for one in made

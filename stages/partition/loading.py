@@ -7,16 +7,16 @@ import hashlib
 import logging
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from pipecomp.errors import SplitError
-from pipecomp.stages.partition import adapters
+from pipecomp.stages.partition import adapters, quantization
 from pipecomp.stages.partition.adapters import Adapter
 from pipecomp.stages.partition.architectures import architecture_of, head_name
 from pipecomp.stages.partition.checkpoints import Checkpoint, find_file
@@ -40,6 +40,7 @@ class Source:
         weights: a folder or hub name; None for random weights.
         model: a model in memory, whose modules the stages take over; the other fields only describe it.
         adapter: a LoRA adapter; the other weights are then frozen.
+        quantizer: transformers' quantizer of the base model's weights, None for plain weights.
     """
 
     config: Any
@@ -47,9 +48,17 @@ class Source:
     weights: str | None = None
     model: Any = None
     adapter: Adapter | None = None
+    quantizer: Any = None
 
 
-def pretrained(path: str, *, model_class: str | type | None = None, lora: Any = None, **settings: Any) -> Source:
+def pretrained(
+    path: str,
+    *,
+    model_class: str | type | None = None,
+    lora: Any = None,
+    quantization_config: Any = None,
+    **settings: Any,
+) -> Source:
     """Describe a `from_pretrained` folder or hub name, with another head or other settings than its config's.
 
     Args:
@@ -57,6 +66,9 @@ def pretrained(path: str, *, model_class: str | type | None = None, lora: Any = 
         model_class: a class or its name, also an Auto class; default: the first of `config.architectures`.
         lora: a `peft.LoraConfig`, or the folder of a saved adapter to continue with: then only the adapter is trained
             and saved.
+        quantization_config: a `transformers.BitsAndBytesConfig`: the base model's linear layers are quantized to 4 or 8
+            bits while they are read, those that transformers quantizes, with the same bits on a CPU. Such a model is
+            trained with `lora`. A folder that bitsandbytes has quantized needs none.
         settings: override the config (num_labels, attn_implementation, dropouts, ...). A head for another number of
             classes is new.
 
@@ -64,12 +76,15 @@ def pretrained(path: str, *, model_class: str | type | None = None, lora: Any = 
         A model for `plan`, `build_stage` and `pipecomp.initialize`, in place of a path.
 
     Raises:
-        SplitError: there is no model, its config lacks one of the settings, or its class cannot be split.
+        SplitError: there is no model, its config lacks one of the settings, its class cannot be split, or its weights
+            are quantized by another method.
 
     Example::
 
         source = pretrained("bert-base-cased", model_class="AutoModelForSequenceClassification", num_labels=3)
         stage = build_stage(source, plan(source, num_stages=2), index=0)
+        four_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+        source = pretrained("meta-llama/Llama-3.1-8B", lora=LoraConfig(r=16), quantization_config=four_bits)
     """
     from transformers import AutoConfig
 
@@ -89,7 +104,9 @@ def pretrained(path: str, *, model_class: str | type | None = None, lora: Any = 
         config = text_part(config)
     if unused:
         raise SplitError(f"{type(config).__name__} has no setting {', '.join(sorted(unused))}")
-    return Source(config=config, model_class=_class_for(config, model_class), weights=str(path), adapter=adapter)
+    found = _class_for(config, model_class)
+    quantizer = quantization.quantizer_for(config, quantization_config)
+    return Source(config=config, model_class=found, weights=str(path), adapter=adapter, quantizer=quantizer)
 
 
 def resolve(source: Any) -> Source:
@@ -111,6 +128,19 @@ def with_adapter(source: Any, rank: int) -> Source:
     """Return the model of `resolve` without weights, with a new LoRA adapter in all linear layers, for planning."""
     found = resolve(source)
     return Source(config=found.config, model_class=found.model_class, adapter=adapters.new_adapter(rank))
+
+
+def check_trainable(source: Source) -> None:
+    """Raise SplitError for quantized weights without an adapter: only norms and embeddings could be trained."""
+    adapter = source.adapter if source.model is None else adapters.adapter_of(source.model)
+    quantized = source.quantizer is not None and not quantization.dequantizes(source.quantizer)
+    if source.model is not None:
+        quantized = bool(quantization.quantized_modules(source.model))
+    if quantized and adapter is None:
+        raise SplitError(
+            "model: its weights are quantized and cannot be trained, and it has no adapter: give "
+            "pipecomp.stages.pretrained(..., lora=peft.LoraConfig(...)), or a PeftModel"
+        )
 
 
 def plan(
@@ -190,29 +220,35 @@ def build_stage(
         stage = take_stage(found.model, plan, index)
         for names in aliases(stage) if wanted is not None else ():
             old = stage.get_parameter(names[0])
-            if old.is_floating_point() and old.dtype != wanted:
-                cast = nn.Parameter(old.detach().to(wanted), requires_grad=old.requires_grad)
+            if old.is_floating_point() and old.dtype != wanted and not quantization.is_quantized(old):
+                same = nn.Parameter(old.detach().to(wanted), requires_grad=old.requires_grad)
                 for name in names:
-                    replace_parameter(stage, name, cast)
+                    replace_parameter(stage, name, same)
         return stage
     if found.weights is None:
         if found.adapter is not None:
             raise SplitError("lora: a model with random weights has nothing to adapt: give a folder or a hub name")
+        if quantization.method_of(found.config) is not None:
+            raise SplitError("quantization_config: random weights are not quantized: give a folder or a hub name")
         whole = skeleton(found, wanted)
         stage = take_stage(whole, plan, index)
         _initialize(stage, whole, {names[0] for names in aliases(stage)}, seed)
         return stage
     with Checkpoint(found.weights) as checkpoint:
         whole = skeleton(found, wanted or found.config.dtype or checkpoint.dtype())
-        return _read_stage(whole, take_stage(whole, plan, index), checkpoint, found.adapter, seed)
+        return _read_stage(whole, take_stage(whole, plan, index), checkpoint, found, seed)
 
 
 def skeleton(source: Source, dtype: torch.dtype | str | None = None) -> Any:
     """Make the unsplit model on the meta device: names, shapes and settings, without memory."""
     config = copy.deepcopy(source.config)
     wanted = dtype or config.dtype or torch.float32
+    quantizer = source.quantizer or quantization.quantizer_for(config)
     with torch.device("meta"):
-        model = source.model_class._from_config(config, dtype=wanted)  # type: ignore[attr-defined]
+        plain = quantization.plain_config(config)
+        model = source.model_class._from_config(plain, dtype=wanted)  # type: ignore[attr-defined]
+        if quantizer is not None:
+            quantization.convert(model, quantizer)
         if source.adapter is not None:
             model = adapters.attach(model, source.adapter, source.weights)
     generates = source.weights is not None and getattr(model, "generation_config", None) is not None
@@ -240,15 +276,24 @@ def _class_for(config: Any, model_class: str | type | None) -> type:
     return found
 
 
-def _read_stage(whole: Any, stage: Stage, checkpoint: Checkpoint, adapter: Adapter | None, seed: int) -> Stage:
+def _read_stage(whole: Any, stage: Stage, checkpoint: Checkpoint, described: Source, seed: int) -> Stage:
     """Fill a stage on the meta device from a checkpoint, and its adapter's weights from their folder."""
     parts = ModelParts(whole)
-    architecture, source = parts.architecture, checkpoint.source
+    architecture, source, adapter = parts.architecture, checkpoint.source, described.adapter
+    quantizer = described.quantizer
     base_names = {name: adapters.base_name(name) for name in whole.state_dict()}
+    in_parts = quantization.parts_in_files(whole, quantizer)  # weights that several tensors on disk make up
+    pieces = [adapters.base_name(piece) for names in in_parts.values() for piece in names.values()]
     ignored = getattr(whole, "_keys_to_ignore_on_load_unexpected", None) or ()
-    checkpoint.convert(whole, base_names.values())
-    matched, others = checkpoint.match(base_names.values(), parts.base, architecture, ignored)
+    checkpoint.convert(whole, [*base_names.values(), *pieces])
+    matched, others = checkpoint.match([*base_names.values(), *pieces], parts.base, architecture, ignored)
     found = {name: matched[plain] for name, plain in base_names.items() if plain in matched}
+    serialized: dict[str, dict[str, str]] = {}
+    for name, pieces_of in in_parts.items():
+        on_disk = {part: adapters.base_name(piece) for part, piece in pieces_of.items()}
+        serialized[name] = {part: matched[piece] for part, piece in on_disk.items() if piece in matched}
+        if serialized[name]:
+            found.setdefault(name, next(iter(serialized[name].values())))
     # By names in the base: a copy that peft trains beside a tied weight starts with that weight's value.
     tied_names: dict[str, list[str]] = {}
     for names in aliases(whole):
@@ -287,6 +332,10 @@ def _read_stage(whole: Any, stage: Stage, checkpoint: Checkpoint, adapter: Adapt
                 raise SplitError(f"{name} is missing in {source}")
             new.add(name)
             continue
+        if quantization.is_quantized(like) or len(serialized.get(origin, ())) > 1:
+            on_disk = serialized.get(origin, {})
+            _set_parameter(stage, names, _read_quantized(checkpoint, on_disk, found[origin], stage, name, quantizer))
+            continue
         saved, own = checkpoint.shape(found[origin]), tuple(whole.get_parameter(name).shape)
         if in_head and not architecture.heads[parts.head].per_token and saved != own and saved[1:] == own[1:]:
             new.add(name)  # a head for another number of classes
@@ -319,6 +368,35 @@ def _read_like(checkpoint: Checkpoint, raw: str, like: nn.Parameter) -> torch.Te
             f"{tuple(like.shape)}"
         )
     return checkpoint.read(raw).to(like.dtype)
+
+
+def _read_quantized(
+    checkpoint: Checkpoint, parts: Mapping[str, str], raw: str, stage: Stage, name: str, quantizer: Any
+) -> nn.Parameter:
+    """Read one weight and quantize it, or restore it from its parts on disk; nothing else is in memory meanwhile."""
+    like = stage.get_parameter(name)
+    module = stage.get_submodule(name.rpartition(".")[0])
+    where = f"{checkpoint.source}/{checkpoint.files[raw]}"
+    if quantizer.pre_quantized:
+        tensors = {part: checkpoint.read(other) for part, other in parts.items()}
+        try:
+            value = quantization.from_parts(stage._model, name, tensors, quantizer)
+        except Exception as error:  # transformers and bitsandbytes raise types of their own
+            given = ", ".join(parts.values())
+            raise SplitError(f"{name}: {where} has {given}, which make no whole weight: {error}") from error
+        if quantization.is_quantized(like) and not quantization.is_quantized(value):
+            raise SplitError(f"{raw} in {where}: is not quantized, as the model's config says; its scales are missing")
+        shape = quantization.shape_of(value)
+        if shape != tuple(like.shape):
+            raise SplitError(f"{raw} in {where}: its shape is {shape}, the model's is {tuple(like.shape)}")
+        if not quantization.is_quantized(value):
+            return nn.Parameter(value.to(like.dtype), requires_grad=like.requires_grad)
+        return cast(nn.Parameter, value)
+    shape = checkpoint.shape(raw)
+    if (shape[::-1] if quantization.transposed(module) else shape) != tuple(like.shape):
+        raise SplitError(f"{raw} in {where}: its shape is {shape}, the layer's is {tuple(like.shape)}")
+    value = checkpoint.read(raw).to(stage.config.dtype)
+    return cast(nn.Parameter, quantization.quantize(module, value))
 
 
 def hub_unreachable(name: str) -> bool:

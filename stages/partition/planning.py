@@ -16,6 +16,7 @@ from torch import nn
 
 from pipecomp.errors import SplitError
 from pipecomp.stages.partition.architectures import architecture_of, head_name
+from pipecomp.stages.partition.quantization import count_values, stored_bytes
 from pipecomp.stages.partition.structure import Architecture
 
 UPDATE_COST = 0.05
@@ -55,6 +56,7 @@ class SplitPlan:
         blocks: n.
         parameters: elements per stage, copies of tied weights included.
         trained: number of these that are not frozen.
+        frozen_bytes: bytes of each stage's frozen weights in the model's dtype or quantized, with their scales.
         costs: per stage, in multiply-adds per token, or in seconds if the blocks were timed.
         tied: weights with copies on several stages; empty with `tie=False`.
         tie: whether tied weights stay tied.
@@ -69,6 +71,7 @@ class SplitPlan:
     costs: tuple[float, ...]
     tied: tuple[TiedGroup, ...]
     tie: bool = True
+    frozen_bytes: tuple[int, ...] = ()
 
     @property
     def num_stages(self) -> int:
@@ -214,8 +217,11 @@ def plan_model(
         model_class=parts.head,
         cuts=tuple(bounds),
         blocks=parts.blocks,
-        parameters=tuple(sum(named[name].numel() for name in names) for names in held),
+        parameters=tuple(sum(count_values(named[name]) for name in names) for names in held),
         trained=tuple(sum(named[name].numel() for name in names if named[name].requires_grad) for names in held),
+        frozen_bytes=tuple(
+            round(sum(stored_bytes(named[name]) for name in names if not named[name].requires_grad)) for names in held
+        ),
         costs=tuple(of_stages),
         tied=tuple(tied),
         tie=tie,
@@ -235,7 +241,7 @@ def _costs(
     per_token = parts.architecture.heads[parts.head].per_token
     per_block, embeddings, matrix = [0.0] * parts.blocks, 0, 0
     for name, parameter in named.items():
-        part, size = parts.part_of(name), parameter.numel()
+        part, size = parts.part_of(name), count_values(parameter)
         if part == "block":
             per_block[parts.block_of(name)] += size
         if part == "before":

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from pipecomp.errors import DataError, SplitError
 from pipecomp.stages.link.layout import Boundary, Layout
-from pipecomp.stages.partition import losses
-from pipecomp.stages.partition.adapters import adapter_of, check_saved, without_peft
+from pipecomp.stages.partition import losses, quantization
+from pipecomp.stages.partition.adapters import Adapter, adapter_of, check_saved, without_peft
 from pipecomp.stages.partition.architectures import is_built_in
 from pipecomp.stages.partition.discovery import text_config
 from pipecomp.stages.partition.equality import check_small_copy
@@ -35,14 +35,23 @@ class PipelineStage(nn.Module):
         plan: the partition that it is part of.
         index, num_stages: its position, and the number of stages.
         lo, hi: its blocks are lo to hi - 1.
+        adapter: a Hugging Face model's LoRA adapter, or None.
+        quantized: whether weights of it have 4 or 8 bits.
     """
 
     plan: SplitPlan
+    adapter: Adapter | None = None
+    quantized = False
 
     def __init__(self, plan: SplitPlan, index: int) -> None:
         super().__init__()
         self.plan, self.index, self.num_stages = plan, index, plan.num_stages
         self.lo, self.hi = plan.cuts[index], plan.cuts[index + 1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of its hidden states."""
+        return next(self.parameters(), torch.empty(0)).dtype
 
     def mask_labels(self, layout: Layout, labels: Tensor) -> Tensor:
         """Return the batch's labels with those masked that the last stage does not train on."""
@@ -93,7 +102,6 @@ class Stage(PipelineStage):
     Attributes, in addition to PipelineStage's:
         hidden_size: H, the width of what crosses links.
         config: a copy of the unsplit model's config.
-        adapter: its LoRA adapter, or None.
         newly_initialized: parameters that its checkpoint lacked (a new classification head).
         carries_left_padding: False if the model's values would differ after padding on the left.
     """
@@ -116,6 +124,8 @@ class Stage(PipelineStage):
         self.newly_initialized: tuple[str, ...] = ()
         self._packs = False  # whether `check_packing` has passed
         self._own_mask = False  # whether the model makes no mask of packed samples' positions
+        self.quantized = bool(quantization.quantized_modules(self))
+        quantization.prepare_training(self)
         self.carries_left_padding = True
         self._architecture = architecture
         self._head = self._architecture.heads[plan.model_class]
@@ -137,13 +147,17 @@ class Stage(PipelineStage):
             blocks[self.hi] if self.hi < len(blocks) else None,
         )
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return quantization.compute_dtype(self, torch.float32)
+
     def train(self, mode: bool = True) -> Stage:
         self.training = mode
         self._model.train(mode)
         return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Stage:
-        """Move or cast (`.to`, `.bfloat16`), but keep the dtype of buffers that no checkpoint holds.
+        """Move or cast (`.to`, `.bfloat16`), but cast neither quantized weights nor buffers that no checkpoint holds.
 
         Rotary frequencies rounded to bfloat16 would be wrong by up to 0.4 %, at every position.
         """
@@ -153,7 +167,8 @@ class Stage(PipelineStage):
             for name, buffer in module._buffers.items()
             if buffer is not None and name in module._non_persistent_buffers_set
         ]
-        super()._apply(fn, recurse)
+        with quantization.without_quantized(self, fn):
+            super()._apply(fn, recurse)
         for module, name, buffer in fixed:
             moved = module._buffers[name]
             if moved is not None and moved.dtype != buffer.dtype:
@@ -299,10 +314,10 @@ class Stage(PipelineStage):
 
     def _keeps_apart(self) -> tuple[bool, Exception | None]:
         """Compare two packed samples of 3 and 2 tokens with each by itself. Returns a result and the model's error."""
-        like = next(p for p in self._model.parameters() if p.is_floating_point())
+        like = next(self._model.parameters())
         cut, total, following = 3, 5, self._ends[1]
         width = self.hidden_size // (self._architecture.lanes if self.is_first else 1)
-        x_1SH = torch.sin(torch.arange(total * width, device=like.device) * 0.7).to(like.dtype)
+        x_1SH = torch.sin(torch.arange(total * width, device=like.device) * 0.7).to(self.dtype)
         x_1SH = x_1SH.view(1, total, width).requires_grad_()
 
         def run(x: Tensor, packed: dict[str, Any]) -> Tensor:
@@ -349,6 +364,9 @@ class Stage(PipelineStage):
         gradient_checkpointing_kwargs: for `torch.utils.checkpoint.checkpoint`; default `{"use_reentrant": False}`.
         """
         options = gradient_checkpointing_kwargs or {"use_reentrant": False}
+        if options.get("use_reentrant", True) and self.is_first:
+            # Reentrant checkpointing gives no gradients to weights of a block without an input that needs one.
+            self._model.enable_input_require_grads()
         if hasattr(self._model, "activation_checkpointing_enable"):  # the older name warns since transformers 5.2x
             self._model.activation_checkpointing_enable(options)
         else:
@@ -441,8 +459,8 @@ class Stage(PipelineStage):
         if not encoder:
             same_B1SS = same_B1SS.tril()
         if self.config._attn_implementation == "eager":  # which adds the mask
-            dtype = next(p.dtype for p in self._model.parameters() if p.is_floating_point())
-            same_B1SS = torch.zeros_like(same_B1SS, dtype=dtype).masked_fill_(~same_B1SS, torch.finfo(dtype).min)
+            least = torch.finfo(self.dtype).min
+            same_B1SS = torch.zeros_like(same_B1SS, dtype=self.dtype).masked_fill_(~same_B1SS, least)
         return {"attention_mask": same_B1SS, "position_ids": positions_BS}
 
     @contextmanager
