@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import page
-from benchmarks.engines import start_engine
 from benchmarks.page import Row, prose
 from benchmarks.paired import BY_NAME, MODEL, STAGES
 from benchmarks.runner import Runs, arguments, chosen, digest
 from benchmarks.steps import EIGHT
+from pipecomp.bench.training import start_engine
 from pipecomp.tls.key_folder import create_keys
 
 AIM = 1.05

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import page
-from benchmarks.engines import rate_for, start_engine
 from benchmarks.page import Row, prose
 from benchmarks.paired import BY_NAME, MODEL, STAGES, compute_seconds
 from benchmarks.runner import Runs, arguments, chosen, digest
 from benchmarks.steps import EIGHT
+from pipecomp.bench.training import rate_for, start_engine
 from pipecomp.tls.key_folder import create_keys
 
 GLOO, TLS, WIREGUARD = "gloo", "tls", "gloo through WireGuard"

@@ -111,8 +111,8 @@ def fine_tune(method: Method, stages: int, seed: int, epochs: int, data: Path, c
     import torch
 
     torch.set_num_threads(1)
-    from benchmarks.engines import products_in_float32
     from benchmarks.wikitext import pretrained_model, wikitext_task
+    from pipecomp.bench.training import products_in_float32
 
     task = wikitext_task(data, cache)
     model, report = pretrained_model(task, cache, seed)
@@ -220,7 +220,7 @@ def results(rows: list[Row]) -> list[str]:
         Sent: bytes of packets, headers and scales included, as a share of the values' bytes in the training dtype;
         forward over all epochs and without the first, in which samples are sent uncompressed. FP32 is the same, bit for
         bit, for every K. Stores: both ends of all links together. Matrix products of BF16 training are computed in
-        float32 and rounded (`benchmarks/engines.py`). Lines that say "dropout" train with dropout of {DROPOUT:g}
+        float32 and rounded (`pipecomp/bench/training.py`). Lines that say "dropout" train with dropout of {DROPOUT:g}
         in embeddings, attention and blocks, the default of Hugging Face's GPT-2, or half of that, and are compared with
         FP32 training that does: a sample's activations then change from visit to visit by their masks too, which is
         what AQ-SGD sends. "Changes back": gradients too are sent as changes since the sample's last visit

@@ -13,11 +13,11 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from benchmarks import page
-from benchmarks.engines import STOCK, rate_for
 from benchmarks.page import Row, prose
 from benchmarks.paired import MODEL, STAGES, compute_seconds
 from benchmarks.runner import Runs, arguments, chosen, digest
 from benchmarks.steps import LINES, TWICE, UNTHROTTLED, local_lines, measure
+from pipecomp.bench.training import STOCK, rate_for
 
 LOCAL_STEPS, STEPS = 16, 2
 SLOWER = 10  # times, of what joins sites

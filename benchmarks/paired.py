@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import page
-from benchmarks.engines import STOCK, Line, Model, aqsgd, rate_for, start_engine
 from benchmarks.page import Row, prose
 from benchmarks.runner import Runs, arguments, chosen, digest
 from benchmarks.shootout import constant_error
 from benchmarks.steps import COARSE, EIGHT, LINES, MEMORY, SIXTEEN, UNTHROTTLED, reference_compute
+from pipecomp.bench.training import STOCK, Line, Model, aqsgd, rate_for, start_engine
 
 MODEL = Model()
 DIRECT, FEW = "DirectQ fw3 bw6, 16 micro-batches", "AQ-SGD fw2 bw2, 16 micro-batches"

@@ -20,10 +20,10 @@ from dataclasses import asdict
 from typing import Any
 
 from benchmarks import page
-from benchmarks.engines import aqsgd, rate_for
 from benchmarks.page import Row, prose
 from benchmarks.paired import MODEL, STAGES
 from benchmarks.runner import Runs, arguments, chosen, digest
+from pipecomp.bench.training import aqsgd, rate_for
 
 REPLICAS, R, COMPUTE_S = 2, 5.8, 0.2  # of a micro-batch on a stage, a third of it forward
 MICRO_BATCHES, STAGE_WEIGHTS = 8, (2000, 1000)

@@ -3,7 +3,7 @@
 Stages run in network namespaces of a lab (root needed), on the CPU, one thread each. A line's steps are timed after
 some that do not count: one of stock DeepSpeed, two and more of pipecomp, until its number of micro-batches in flight is
 settled. Replicas that average after several steps are timed over as many. Without BF16 instructions, lines in BF16
-compute products in float32 and round (`benchmarks/engines.py`), stock DeepSpeed's too.
+compute products in float32 and round (`pipecomp/bench/training.py`), stock DeepSpeed's too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engines import STOCK, STOCK_BF16, Line, Model, Row, aqsgd, start_engine, through_float32
+from pipecomp.bench.training import STOCK, STOCK_BF16, Line, Model, Row, aqsgd, start_engine, through_float32
 from pipecomp.netlab.lab import Lab
 
 UNTHROTTLED = 0.0

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import page
-from benchmarks.engines import Model
 from benchmarks.page import Row, prose
 from benchmarks.runner import ROOT, Runs, arguments, digest
+from pipecomp.bench.training import Model
 from pipecomp.distributed.local_launcher import run_ranks
 from pipecomp.errors import ConfigError
 

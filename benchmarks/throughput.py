@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks import page
-from benchmarks.engines import STOCK, Model, cpu_multiplies_bf16, message_bytes, rate_for
 from benchmarks.page import Row, prose
 from benchmarks.runner import Runs, arguments, chosen, digest
 from benchmarks.steps import (
@@ -31,6 +30,7 @@ from benchmarks.steps import (
     measure,
     summary,
 )
+from pipecomp.bench.training import STOCK, Model, cpu_multiplies_bf16, message_bytes, rate_for
 
 MODEL = Model()
 BY_NAME = {line.name: line for line in LINES}
@@ -123,7 +123,7 @@ def results(rows_in: Sequence[Row], picture: Path) -> list[str]:
     """The page, and its picture beside it."""
     rows = summaries(rows_in)
     emulated = """This processor has no BF16 products: lines in BF16, stock DeepSpeed's too, compute them in float32
-        and round (`benchmarks/engines.py`)."""
+        and round (`pipecomp/bench/training.py`)."""
     had = {row.get("bf16_products", False) for row in rows_in}  # the oldest kept runs do not say it, and had none
     text = f"""
         # Training steps over slow links

@@ -89,8 +89,8 @@ def one_rank(
 
 def _engine(name: str, epochs: int, data: Path, cache: Path, store: str) -> Any:
     import pipecomp
-    from benchmarks.engines import stock_engine
     from benchmarks.wikitext import pretrained_model, wikitext_task
+    from pipecomp.bench.training import stock_engine
     from pipecomp.demo.task import Sequences, untie
 
     task = wikitext_task(data, cache, length=LENGTH, training=TRAINING)

@@ -50,12 +50,12 @@ LEVELS = [
 # What is imported -> the rooms and modules that may; what is not named here anybody may.
 MAY_IMPORT = {
     "cryptography": {"tls"},
-    "deepspeed": {"engine"},
+    "deepspeed": {"engine", "bench"},
     "lmdb": {"buffers"},
     "peft": {"stages/partition", "recipes"},
     "transformers": {"stages/partition", "trainer", "demo", "recipes"},
     "pipecomp.netlab": {
-        *("netlab", "cli", "demo", "doctor"),
+        *("netlab", "bench", "cli", "demo", "doctor"),
         *("initialization", "pipecomp.recipes.planned", "pipecomp.up"),
     },
     "pipecomp.recipes": {"recipes"},

@@ -1,7 +1,8 @@
-"""`pipecomp bench kernels | store`."""
+"""`pipecomp bench kernels | store | gpu`."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -44,3 +45,28 @@ def bench_stores(
     rows = bench_store(samples=samples, epochs=epochs, folder=folder)
     write_json(json_file, rows)
     console.print(store_table(rows))
+
+
+@bench.command("gpu")
+@plain_errors()
+def bench_one_gpu(
+    folder: Annotated[Path, option("Folder for gpu.md.")] = Path("benchmarks/results"),
+    json_file: JsonOption = None,
+) -> None:
+    """Measure kernels, waits, and steps of GPT-2 with two ranks on one GPU, in at most eight minutes.
+
+    Writes a page with tables. Exit status 1 without a GPU, if a part fails, or if the time is up before a step with all
+    options is compared with stock DeepSpeed; the last line names missing lines after that.
+    """
+    from pipecomp.bench.gpu import bench_gpu, failed
+    from pipecomp.bench.gpu_page import PAGE, verdicts
+
+    results = bench_gpu(folder, say=lambda text: console.print(text, highlight=False))
+    write_json(json_file, results)
+    for goal, value, met in verdicts(results):
+        console.print(f"{'yes' if met else 'NO'}: {goal}: {value}", highlight=False)
+    cut = results["steps"].get("cut")
+    missing = f"; some step measurements are missing: {cut}" if cut else ""
+    console.print(f"{folder / PAGE}, {results['seconds']:.0f} s{missing}", highlight=False)
+    if any(failed(part) for part in results.values()):
+        raise typer.Exit(1)

@@ -9,8 +9,8 @@ import shutil
 import pytest
 
 from benchmarks import steps
-from benchmarks.engines import Model, message_bytes, rate_for
 from benchmarks.steps import LINES, counted, local_lines
+from pipecomp.bench.training import Model, message_bytes, rate_for
 from pipecomp.config import Config
 
 pytestmark = pytest.mark.ranks

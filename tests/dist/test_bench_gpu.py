@@ -1,11 +1,11 @@
-"""The steps of `python -m benchmarks gpu` on a model that takes no time, on the CPU: each line trains."""
+"""The steps of `pipecomp bench gpu` on a model that takes no time, on the CPU: each line trains over a slow link."""
 
 from __future__ import annotations
 
 import pytest
 
-from benchmarks import gpu_steps
-from benchmarks.engines import Model
+from pipecomp.bench import gpu_steps
+from pipecomp.bench.training import Model
 from pipecomp.netlab import namespaces
 from tests.dist.lab_ranks import run_in_lab
 from tests.limits import HANG_S

@@ -52,7 +52,7 @@ def messages(engine) -> dict[str, dict[int, tuple[int, str]]]:
 
 
 def stock_and_ours(rank, world, note):
-    from benchmarks.engines import stock_engine
+    from pipecomp.bench.training import stock_engine
     from pipecomp.data import ShardedSampler
 
     engine, ours = train(2, {"tie": False}, model=gpt2(tied=False), **UNCLIPPED)

@@ -1,4 +1,4 @@
-"""Steps of a GPT-2 on two ranks that share one GPU, for `gpu.py`: their time, and their waits.
+"""Steps of a GPT-2 on two ranks that share one GPU, for `pipecomp bench gpu`: their time, and their waits.
 
 The links are a lab's: the kernel's where it can make one, else a software lab, in which stock DeepSpeed's sends are
 held back as well. Both ranks talk over gloo, since NCCL gives a GPU to one rank only.
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.engines import (
+from pipecomp.bench.training import (
     STOCK_BF16,
     Line,
     Model,

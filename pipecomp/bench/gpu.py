@@ -1,9 +1,4 @@
-"""How fast is one GPU, in at most eight minutes?
-
-    python -m benchmarks gpu [--out FOLDER]
-
-It writes gpu.md and gpu.json. Exit status 1 without a GPU, if a part fails, or if the time is up before a step with
-everything on is compared with stock DeepSpeed; the last line names missing lines after that.
+"""Measurements of `pipecomp bench gpu` on one GPU, in at most eight minutes.
 
 Its parts run one after another: kernels beside the device's memcpy, the waits of a step, and steps of a GPT-2 over two
 ranks that share the GPU. A part that fails, or for which no time is left, is noted, and the others go on.
@@ -11,18 +6,15 @@ ranks that share the GPU. A part that fails, or for which no time is left, is no
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks import gpu_steps
-from benchmarks.gpu_page import PAGE, gpu_page, of_stock, verdicts
-from benchmarks.runner import RESULTS
+from pipecomp.bench import gpu_steps
+from pipecomp.bench.gpu_page import PAGE, gpu_page, of_stock
 from pipecomp.bench.kernels import bench_kernels
 from pipecomp.errors import KernelError, PipecompError
 from pipecomp.netlab.lab import Lab
@@ -79,7 +71,8 @@ def this_gpu() -> str:
     """Return the names of the GPU and the versions. KernelError if torch finds no GPU."""
     if not torch.cuda.is_available():
         raise KernelError(
-            f"benchmarks gpu: torch {torch.__version__} finds no CUDA device here; other benchmarks measure CPUs"
+            f"bench gpu: torch {torch.__version__} finds no CUDA device here; `pipecomp bench kernels`, `store`, "
+            "`allreduce` and `pipeline` measure on a CPU"
         )
     import triton
 
@@ -130,22 +123,3 @@ def steps(run: gpu_steps.Run, say: Callable[[str], None]) -> Row:
         if more or of_stock(rows, gpu_steps.EVERYTHING, 0.0) is None:
             result["error"] = result["cut"]
     return result
-
-
-def main(argv: Sequence[str] = ()) -> None:
-    """Measure, print the verdicts, and end with status 1 if a part failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="where the page is written")
-    out = parser.parse_args(argv).out
-    try:
-        found = bench_gpu(out, say=print)
-    except KernelError as error:
-        raise SystemExit(str(error)) from error
-    atomic_write_text(out / "gpu.json", json.dumps(found, indent=2) + "\n")
-    for goal, value, met in verdicts(found):
-        print(f"{'yes' if met else 'NO'}: {goal}: {value}")
-    cut = found["steps"].get("cut")
-    missing = f"; some step measurements are missing: {cut}" if cut else ""
-    print(f"{out / PAGE}, {found['seconds']:.0f} s{missing}")
-    if any(failed(part) for part in found.values()):
-        raise SystemExit(1)

@@ -7,8 +7,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from benchmarks import engines
-from benchmarks.engines import Line, products_in_float32, through_float32
+from pipecomp.bench import training
+from pipecomp.bench.training import Line, products_in_float32, through_float32
 
 
 def test_products_are_those_of_float32_rounded_once():
@@ -46,6 +46,6 @@ def test_products_are_those_of_float32_rounded_once():
     ],
 )
 def test_only_a_cpu_without_bf16_takes_the_detour(monkeypatch, dtype, device, has_products, detour):
-    monkeypatch.setattr(engines, "cpu_multiplies_bf16", lambda: has_products)
+    monkeypatch.setattr(training, "cpu_multiplies_bf16", lambda: has_products)
     context = through_float32(Line(name="a line", dtype=dtype), torch.device(device))
     assert isinstance(context, nullcontext) != detour

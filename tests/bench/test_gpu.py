@@ -1,4 +1,4 @@
-"""`python -m benchmarks gpu` but for its GPU: what it makes of what torch and the ranks tell it."""
+"""`pipecomp bench gpu` but for its GPU: what it makes of what torch, pytest and the ranks tell it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from benchmarks import gpu, gpu_steps
-from benchmarks.gpu_page import gpu_page, verdicts
-from benchmarks.gpu_steps import synchronizing_calls
+from pipecomp.bench import gpu, gpu_steps
+from pipecomp.bench.gpu_page import gpu_page, verdicts
+from pipecomp.bench.gpu_steps import synchronizing_calls
+from pipecomp.cli.bench import bench
 from pipecomp.netlab.network import NetlabError
 from pipecomp.schedule import InFlight
 
@@ -21,8 +23,9 @@ WAITED = "called a synchronizing CUDA operation (Triggered internally at CUDAFun
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_there_is_one_clear_line(tmp_path):
-    with pytest.raises(SystemExit, match="finds no CUDA device here"):
-        gpu.main(["--out", str(tmp_path / "out")])
+    result = CliRunner().invoke(bench, ["gpu", "--folder", str(tmp_path / "out")])
+    assert result.exit_code == 1
+    assert "finds no CUDA device here" in " ".join(result.output.split())
     assert not (tmp_path / "out").exists()
 
 
@@ -110,7 +113,7 @@ def test_what_is_wanted_is_compared_with_what_was_found():
     assert [met for *_, met in verdicts(found)] == [True, False, False]
 
 
-def test_a_part_that_fails_is_noted_and_the_others_go_on(tmp_path, monkeypatch, capsys):
+def test_a_part_that_fails_is_noted_and_the_others_go_on(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "this_gpu", lambda: "NVIDIA X")
     monkeypatch.setattr(gpu, "bench_kernels", lambda **options: WHOLE["kernels"])
     monkeypatch.setattr(gpu_steps, "find_waits", lambda model, run: WHOLE["waits"])
@@ -121,8 +124,9 @@ def test_a_part_that_fails_is_noted_and_the_others_go_on(tmp_path, monkeypatch, 
         raise NetlabError("the run took more than 3 s")
 
     monkeypatch.setattr(gpu_steps, "measure_steps", rows)
-    gpu.main(["--out", str(tmp_path)])
-    assert "some step measurements are missing: the run took more than 3 s" in capsys.readouterr().out
+    result = CliRunner().invoke(bench, ["gpu", "--folder", str(tmp_path)])
+    assert result.exit_code == 0
+    assert "some step measurements are missing: the run took more than 3 s" in " ".join(result.output.split())
     page = (tmp_path / "gpu.md").read_text()
     assert "Not measured: the run took more than 3 s" in page
 
@@ -142,8 +146,8 @@ def test_a_part_that_fails_is_noted_and_the_others_go_on(tmp_path, monkeypatch, 
         raise NetlabError("the run took more than 3 s")
 
     monkeypatch.setattr(gpu_steps, "measure_steps", little)
-    with pytest.raises(SystemExit, match="1"):  # a step with everything on is not compared with stock's
-        gpu.main(["--out", str(tmp_path)])
+    result = CliRunner().invoke(bench, ["gpu", "--folder", str(tmp_path)])
+    assert result.exit_code == 1, "a step with everything on is not compared with stock's"
     monkeypatch.setattr(gpu_steps, "measure_steps", rows)
 
     def broken(**options):

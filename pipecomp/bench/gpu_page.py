@@ -1,11 +1,11 @@
-"""The page of `gpu.py`: results as Markdown, and their comparison with the targets."""
+"""The page of `pipecomp bench gpu`: results as Markdown, and their comparison with the targets."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from benchmarks.gpu_steps import EVERYTHING, MAIN
+from pipecomp.bench.gpu_steps import EVERYTHING, MAIN
 
 Row = dict[str, Any]
 PAGE = "gpu.md"
@@ -51,7 +51,7 @@ def gpu_page(result: Row) -> str:
     lines = [
         "# On a GPU",
         "",
-        f"`python -m benchmarks gpu` in {result['seconds']:.0f} s on one {result['machine']}.",
+        f"`pipecomp bench gpu` in {result['seconds']:.0f} s on one {result['machine']}.",
         "",
         *_table(("wanted", "found", ""), [(w, f, "yes" if met else "**no**") for w, f, met in verdicts(result)]),
         "## Kernels",
