@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -147,10 +147,8 @@ def train(
         place = "where a launcher has started this process"
         require(options.peers is None, "--peers", options.peers, f"nothing {place} as a rank")
         require(options.out is not None, "--out", None, f"a folder {place}: one for all ranks")
-    for path in options.data:
-        check_text("--data", path)
-    if options.evaluate is not None:
-        check_text("--eval", options.evaluate)
+    for key, paths in (("--data", options.data), ("--eval", [options.evaluate] if options.evaluate else [])):
+        check_sources(key, paths)
     command = python_module_command(
         _RANK_PROGRAM, replace(options, out=options.out or default_folder("train"), peers=None).to_json()
     )
@@ -177,11 +175,10 @@ def hide_secrets(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def check_text(key: str, path: Path) -> None:
-    """Raise ConfigError unless a file can be read and is not empty."""
-    try:
-        with path.open("rb") as file:
-            begin = file.read(1)
-    except OSError as error:
-        raise ConfigError(key, str(path), f"a text file ({error.strerror})") from error
-    require(begin, key, str(path), "a text file that is not empty")
+def check_sources(key: str, paths: Sequence[Path]) -> None:
+    """Raise ConfigError for files and folders that are no training data; names of data sets are left to the ranks."""
+    from pipecomp.data import find_sources  # imports torch, which takes seconds
+
+    for path in paths:
+        if path.exists() or path.suffix:
+            find_sources(path, key)

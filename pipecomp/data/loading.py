@@ -219,6 +219,31 @@ def load_data(
     return _samples(file, held_file, prepared, options)
 
 
+def data_format(data: Any, options: DataOptions) -> str:
+    """Return the format of data, "text", "prompt and completion", "messages" or "instruction and output".
+
+    Raises:
+        ConfigError: an option or a path is wrong.
+        DataError: the data have no known format.
+    """
+    [first, *_] = find_sources(data, options.keys.get("data", "--data"))
+    return _format(first, parse_columns(options.columns, options.key("columns")), options)[0]
+
+
+def read_texts(data: Any, options: DataOptions) -> Iterator[str]:
+    """Read the texts of data without tokenizing them, for example to train a tokenizer; see `load_data`."""
+    renames = parse_columns(options.columns, options.key("columns"))
+    for source in find_sources(data, options.keys.get("data", "--data")):
+        if source.kind == src.TEXT:
+            yield from source.text() if options.documents == FILES else source.lines()
+            continue
+        kind, _ = _format(source, renames, options)
+        for record in _records([source], renames, options):
+            example = example_of(record, kind, conversational=False)
+            for value in example.values():
+                yield value if isinstance(value, str) else " ".join(str(message["content"]) for message in value)
+
+
 # -- tokens
 
 

@@ -44,7 +44,9 @@ class PlanOptions:
     stages: Annotated[int | None, "Pipeline stages; by default the fastest number."] = None
     batch: Annotated[int, "Samples per step, over all replicas."] = 32
     micro_batch: Annotated[int | None, "Samples per micro-batch; by default the fastest number."] = None
-    tokens: Annotated[int | None, "Tokens per sample; by default the model's maximum, at most 1024."] = None
+    tokens: Annotated[
+        int | None, "Tokens per sample; by default the model's maximum, at most 1024.", "--tokens", "--max-length"
+    ] = None
     bandwidth: Annotated[
         str | None, "Rate of the links: 100mbit or, link by link, 1gbit/100mbit; with commas, the first is planned for."
     ] = None
@@ -98,11 +100,25 @@ class TrainOptions:
     """
 
     model: Annotated[str, "A causal language model: a folder or a hub name."]
-    data: Annotated[list[Path], "UTF-8 text, or JSON lines with --field; may be repeated."]
+    data: Annotated[
+        list[Path], "JSON lines, JSON, CSV, Parquet, text, a folder of these, or a data set's name; may be repeated."
+    ]
     stages: Annotated[int | None, "Pipeline stages; by default one per peer, or 2."] = None
     peers: Annotated[str | None, "Machines in the order of the stages, as ssh names them: host1,host2."] = None
     evaluate: Annotated[Path | None, "Held-out text, evaluated after each epoch.", "--eval"] = None
-    field: Annotated[str, "Key of the text in JSON lines."] = "text"
+    column: Annotated[list[str] | None, "OLD=NEW renames a column of --data, NAME has the text; may be repeated."] = (
+        None
+    )
+    field: Annotated[str | None, "Column with the text, as --column NAME."] = None
+    documents: Annotated[str, "Plain text: files, one document each; lines, a document per line."] = "files"
+    loss: Annotated[
+        str | None, "Tokens that are learned: assistant (default for messages), completion (for prompts), all."
+    ] = None
+    chat_template: Annotated[str | None, "Jinja file or template; by default the tokenizer's."] = None
+    eval_split: Annotated[float | None, "Share of the data to hold out, such as 0.05, instead of --eval."] = None
+    packing: Annotated[
+        bool, "Put prompts and chats one after another into rows, or pad them.", "--packing/--no-packing"
+    ] = True
     tokenizer: Annotated[str | None, "A folder or hub name; by default the model's."] = None
     epochs: Annotated[int, "Passes over the text. With one, no sample is seen twice."] = 3
     max_steps: Annotated[int | None, "Stop after this many optimizer steps."] = None
@@ -143,6 +159,12 @@ class TrainOptions:
         require(self.dtype in ("fp32", "bf16"), "--dtype", self.dtype, "fp32 or bf16")
         require(self.gradients in (None, *GRADIENT_METHODS), "--gradients", self.gradients, ", ".join(GRADIENT_METHODS))
         require_dropout("--dropout", self.dropout)
+        require(self.documents in ("files", "lines"), "--documents", self.documents, "files or lines")
+        losses = ("assistant", "completion", "all")
+        require(self.loss in (None, *losses), "--loss", self.loss, ", ".join(losses))
+        share = self.eval_split
+        require(share is None or 0 < share < 1, "--eval-split", share, "a share between 0 and 1, such as 0.05")
+        require(share is None or self.evaluate is None, "--eval-split", share, "nothing with --eval")
         allowed = "a folder: with --save-every a run resumes there"
         require(self.save_every is None or self.out is not None, "--out", None, allowed)
 

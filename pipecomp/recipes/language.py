@@ -6,8 +6,9 @@ import argparse
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+from pipecomp.data import default_collate
 from pipecomp.data.sources import JSON, Source
 from pipecomp.distributed import rendezvous
 from pipecomp.errors import DataError, require
@@ -17,11 +18,20 @@ from pipecomp.recipes.resume import DATA, data_facts, what_is_trained
 Texts = list[str]
 
 
+class Samples(NamedTuple):
+    """Training and held-out samples, with `digest()`, and what makes a micro-batch of them."""
+
+    training: Any
+    held_out: Any
+    collate: Callable[[list], Any] = default_collate
+
+
 def fine_tune(
     args: argparse.Namespace,
     read: Callable[[argparse.Namespace], tuple[Texts, Texts | None]],
     *,
     documents: bool,
+    samples: Callable[[argparse.Namespace, Any, int, int], Samples] | None = None,
     load: Callable[[argparse.Namespace, Any], tuple[Any, Any]] = text.causal_model,
     meanings: Callable[[argparse.Namespace, Any], Mapping[str, Any]] = lambda args, model: {},
     configure: Callable[[argparse.Namespace, Any, int, int], tuple[dict[str, Any], Sequence[int]]] | None = None,
@@ -34,6 +44,8 @@ def fine_tune(
         args: The recipe's arguments.
         read: Takes the arguments and returns training and held-out texts. Each list is joined to one stream.
         documents: Append the tokenizer's end-of-text token to each text.
+        samples: Takes the arguments, the tokenizer, tokens per sample and the vocabulary's size, and returns the
+            samples; None to cut the texts into blocks.
         load: Takes arguments and tokenizer and returns the model, as `pipecomp.initialize` takes it, and its config.
         meanings: Takes arguments and model and returns the `meanings` of `resume.what_is_trained`.
         configure: Takes arguments, the model's config (or the model, if it has an adapter), tokens per sample and
@@ -58,9 +70,13 @@ def fine_tune(
             require(end is not None, "--tokenizer", args.tokenizer, "a tokenizer with an end-of-text token (eos_token)")
         model, config = load(args, tokenizer)
         size = text.block_size(args, config)
-        blocks = partial(text.blocks, tokenizer, size=size, vocabulary=config.vocab_size, end=end)
-        training = blocks(training_texts)
-        held_out = None if held_out_texts is None else blocks(held_out_texts, what="held-out text")
+        if samples is not None:
+            training, held_out, collate = samples(args, tokenizer, size, config.vocab_size)
+        else:
+            blocks = partial(text.blocks, tokenizer, size=size, vocabulary=config.vocab_size, end=end)
+            training = blocks(training_texts)
+            held_out = None if held_out_texts is None else blocks(held_out_texts, what="held-out text")
+            collate = default_collate
         trained = what_is_trained(
             args, {"--block-size": size, DATA: training.digest(), **meanings(args, model)}, config
         )
@@ -76,6 +92,7 @@ def fine_tune(
             training=training,
             trained=trained,
             held_out=held_out,
+            collate=collate,
             derived=perplexity,
             measures=("loss", "perplexity"),
             tokenizer=tokenizer,

@@ -9,6 +9,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +23,25 @@ if __name__ == "__main__":
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from rich.text import Text
+from torch import Tensor
 
 from pipecomp.checkpoint import manifest
+from pipecomp.data import (
+    IGNORED,
+    BlockSamples,
+    DataOptions,
+    PackingCollator,
+    Segment,
+    TrainingData,
+    decode_sample,
+    load_data,
+    sample_plain,
+    sample_terminal,
+)
+from pipecomp.data.chat import ALL
+from pipecomp.data.formats import TEXT, parse_columns
+from pipecomp.data.loading import data_format, read_texts
 from pipecomp.distributed import rendezvous
 from pipecomp.distributed.collectives import broadcast, while_others_wait
 from pipecomp.distributed.placement import GLOO_VARIABLE, interface_towards, is_loopback, loopback
@@ -34,7 +54,7 @@ from pipecomp.plan.report import precision_sections
 from pipecomp.recipes import language, lora, run, text
 from pipecomp.recipes.resume import STEPS, lock_folder
 from pipecomp.recipes.steps import AUTO_WARMUP
-from pipecomp.report.recorder import CHECKPOINTS, PLAN
+from pipecomp.report.recorder import CHECKPOINTS, PLAN, SAMPLE
 from pipecomp.stages.partition.merging import merge_adapter
 from pipecomp.utils.files import atomic_write_text
 
@@ -53,7 +73,7 @@ def main(options: TrainOptions) -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if not rendezvous.computes_on_cpu():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    documents = has_documents(options)
+    parse_columns(data_options(options).columns)
     choose_interface()
     rendezvous.start_processes(options.seed)
     with rendezvous.all_ranks().collective_errors():
@@ -61,7 +81,24 @@ def main(options: TrainOptions) -> None:
             text.model_config(options.model)  # before the tokenizer, which is in the same folder by default
 
     def configure(args: argparse.Namespace, model: Any, size: int, samples: int) -> tuple[dict[str, Any], list[int]]:
-        return plan_run(options, args, model, size, samples)
+        made = plan_run(options, args, model, size, samples)
+        if first_sample and dist.get_rank() == 0:
+            with writable("--run", args.run):
+                atomic_write_text(Path(args.run) / SAMPLE, json.dumps(first_sample) + "\n")
+        return made
+
+    first_sample: list[Segment] = []
+
+    def load(args: argparse.Namespace, tokenizer: Any, size: int, vocabulary: int) -> language.Samples:
+        data = load_samples(options, tokenizer, size, vocabulary)
+        if dist.get_rank() == 0:
+            first_sample.extend(decode_sample(tokenizer, data.training[0]))
+            print_data(data, first_sample)
+        if isinstance(data.training, BlockSamples):
+            return language.Samples(data.training, data.held_out)
+        pads = partial(pad_samples, pad=tokenizer.pad_token_id or tokenizer.eos_token_id or 0)
+        collate = PackingCollator(max_length=size) if options.packing else pads
+        return language.Samples(data.training, data.held_out, collate)
 
     args = recipe_arguments(options)
     adapter: dict[str, Any] = {}
@@ -73,8 +110,9 @@ def main(options: TrainOptions) -> None:
     try:
         language.fine_tune(
             args,
-            language.read_documents if documents else text.read,
-            documents=documents,
+            lambda args: (tokenizer_texts(options), None),
+            documents=False,
+            samples=load,
             configure=configure,
             schedule=schedule,
             **adapter,
@@ -87,11 +125,10 @@ def recipe_arguments(options: TrainOptions) -> argparse.Namespace:
     """Translate the options into a recipe's arguments; arguments without an option keep their defaults."""
     parser = run.arguments("train", "")
     text.add_arguments(parser)
-    language.add_document_arguments(parser)
     folder, resumable = str(options.out), options.save_every is not None
-    same = ("field", "stages", "epochs", "max_steps", "dropout", "seed", "save_every")
+    same = ("stages", "epochs", "max_steps", "dropout", "seed", "save_every")
     # Note: a recipe has no arguments of these names, but checkpoints compare them when a run resumes.
-    compared = ("batch", "dtype", "gradients")
+    compared = ("batch", "dtype", "gradients", "packing")
     given = argparse.Namespace(
         **{name: getattr(options, name) for name in (*same, *compared, "lora_dropout", "dora", "rslora")},
         lr=options.rate,
@@ -114,15 +151,64 @@ def recipe_arguments(options: TrainOptions) -> argparse.Namespace:
     return parser.parse_args([f"--{name}={value}" for name, value in required.items()], given)
 
 
-def has_documents(options: TrainOptions) -> bool:
-    """Return whether the data are JSON lines. ConfigError if only some of the files are."""
-    files = [("--data", str(file)) for file in options.data]
-    files += [] if options.evaluate is None else [("--eval", str(options.evaluate))]
-    documents = language.is_json_lines(files[0][1])
-    for key, file in files:
-        allowed = "files of one kind with the first --data: all .jsonl or .json, or all plain text"
-        require(language.is_json_lines(file) == documents, key, file, allowed)
-    return documents
+def data_options(options: TrainOptions) -> DataOptions:
+    """Return the options of the data, with their names on the command line."""
+    columns = [*(options.column or []), *([] if options.field is None else [options.field])]
+    return DataOptions(
+        columns=columns,
+        documents=options.documents,
+        loss=options.loss,
+        chat_template=options.chat_template,
+        eval_split=options.eval_split,
+        seed=options.seed,
+        keys={"max_length": "--tokens"},
+    )
+
+
+def tokenizer_texts(options: TrainOptions) -> list[str]:
+    """Return the texts to train a tokenizer on, where --tokenizer asks for a new one."""
+    if not (options.tokenizer or "").startswith("train:"):
+        return []
+    return list(read_texts(options.data, data_options(options)))
+
+
+def load_samples(options: TrainOptions, tokenizer: Any, size: int, vocabulary: int) -> TrainingData:
+    """Load the data: text as blocks of consecutive tokens, prompts and chats as samples of their own.
+
+    Args:
+        options: Options of `pipecomp train`.
+        tokenizer: The model's tokenizer.
+        size: Tokens of a block, and the most of a sample.
+        vocabulary: The size of the model's vocabulary.
+
+    Raises:
+        ConfigError: An option does not apply to the data.
+        DataError: The data are wrong; the error names file and line.
+    """
+    made = data_options(options)
+    kind = data_format(options.data, made)
+    made = replace(made, blocks=size) if kind == TEXT else replace(made, max_length=size)
+    return load_data(options.data, tokenizer, made, evaluate=options.evaluate, vocabulary=vocabulary)
+
+
+def print_data(data: TrainingData, first_sample: list[Segment]) -> None:
+    """Print what the data are, and the first sample as the model learns it."""
+    console = Console(highlight=False, soft_wrap=True)
+    for line in data.describe():
+        console.print(Text(line))
+    console.print(Text("First sample" + ("" if data.loss == ALL else ", what is learned in green, or in ⟦ ⟧") + ":"))
+    console.print(sample_terminal(first_sample) if console.is_terminal else Text(sample_plain(first_sample)))
+
+
+def pad_samples(samples: list[Mapping[str, Tensor]], pad: int) -> dict[str, Tensor]:
+    """Collate samples to input_ids, attention_mask and labels, int64 [B, S], padded on the right."""
+    fill = {"input_ids": pad, "labels": IGNORED}
+    batch = {
+        key: torch.nn.utils.rnn.pad_sequence([sample[key] for sample in samples], batch_first=True, padding_value=value)
+        for key, value in fill.items()
+    }
+    lengths = torch.tensor([len(sample["input_ids"]) for sample in samples])
+    return {**batch, "attention_mask": (torch.arange(int(lengths.max())) < lengths[:, None]).long()}
 
 
 def translate_error(error: ConfigError, folder: str) -> ConfigError:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pipecomp.errors import ConfigError, DataError
-from pipecomp.report.recorder import FORMAT, METRICS, PLAN, RANKS, RUN, TRACE, drop_counters, read_object
+from pipecomp.report.recorder import FORMAT, METRICS, PLAN, RANKS, RUN, SAMPLE, TRACE, drop_counters, read_object
 
 _MAX_TRACE_BYTES = 256 << 20
 _MAX_COUNTED = 4000  # steps whose counters are kept, many times the points of a chart: others' take gigabytes
@@ -32,6 +32,7 @@ class RunRecord:
         ranks: Contents of ranks.json ("first_step", "halfway", "end"), or empty.
         events: Trace events in Chrome's format.
         plan: Output of `pipecomp plan --json`, or empty.
+        sample: The first training sample: pairs of a text and whether the model learns it; or empty.
         notes: What is missing or was left out, and how to get it.
     """
 
@@ -43,6 +44,7 @@ class RunRecord:
     ranks: dict[str, Any] = field(default_factory=dict)
     events: list[dict[str, Any]] = field(default_factory=list)
     plan: dict[str, Any] = field(default_factory=dict)
+    sample: list[tuple[str, bool]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
@@ -103,6 +105,7 @@ def _read(place: Path) -> RunRecord:
         _check(run, "ranks", RANKS, _check_ranks)
         run.plan = read_object(folder / PLAN, run.notes)
         _check(run, "plan", PLAN, lambda plan: iter(plan.get("methods") or ()))
+        run.sample = _read_sample(folder / SAMPLE)
         _read_trace(run, folder / TRACE)
     _read_metrics(run, metrics)
     if not run.steps:
@@ -119,6 +122,14 @@ def _read(place: Path) -> RunRecord:
             f"the run is marked as {status}: it is still running, or it ended after step {run.steps[-1]['step']}"
         )
     return run
+
+
+def _read_sample(path: Path) -> list[tuple[str, bool]]:
+    """Read the first training sample; empty if there is none, or the file is damaged."""
+    try:
+        return [(str(text), bool(learned)) for text, learned in json.loads(path.read_text(encoding="utf-8"))]
+    except (OSError, ValueError, TypeError):
+        return []
 
 
 def _read_metrics(run: RunRecord, path: Path) -> None:

@@ -26,6 +26,7 @@ METRICS = "metrics.jsonl"  # per step: loss, seconds, and bytes and bits of each
 RANKS = "ranks.json"  # times per rank, half way and at the end
 TRACE = "trace.json"  # the last step of every rank, in Chrome's trace format
 PLAN = "plan.json"  # the prediction of `pipecomp train` or `pipecomp plan --json`
+SAMPLE = "sample.json"  # the first sample: pairs of a text and whether the model learns it
 PAGE = "report.html"
 CHECKPOINTS = "checkpoints"  # of `pipecomp train`
 _EVERY_S = 30.0  # interval at which times per rank are written during the run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import shlex
 import subprocess
@@ -10,11 +11,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from pipecomp.cli import app
 from pipecomp.cli.train import recipe_names, recipes_folder
 from pipecomp.plan.options import TrainOptions
+from tests import models
+from tests.data import tokenizers_for_tests
 from tests.limits import HANG_S
 from tests.models import metrics, save_model, write_text
 from tests.recipes.recipe_runs import environment, run
@@ -70,9 +74,12 @@ class TestInit:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--data", "nowhere.txt"], "--data: got 'nowhere.txt', allowed: a text file (No such file or directory)"),
-        (["--data", "empty.txt"], "--data: got 'empty.txt', allowed: a text file that is not empty"),
-        (["--data", "text.txt", "--eval", "."], "--eval: got '.', allowed: a text file (Is a directory)"),
+        (["--data", "nowhere.txt"], "--data: got 'nowhere.txt', allowed: JSON lines, "),
+        (["--data", "empty.txt"], "--data: got 'empty.txt', allowed: a file that is not empty"),
+        (["--data", "text.txt", "--eval", "."], "--eval: got 'empty.txt', allowed: a file that is not empty"),
+        (["--data", "text.txt", "--documents", "words"], "--documents: got 'words', allowed: files or lines"),
+        (["--data", "text.txt", "--loss", "none"], "--loss: got 'none', allowed: assistant, completion, all"),
+        (["--data", "text.txt", "--eval-split", "5"], "--eval-split: got 5.0, allowed: a share between 0 and 1"),
         (["--data", "text.txt", "--epochs", "0"], "--epochs: got 0, allowed: a whole number from 1"),
         (["--data", "text.txt", "--stages", "0"], "--stages: got 0, allowed: a whole number from 1"),
         (["--data", "text.txt", "--lr", "inf"], "--lr: got inf, allowed: a number above 0"),
@@ -267,7 +274,6 @@ class TestTrain:
 @pytest.mark.soak
 def test_adapters_in_one_command(tmp_path):
     """The adapter is peft's own, the merged model answers as both together, and training can go on from it."""
-    import torch
     from transformers import AutoModelForCausalLM
 
     peft = pytest.importorskip("peft")
@@ -293,3 +299,40 @@ def test_adapters_in_one_command(tmp_path):
     again = [line["loss"] for line in metrics(tmp_path / "two") if "loss" in line]
     assert again[0] == pytest.approx(losses[-1], abs=0.3)
     assert again[0] < losses[0]
+
+
+@pytest.mark.ranks
+def test_a_chat_is_trained_with_the_loss_of_the_assistant(tmp_path):
+    """Packed and padded, the losses are those of transformers on each sample."""
+    from transformers import AutoModelForCausalLM
+
+    own = tokenizers_for_tests.split("the cat sat on a mat and saw what it was " * 50)
+    own.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+        "{{ eos_token }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    models.gpt2(vocab_size=len(own), n_positions=64).save_pretrained(tmp_path / "model")
+    own.save_pretrained(tmp_path / "model")
+    draw, words = random.Random(0), ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "what", "it", "was"]
+    texts = [[" ".join(draw.choices(words, k=draw.randint(1, most))) for most in (9, 5)] for _ in range(16)]
+    chats = [[{"role": "user", "content": a}, {"role": "assistant", "content": b}] for a, b in texts]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    total = learned = 0.0
+    for chat in chats:
+        made = own.apply_chat_template(chat, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        ids = torch.tensor([made["input_ids"]])
+        labels = torch.where(torch.tensor([made["assistant_masks"]]) == 1, ids, -100)
+        with torch.no_grad():
+            count = int((labels[:, 1:] != -100).sum())
+            total += float(model(ids, labels=labels).loss) * count
+        learned += count
+    for option in ("--packing", "--no-packing"):
+        command = "-m pipecomp.cli train --model model --data chat.jsonl --stages 2 --batch 16 --max-steps 1 --out"
+        found = run(tmp_path, sys.executable, *command.split(), option.strip("-"), option)
+        assert found.status == 0, found.output
+        [line] = [line for line in metrics(tmp_path / option.strip("-")) if "loss" in line]
+        assert line["loss"] == pytest.approx(total / learned, rel=1e-5)
+        assert "what the assistant says" in found.output
+        sample = json.loads((tmp_path / option.strip("-") / "sample.json").read_text())
+        assert sample == [[f"<|user|>{texts[0][0]}<|assistant|>", False], [f"{texts[0][1]}<|end|>", True]]

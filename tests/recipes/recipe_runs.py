@@ -44,7 +44,7 @@ def run(folder: Path, *command: str, timeout_s: float = HANG_S) -> Ended:
     process = subprocess.Popen(
         command,
         cwd=folder,
-        env=environment(),
+        env=environment() | {"HF_DATASETS_CACHE": str(folder / "datasets")},
         text=True,
         start_new_session=True,
         stdout=subprocess.PIPE,

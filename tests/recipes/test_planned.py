@@ -111,28 +111,25 @@ def test_batches_that_cannot_be() -> None:
         planned.choose_batch(9, 8)
 
 
-@pytest.mark.parametrize(
-    ("files", "message"),
-    [
-        (["a.txt", "b.jsonl"], "--data: got 'b.jsonl', allowed: files of one kind"),
-        (["b.JSON", "c.jsonl", "a.txt"], "--data: got 'a.txt'"),
-        (["a.txt", "--eval", "b.jsonl"], "--eval: got 'b.jsonl'"),
-        (["b.jsonl", "--eval", "a.txt"], "--eval: got 'a.txt'"),
-    ],
-)
-def test_texts_and_json_lines_are_not_mixed(tmp_path: Path, files: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        planned.has_documents(with_evaluation(tmp_path, *files))
+def test_padding_is_neither_seen_nor_learned() -> None:
+    samples = [{"input_ids": torch.tensor(ids), "labels": torch.tensor(ids)} for ids in ([5, 6, 7], [8])]
+    batch = {key: value.tolist() for key, value in planned.pad_samples(samples, pad=9).items()}
+    assert batch == {
+        "input_ids": [[5, 6, 7], [8, 9, 9]],
+        "labels": [[5, 6, 7], [8, -100, -100]],
+        "attention_mask": [[1, 1, 1], [1, 0, 0]],
+    }
 
 
-def with_evaluation(folder: Path, *files: str) -> TrainOptions:
-    data, _, evaluate = " ".join(files).partition(" --eval ")
-    return options_of(folder, *data.split(), evaluate=Path(evaluate) if evaluate else None)
-
-
-def test_kinds_of_files(tmp_path: Path) -> None:
-    assert planned.has_documents(with_evaluation(tmp_path, "a.jsonl", "B.JSON", "--eval", "c.json"))
-    assert not planned.has_documents(with_evaluation(tmp_path, "a.txt", "b", "--eval", "c.md"))
+def test_texts_of_all_forms_train_a_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\n two")
+    (tmp_path / "b.jsonl").write_text('{"body": "three"}\n')
+    (tmp_path / "c.jsonl").write_text('{"messages": [{"role": "user", "content": "four"}]}\n')
+    files = [str(tmp_path / name) for name in ("a.txt", "b.jsonl", "c.jsonl")]
+    assert planned.tokenizer_texts(options_of(tmp_path, files[0], tokenizer="train:300")) == ["one\n two"]
+    assert planned.tokenizer_texts(options_of(tmp_path, files[1], tokenizer="train:300", field="body")) == ["three"]
+    assert planned.tokenizer_texts(options_of(tmp_path, files[2], tokenizer="train:300")) == ["four"]
+    assert planned.tokenizer_texts(options_of(tmp_path, files[2])) == []
 
 
 @pytest.mark.parametrize("more", [{}, {"save_every": 1}])
@@ -225,8 +222,8 @@ def test_a_gpu_that_nobody_computes_on_is_left_alone(monkeypatch, tmp_path, acce
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     monkeypatch.setenv("DS_ACCELERATOR", accelerator)
     monkeypatch.setenv("LOCAL_RANK", "3")
-    with pytest.raises(ConfigError, match="--data"):
-        planned.main(options_of(tmp_path, "a.txt", "b.jsonl"))
+    with pytest.raises(ConfigError, match="--column"):
+        planned.main(options_of(tmp_path, "a.txt", column=["=text"]))
     assert chosen == taken
 
 

@@ -28,7 +28,7 @@ from pipecomp.report.metrics import (
 )
 from pipecomp.report.page import render_page, try_write_report, write_report
 from pipecomp.report.reader import RunRecord, read_runs
-from pipecomp.report.recorder import METRICS, PAGE, PLAN, RANKS, RUN, TRACE, Recorder, hits, waits
+from pipecomp.report.recorder import METRICS, PAGE, PLAN, RANKS, RUN, SAMPLE, TRACE, Recorder, hits, waits
 from pipecomp.report.summary import comparison, summarize
 from pipecomp.stats import GroupStats, counted_since
 from pipecomp.utils import units
@@ -317,6 +317,17 @@ def test_ranks_of_another_form_are_left_out(folder, changed):
 def changed(value, path, new):
     """A JSON value with another one in some place of it."""
     return new if not path else {**value, path[0]: changed(value[path[0]], path[1:], new)}
+
+
+def test_the_first_sample_is_shown_as_text(folder):
+    write_report([folder])
+    assert "First sample" not in (folder / PAGE).read_text()
+    (folder / SAMPLE).write_text('[["<b>one", false], ["two & three", true]]')
+    write_report([folder])
+    assert "<pre class='sample'>&lt;b&gt;one<mark>two &amp; three</mark></pre>" in (folder / PAGE).read_text()
+    (folder / SAMPLE).write_text("[[1]]")
+    write_report([folder])
+    assert "First sample" not in (folder / PAGE).read_text()
 
 
 @pytest.mark.parametrize(
