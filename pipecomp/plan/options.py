@@ -220,7 +220,7 @@ class TrainOptions:
             key = str(name).replace("_", "-")
             require(key in names, f"--config: {path}", name, ", ".join(names))
         given = {names[str(name).replace("_", "-")]: value for name, value in values.items() if value is not None}
-        for name in ("data", "report_to"):
+        for name in ("data", "column", "report_to"):
             if name in given and not isinstance(given[name], list):
                 given[name] = [given[name]]
         return given

@@ -82,12 +82,12 @@ def main(options: TrainOptions) -> None:
 
     def configure(args: argparse.Namespace, model: Any, size: int, samples: int) -> tuple[dict[str, Any], list[int]]:
         made = plan_run(options, args, model, size, samples)
-        if first_sample and dist.get_rank() == 0:
-            with writable("--run", args.run):
+        with rendezvous.all_ranks().collective_errors(), writable("--run", args.run):
+            if first_sample:
                 atomic_write_text(Path(args.run) / SAMPLE, json.dumps(first_sample) + "\n")
         return made
 
-    first_sample: list[Segment] = []
+    first_sample: list[Segment] = []  # on rank 0
 
     def load(args: argparse.Namespace, tokenizer: Any, size: int, vocabulary: int) -> language.Samples:
         data = load_samples(options, tokenizer, size, vocabulary)
