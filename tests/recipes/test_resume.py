@@ -22,6 +22,8 @@ from pipecomp.recipes.resume import RunCheckpoints, lock_folder
 from pipecomp.recipes.trainer import RecipeSetup
 from pipecomp.stats import Traffic
 from tests.limits import HANG_S
+from tests.models import made_up_text
+from tests.recipes.recipe_runs import ROOT, launch
 
 
 def checkpoint(folder: Path, step: int, *, manifests: tuple[int, ...] = (0,), **state: dict) -> Path:
@@ -550,3 +552,26 @@ def test_one_run_at_a_time_writes_to_a_folder(tmp_path: Path) -> None:
     lock_folder("--out", tmp_path)
     for descriptor in (end_all, until, forever):
         os.close(descriptor)
+
+
+@pytest.mark.ranks
+def test_a_run_goes_on_with_the_losses_of_one_that_was_not_interrupted(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(made_up_text(60, 0))
+    config = str(ROOT / "recipes" / "gpt2_wikitext2" / "ds_config_cpu_fp32.json")
+    files = ["--train-file", "a.txt", "--eval-file", "a.txt", "--metrics", "m.jsonl", "--run", "run"]
+    model = ["--model", "tiny", "--tokenizer", "train:300", "--block-size", "16", "--dropout", "0.1"]
+    files += ["--epochs", "2", "--max-steps", "4"]
+    saving = ["--checkpoint", "saved", "--resume", "auto", "--save-every", "2"]
+
+    def trained() -> tuple[str, list[dict[str, Any]]]:
+        ended = launch(tmp_path, "gpt2_wikitext2", "--deepspeed_config", config, *model, *files, *saving, processes=1)
+        assert ended.status == 0, ended.output
+        lines = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
+        return ended.output, [line.get("eval") or {key: line[key] for key in ("step", "loss", "lr")} for line in lines]
+
+    _, whole = trained()
+    manifest.remove(tmp_path / "saved" / "global_step4")  # as if it was killed while it wrote that
+    said, resumed = trained()
+    assert "continues after step 2; skipped step 4: it was not finished" in said
+    assert resumed == whole
+    assert "continues after step 4" in trained()[0], "with nothing left to train"
