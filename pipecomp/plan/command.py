@@ -116,7 +116,7 @@ def run_plan(
     report.print_plan(result, network, list(networks), console)
     if settings:
         report.print_settings(result.choice, console)
-    return {**as_json(result, network, list(networks)), "speeds": _finite(survey.speeds)}
+    return {**as_json(result, network, list(networks)), "speeds": _finite(survey.speeds), "lora": options.lora}
 
 
 # -- the request
@@ -230,6 +230,8 @@ def _read_profile(options: PlanOptions, file: Path) -> SurveyResult:
     require(
         one_pass == options.one_pass, "one-pass", options.one_pass, str(one_pass), "The profile was measured for that"
     )
+    lora = content.get("lora")
+    require(lora == options.lora, "lora", options.lora, str(lora), "The profile was measured for that")
     return SurveyResult(profile=Profile.from_dict(content.get("profile")), speeds=speeds)
 
 

@@ -263,7 +263,8 @@ def plan_run(
     with ranks.collective_errors():
         check_processes("--stages", stages)
         check_unused(options, folder)
-        batch = choose_batch(options.batch, samples, world // stages, None if options.max_steps else options.epochs)
+        fewest = min(options.max_steps or FEWEST_STEPS, FEWEST_STEPS)
+        batch = choose_batch(options.batch, samples, world // stages, options.epochs, fewest)
         with writable("--run", folder):
             folder.mkdir(parents=True, exist_ok=True)
         if first:
@@ -310,10 +311,12 @@ def check_unused(options: TrainOptions, folder: Path) -> None:
     require(unused, "--save-every", None, "a number", hint)
 
 
-def choose_batch(batch: int | None, samples: int, replicas: int = 1, epochs: int | None = None) -> int:
+def choose_batch(
+    batch: int | None, samples: int, replicas: int = 1, epochs: int | None = None, fewest: int = FEWEST_STEPS
+) -> int:
     """Return `batch`, or if None the largest number of samples per step up to DEFAULT_BATCH that replicas can share.
 
-    With `epochs` it is the largest that makes at least FEWEST_STEPS, or the smallest.
+    With `epochs` it is the largest that makes at least `fewest` steps, or the smallest.
 
     Raises:
         ConfigError: If the text has fewer samples than `batch`.
@@ -325,7 +328,7 @@ def choose_batch(batch: int | None, samples: int, replicas: int = 1, epochs: int
     if samples < replicas:
         raise DataError(f"the text has {samples} samples, too few for {replicas} replicas")
     sizes = [max(n // replicas, 1) * replicas for n in (DEFAULT_BATCH, 16, 8, 4, 2, 1) if n <= samples]
-    return next((n for n in sizes if epochs is None or epochs * samples // n >= FEWEST_STEPS), sizes[-1])
+    return next((n for n in sizes if epochs is None or epochs * samples // n >= fewest), sizes[-1])
 
 
 def describe_defaults(options: TrainOptions, batch: int, samples: int) -> list[str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
 
+from pipecomp.errors import ConfigError
 from pipecomp.plan.command import plan_sizes, resolve_request, run_plan
 from pipecomp.plan.options import PlanOptions
 from pipecomp.plan.prediction import in_flight_counts, memory_bytes
@@ -56,6 +58,17 @@ def test_a_step_with_adapters_takes_less_time_and_memory(config: Any) -> None:
     assert max(lora["memory_bytes"]) < max(full["memory_bytes"])
     assert lora["step_s"] < full["step_s"]
     assert lora["tied_s"] == 0 < full["tied_s"]
+
+
+def test_a_profile_is_of_the_adapters_that_it_was_measured_with(config: Any, tmp_path: Any) -> None:
+    made = run_plan(Console(quiet=True), PlanOptions(model=config, stages=2, speed="1", batch=4, tokens=8, lora=4))
+    (tmp_path / "plan.json").write_text(json.dumps(made))
+    for lora in (None, 8):
+        with pytest.raises(ConfigError, match=rf"lora: got {lora}, allowed: 4\."):
+            run_plan(
+                Console(quiet=True),
+                PlanOptions(model=config, stages=2, profile=tmp_path / "plan.json", batch=4, lora=lora),
+            )
 
 
 def test_measured_stages_have_adapters(config: Any) -> None:

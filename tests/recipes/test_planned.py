@@ -36,6 +36,7 @@ def test_a_short_run_has_smaller_batches(samples: int, epochs: int, batch: int) 
     """Rather than a handful of steps, in which hardly a weight moves."""
     assert planned.choose_batch(None, samples, 1, epochs) == batch
     assert batch == 1 or epochs * samples // batch >= planned.FEWEST_STEPS
+    assert planned.choose_batch(None, 147, 1, 1, 6) == 16, "six steps are asked for"
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 10, 100])
