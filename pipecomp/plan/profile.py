@@ -223,9 +223,21 @@ def count(model: Any, tokens: int, dtype: torch.dtype = torch.float32) -> Profil
     with FakeTensorMode(allow_non_fake_inputs=True):
         model_skeleton = without_weights(model, dtype)
         plan, chosen = representative_stages(model_skeleton)
-        costs = {k: _count_stage(take_stage(model_skeleton, plan, k), tokens, dtype) for k in chosen}
+        counted = dtype
+        joined = getattr(model_skeleton.config, "_experts_implementation", None) == "grouped_mm"
+        if joined:  # torch has its shapes for BF16 alone, and no count of its operations
+            counted = torch.bfloat16
+            model_skeleton = without_weights(model, counted)
+        stages = {k: take_stage(model_skeleton, plan, k) for k in chosen}
+        costs = {k: _count_stage(stage, tokens, counted) for k, stage in stages.items()}
+        if joined:
+            model_skeleton.set_experts_implementation("batched_mm")  # as many operations, but copies of weights
+            for k, stage in stages.items():
+                flops = _count_stage(stage, tokens, counted).flops
+                kept_bytes = costs[k].kept_bytes * dtype.itemsize / counted.itemsize
+                costs[k] = PartCost(flops=flops, kept_bytes=kept_bytes)
         weights = sum(plan.trained) / sum(plan.parameters)
-    hidden = int(model_skeleton.config.hidden_size)
+    hidden = stages[chosen[0]].hidden_size
     return profile_from_stages(costs, plan, hidden=hidden, tokens=tokens, backward_operations=1.0 + weights)
 
 

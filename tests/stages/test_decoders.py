@@ -256,10 +256,14 @@ def discovered(folder: Path) -> Iterator[str]:
             yield from file.keys()
 
 
-@pytest.mark.parametrize("name", ["gemma2", "opt", "falcon"])
+@pytest.mark.parametrize("name", ["gemma2", "opt", "falcon", "mixtral"])
 def test_a_profile_counts_every_block(name: str) -> None:
-    model = make_model(name)
-    profile = count(copy.deepcopy(model.config), 8)
+    config = make_model(name).config
+    profile = count(copy.deepcopy(config), 8)
     assert len(profile.blocks) == 4
     assert profile.hidden == 32
     assert profile.blocks[1].flops > 0
+    if name == "mixtral":  # another expert for each token multiplies it with three matrices more
+        config.num_experts_per_tok += 1
+        more = count(config, 8).blocks[1].flops - profile.blocks[1].flops
+        assert more == 8 * 3 * 2 * 32 * 48
