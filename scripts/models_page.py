@@ -83,6 +83,8 @@ def examine(model_type: str, name: str, kind: str) -> Row:
             return Row(
                 model_type=model_type, model_class=name, kind=kind, reason=f"its text part is `{inner.model_type}`"
             )
+        if kind == KINDS[1] and getattr(config, "pad_token_id", 0) is None:
+            config.pad_token_id = 0  # as anyone sets it who classifies more than one sample at a time
         left = check_small_copy(config, model_class, architecture_of(config, model_class), split_unchecked)
     except Exception as error:  # of any kind: the page says it
         return Row(model_type=model_type, model_class=name, kind=kind, reason=_shorten(model_type, error))
