@@ -181,7 +181,7 @@ def _adapted(options: PlanOptions) -> Any:
     """Return the model, with new adapters in all linear layers if the options ask for them."""
     if options.lora is None:
         return options.model
-    return with_adapter(options.model, options.lora)
+    return with_adapter(options.model, options.lora, options.bits)
 
 
 def round_up(size: float) -> float:
@@ -254,7 +254,7 @@ def plan(
         ConfigError: No layout fits, or none fits the nodes' memory.
     """
     options = request.options
-    model = without_weights(_adapted(options), request.dtype)
+    model = without_weights(_adapted(options), request.dtype, quantized=True)
     gradients = {} if options.gradients is None else {"method": options.gradients}
     sections = search.aqsgd_sections("auto", "auto", one_pass=options.one_pass)
     config = Config.from_dict({**sections, "tie": options.tie, "gradients": gradients})
@@ -322,7 +322,7 @@ def plan_sizes(request: PlanRequest, profile: Profile) -> TrainingJob:
     options = request.options
     [(K, replicas)] = search.layouts(request.nodes, request.stages, len(profile.blocks))
     [(samples, micro_batches)] = search.micro_batch_splits(options.batch, replicas, options.micro_batch or 1)
-    model = without_weights(_adapted(options), request.dtype)
+    model = without_weights(_adapted(options), request.dtype, quantized=True)
     split = balanced(model, profile, K, tie=options.tie)
     layout: dict[str, Any] = {"plan": split, "replicas": replicas, "tied": tied_values(model, split)}
     job = TrainingJob(profile=profile, samples=samples, micro_batches=micro_batches, dtype=request.dtype, **layout)

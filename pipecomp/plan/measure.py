@@ -52,6 +52,7 @@ from pipecomp.stages.link.transport import PacerTo, Transport, loopback_pair
 from pipecomp.stages.partition.adapters import attach
 from pipecomp.stages.partition.architectures import architecture_of, default_loss
 from pipecomp.stages.partition.loading import Source, build_stage, resolve
+from pipecomp.stages.partition.quantization import plain_config
 from pipecomp.stages.partition.splitting import Stage
 from pipecomp.tls.mesh import Mesh
 from pipecomp.tls.process_group import BACKEND, current_mesh
@@ -231,7 +232,7 @@ def time_model(model: Any, tokens: int, dtype: torch.dtype, device: torch.device
     samples: per micro-batch; timing several samples separates the cost of a call from that of a sample.
     """
     source = resolve(model)
-    config_only = Source(config=source.config, model_class=source.model_class)
+    config_only = Source(config=plain_config(source.config), model_class=source.model_class)
     plan, chosen = representative_stages(without_weights(model, dtype))
     costs: dict[int, PartCost] = {}
     calls: list[tuple[float, float]] = []

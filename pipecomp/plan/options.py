@@ -24,6 +24,8 @@ _Gradients = Annotated[
     "Gradients of tied weights and between replicas: none, fp16, global_qsgd or double_squeeze; by default the fastest "
     "between replicas, and double_squeeze with 8 bits for tied weights that take much of a step.",
 ]
+_FourBits = Annotated[bool, "With LoRA: the model's linear layers in 4 bits (NF4, bitsandbytes).", "--load-in-4bit"]
+_EightBits = Annotated[bool, "With LoRA: the model's linear layers in 8 bits (bitsandbytes).", "--load-in-8bit"]
 _Tie = Annotated[
     bool,
     "Keep weights that several stages hold (such as GPT-2's embedding) equal, or train each stage's copy separately.",
@@ -63,6 +65,8 @@ class PlanOptions:
     dropout: Annotated[float | None, "Dropout in training; by default the model's own."] = None
     one_pass: Annotated[bool, "Plan for training that sees every sample once.", "--one-pass"] = False
     lora: Annotated[int | None, "Plan for LoRA adapters of this rank in all linear layers, with frozen weights."] = None
+    load_in_4bit: _FourBits = False
+    load_in_8bit: _EightBits = False
 
     def __post_init__(self) -> None:
         require(self.dtype in DTYPES, "dtype", self.dtype, ", ".join(DTYPES))
@@ -71,6 +75,7 @@ class PlanOptions:
             number = getattr(self, key)
             require(number is None or number >= 1, key.replace("_", "-"), number, "a whole number from 1")
         require_dropout("dropout", self.dropout)
+        _check_bits(self, trains_adapter=self.lora is not None)
         require(self.memory is None or self.memory > 0, "memory", self.memory, "a number of GB above 0")
         if self.measure:
             self.require_unset("together with --measure", "speed", "profile", "recompute")
@@ -84,6 +89,11 @@ class PlanOptions:
         for name in names:
             value = getattr(self, name)
             require(value is None or value is False, name.replace("_", "-"), value, f"no value {reason}")
+
+    @property
+    def bits(self) -> int | None:
+        """Bits of the model's linear layers, None for plain weights."""
+        return 4 if self.load_in_4bit else 8 if self.load_in_8bit else None
 
     @property
     def sizes_only(self) -> bool:
@@ -143,6 +153,8 @@ class TrainOptions:
     dora: Annotated[bool, "With --lora: also train a magnitude for each output (DoRA).", "--dora"] = False
     rslora: Annotated[bool, "With --lora: scale by alpha / √rank (rank-stabilized LoRA).", "--rslora"] = False
     adapter: Annotated[Path | None, "Continue a saved adapter, instead of --lora."] = None
+    load_in_4bit: _FourBits = False
+    load_in_8bit: _EightBits = False
     merge: Annotated[bool, "Also write the model with the adapter merged into its weights.", "--merge"] = False
 
     def __post_init__(self) -> None:
@@ -178,8 +190,14 @@ class TrainOptions:
         require(not self.merge or self.trains_adapter, "--merge", True, "only with --lora or --adapter")
         require(self.lora_alpha is None or self.lora_alpha > 0, "--lora-alpha", self.lora_alpha, "a number above 0")
         require_dropout("--lora-dropout", self.lora_dropout)
+        _check_bits(self, trains_adapter=self.trains_adapter)
         hint = "The adapters have --lora-dropout."
         require(not self.trains_adapter or self.dropout is None, "--dropout", self.dropout, "nothing here", hint)
+
+    @property
+    def bits(self) -> int | None:
+        """Bits of the model's linear layers, None for plain weights."""
+        return 4 if self.load_in_4bit else 8 if self.load_in_8bit else None
 
     @property
     def trains_adapter(self) -> bool:
@@ -249,6 +267,14 @@ class TrainOptions:
         values = json.loads(text)
         paths = {name: Path(values[name]) for name in ("evaluate", "out", "store", "adapter") if name in values}
         return cls(**{**values, **paths, "data": [Path(file) for file in values["data"]]})
+
+
+def _check_bits(options: PlanOptions | TrainOptions, *, trains_adapter: bool) -> None:
+    """Raise ConfigError for both numbers of bits, or quantized weights without adapters."""
+    both = options.load_in_4bit and options.load_in_8bit
+    require(not both, "--load-in-8bit", True, "nothing together with --load-in-4bit")
+    hint = "Quantized weights are not trained."
+    require(options.bits is None or trains_adapter, f"--load-in-{options.bits}bit", True, "only with LoRA", hint)
 
 
 def require_dropout(key: str, dropout: float | None) -> None:

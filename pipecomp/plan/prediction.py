@@ -163,7 +163,7 @@ class StepPrediction:
 def memory_bytes(job: TrainingJob, slack: int = 1) -> list[float]:
     """Return the bytes of each stage: weights, gradients, Adam's state, and activations of micro-batches in flight.
 
-    Frozen weights have no gradients and no state.
+    Frozen weights have no gradients and no state, and may be quantized.
 
     With activation checkpointing they include those of one block, of the micro-batch whose backward runs.
     """
@@ -173,8 +173,8 @@ def memory_bytes(job: TrainingJob, slack: int = 1) -> list[float]:
     recomputed = job.samples * job.profile.again_bytes
     plan = job.plan
     return [
-        (own + shared / job.replicas) * trained + job.dtype.itemsize * (values - trained) + count * each + recomputed
-        for values, trained, count, each in zip(plan.parameters, plan.trained, in_flight, kept, strict=True)
+        (own + shared / job.replicas) * trained + frozen + count * each + recomputed
+        for trained, frozen, count, each in zip(plan.trained, plan.frozen_bytes, in_flight, kept, strict=True)
     ]
 
 

@@ -21,6 +21,7 @@ from pipecomp.schedule import SavedTensorBytes
 from pipecomp.stages.partition.architectures import architecture_of, default_loss
 from pipecomp.stages.partition.loading import Source, resolve, skeleton
 from pipecomp.stages.partition.planning import SplitPlan, plan_model
+from pipecomp.stages.partition.quantization import plain_config
 from pipecomp.stages.partition.splitting import Stage, take_stage
 from pipecomp.utils.serialization import serializable
 
@@ -158,10 +159,17 @@ def seconds(cost: PartCost) -> float:
     return cost.forward_s + cost.backward_s
 
 
-def without_weights(model: Any, dtype: torch.dtype = torch.float32) -> Any:
-    """Build a model on the meta device from a Hugging Face model, config, folder or hub name, or a Source."""
+def without_weights(model: Any, dtype: torch.dtype = torch.float32, *, quantized: bool = False) -> Any:
+    """Build a model on the meta device from a Hugging Face model, config, folder or hub name, or a Source.
+
+    quantized: False for plain weights in place of quantized ones, which cannot be run without values.
+    """
     source = resolve(model)
-    return skeleton(Source(config=source.config, model_class=source.model_class, adapter=source.adapter), dtype)
+    config, quantizer = source.config, source.quantizer if quantized else None
+    if not quantized:
+        config = plain_config(config)
+    described = Source(config=config, model_class=source.model_class, adapter=source.adapter, quantizer=quantizer)
+    return skeleton(described, dtype)
 
 
 def representative_stages(model: Any) -> tuple[SplitPlan, list[int]]:

@@ -24,6 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dora", action="store_true", help="also train a magnitude for each output of an adapted layer (DoRA)")
     add("--rslora", action="store_true", help="scale adapters by A / sqrt(R) (rank-stabilized LoRA)")
     add("--adapter", metavar="FOLDER", help="continue training a saved adapter instead of a new one")
+    add("--bits", type=int, choices=(4, 8), help="bits of the model's linear layers, by bitsandbytes (default: plain)")
+    compute = "dtype in which layers of 4 bits compute (default float32)"
+    add("--compute-dtype", choices=("float32", "bfloat16"), default="float32", help=compute)
 
 
 def check_arguments(args: argparse.Namespace) -> None:
@@ -69,6 +72,7 @@ def causal_model(args: argparse.Namespace, tokenizer: Any) -> tuple[Any, Any]:
 
     from pipecomp.stages import pretrained
     from pipecomp.stages.partition.loading import skeleton
+    from pipecomp.stages.partition.quantization import standard_config
 
     targets = args.lora_targets
     lora = args.adapter or peft.LoraConfig(
@@ -81,7 +85,8 @@ def causal_model(args: argparse.Namespace, tokenizer: Any) -> tuple[Any, Any]:
         use_rslora=args.rslora,
     )
     model_config(args.model)
-    source = pretrained(args.model, lora=lora)
+    bits = standard_config(args.bits, args.compute_dtype)
+    source = pretrained(args.model, lora=lora, quantization_config=bits)
     if targets is not None:
         try:
             skeleton(source)
@@ -106,6 +111,7 @@ def meanings(args: argparse.Namespace, model: Any) -> dict[str, Any]:
     targets = config.target_modules
     return {
         "--model": Path(args.model).absolute().name,
+        "--bits": args.bits,
         "--lora-rank": config.r,
         "--lora-alpha": config.lora_alpha,
         "--lora-dropout": config.lora_dropout,

@@ -136,6 +136,8 @@ def recipe_arguments(options: TrainOptions) -> argparse.Namespace:
         lora_alpha=2 * options.lora if options.lora and options.lora_alpha is None else options.lora_alpha,
         lora_targets=(options.lora_targets or ALL_LINEAR).split(",") if options.lora else None,
         adapter=None if options.adapter is None else str(options.adapter),
+        bits=options.bits,
+        compute_dtype="bfloat16" if options.dtype == "bf16" else "float32",
         no_tie=not options.tie,
         train_file=[str(file) for file in options.data],
         eval_file=None if options.evaluate is None else str(options.evaluate),
@@ -345,6 +347,8 @@ def describe_defaults(options: TrainOptions, batch: int, samples: int) -> list[s
         alpha = 2 * options.lora if options.lora_alpha is None else options.lora_alpha
         targets = options.lora_targets or ALL_LINEAR
         lines.append(f"adapters  LoRA of rank {options.lora}, alpha {alpha:g}, layers: {targets}")
+    if options.bits is not None:
+        lines.append(f"model     linear layers in {options.bits} bits, quantized while they are read")
     return lines
 
 

@@ -124,10 +124,17 @@ def resolve(source: Any) -> Source:
     raise SplitError(f"model: got {type(source).__name__}, allowed: a Hugging Face model, config, folder or hub name")
 
 
-def with_adapter(source: Any, rank: int) -> Source:
-    """Return the model of `resolve` without weights, with a new LoRA adapter in all linear layers, for planning."""
+def with_adapter(source: Any, rank: int, bits: int | None = None) -> Source:
+    """Return the model of `resolve` without weights, with a new LoRA adapter in all linear layers, for planning.
+
+    bits: of the base model's linear layers, 4 or 8; default: as they are.
+    """
     found = resolve(source)
-    return Source(config=found.config, model_class=found.model_class, adapter=adapters.new_adapter(rank))
+    quantizer = found.quantizer
+    if bits is not None:
+        quantizer = quantization.quantizer_for(found.config, quantization.standard_config(bits))
+    adapter = adapters.new_adapter(rank)
+    return Source(config=found.config, model_class=found.model_class, adapter=adapter, quantizer=quantizer)
 
 
 def check_trainable(source: Source) -> None:

@@ -61,6 +61,23 @@ def check_method(config: Any) -> None:
         )
 
 
+def standard_config(bits: int | None, compute_dtype: str = "float32") -> Any:
+    """Return a BitsAndBytesConfig as QLoRA's: NF4 with quantized scales, or 8 bits; None for no bits."""
+    if bits is None:
+        return None
+    _require_bitsandbytes()
+    from transformers import BitsAndBytesConfig
+
+    if bits == 8:
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=compute_dtype,
+    )
+
+
 def plain_config(config: Any) -> Any:
     """Return a config of the same model with plain weights; the config itself if it has them."""
     if getattr(config, _KEY, None) is None:

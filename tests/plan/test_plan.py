@@ -7,6 +7,7 @@ import itertools
 import json
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +25,8 @@ from pipecomp.engine.validation import check_precision
 from pipecomp.errors import ConfigError, SplitError
 from pipecomp.gradient_config import Gradients
 from pipecomp.plan.auto_bits import MIN_BITS_OF_CLASSIFIERS, fewest_bits
-from pipecomp.plan.command import parse_networks, round_up
+from pipecomp.plan.command import parse_networks, round_up, run_plan
+from pipecomp.plan.options import PlanOptions
 from pipecomp.plan.packet_sizes import activation_bytes, gradient_bytes, with_bits
 from pipecomp.plan.prediction import (
     MachineSpeeds,
@@ -977,3 +979,19 @@ def test_errors_are_one_line(folder, arguments, message):
     assert done.exit_code == 1
     assert message in " ".join(done.output.split())
     assert "Traceback" not in done.output
+
+
+@pytest.mark.parametrize(("option", "share"), [("load_in_4bit", 0.26), ("load_in_8bit", 0.504)])
+def test_memory_of_quantized_weights(option: str, share: float, tmp_path: Path) -> None:
+    """From the config alone; --lora without bits has them in the training precision."""
+    from transformers import LlamaConfig
+
+    pytest.importorskip("bitsandbytes")
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "vocab_size": 128}
+    LlamaConfig(**sizes, num_attention_heads=4, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    given = {"model": str(tmp_path), "stages": 2, "lora": 4, "dtype": "bf16", "tokens": 16, "batch": 1}
+    rows = [run_plan(Console(quiet=True), PlanOptions(**given, **more)) for more in ({}, {option: True})]
+    plain, quantized = (max(row["memory_bytes"]) for row in rows if row is not None)
+    assert plain - quantized == pytest.approx((1 - share) * 2 * 2 * (4 * 512 * 512 + 3 * 512 * 1024), rel=0.02)
+    with pytest.raises(ConfigError, match=r"--load-in-.bit.*only with LoRA"):
+        PlanOptions(**given | {"lora": None}, **{option: True})
