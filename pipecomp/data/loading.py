@@ -28,7 +28,7 @@ from pipecomp.data.formats import (
     unused_columns,
 )
 from pipecomp.data.samples import BlockSamples, DocumentSamples, cut_spans, documents_of, hold_out
-from pipecomp.data.sources import Record, Source, find_sources, find_split
+from pipecomp.data.sources import DataSource, Record, find_sources, find_split
 from pipecomp.data.token_file import TokenCounts, TokenFile, TokenWriter, is_complete
 from pipecomp.data.tokenization import TextTokenizer
 from pipecomp.errors import ConfigError, DataError, require, writable
@@ -260,7 +260,7 @@ class _Preparation:
     examples: ExampleTokenizer | None
 
     @classmethod
-    def of(cls, found: Sequence[Source], tokenizer: Any, options: DataOptions) -> _Preparation:
+    def of(cls, found: Sequence[DataSource], tokenizer: Any, options: DataOptions) -> _Preparation:
         """See the format from the first row, and check the options against it."""
         renames = parse_columns(options.columns, options.key("columns"))
         kind, first = _format(found[0], renames, options)
@@ -290,14 +290,16 @@ class _Preparation:
             made.examples = ExampleTokenizer(tokenizer, made.loss, conversational=made.conversational)
         return made
 
-    def check_same(self, found: Sequence[Source]) -> None:
+    def check_same(self, found: Sequence[DataSource]) -> None:
         """Raise DataError unless all sources have this format."""
         for source in found:
             kind, _ = _format(source, self.renames, self.options)
             if kind != self.format:
                 raise DataError(f"{source.name} has the format {kind}, other data {self.format}: train on one of them")
 
-    def tokenize(self, found: Sequence[Source], tokenizer: Any, cache: Path, say: Callable[[str], None]) -> TokenFile:
+    def tokenize(
+        self, found: Sequence[DataSource], tokenizer: Any, cache: Path, say: Callable[[str], None]
+    ) -> TokenFile:
         """Return the file of tokens, after this process or another one of the machine has written it."""
         from filelock import FileLock, Timeout
 
@@ -328,7 +330,7 @@ class _Preparation:
                 raise
         return TokenFile(path)
 
-    def _key(self, found: Sequence[Source], tokenizer: Any) -> str:
+    def _key(self, found: Sequence[DataSource], tokenizer: Any) -> str:
         options = self.options
         parts = [source.digest() for source in found]
         parts += [tokenizer_digest(tokenizer), self.format, self.loss, options.documents]
@@ -336,7 +338,7 @@ class _Preparation:
         parts.append(str(self.examples and self.examples.template))
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
-    def _write(self, path: Path, found: Sequence[Source], tokenizer: Any, say: Callable[[str], None]) -> None:
+    def _write(self, path: Path, found: Sequence[DataSource], tokenizer: Any, say: Callable[[str], None]) -> None:
         progress = _Progress(found, say)
         with TokenWriter(path, masked=self.loss != ALL) as writer:
             forced = left_out = 0
@@ -380,7 +382,7 @@ class _Preparation:
                 return
             blank.append(piece)
 
-    def _texts(self, source: Source, writer: TokenWriter, progress: _Progress) -> Iterator[str]:
+    def _texts(self, source: DataSource, writer: TokenWriter, progress: _Progress) -> Iterator[str]:
         if source.kind == src.TEXT:
             texts: Iterable[str] = source.lines()
         else:
@@ -394,7 +396,7 @@ class _Preparation:
                 writer.empty += 1
 
 
-def _format(source: Source, renames: dict[str, str], options: DataOptions) -> tuple[str, Record | None]:
+def _format(source: DataSource, renames: dict[str, str], options: DataOptions) -> tuple[str, Record | None]:
     """Return a source's format and its first row."""
     if source.kind == src.TEXT:
         hint = f"{source.name} is plain text, which has no columns. Files with columns end in .jsonl, .csv or .parquet"
@@ -408,7 +410,7 @@ def _format(source: Source, renames: dict[str, str], options: DataOptions) -> tu
     return detect_format(first.values, first.where), first
 
 
-def _records(found: Sequence[Source], renames: dict[str, str], options: DataOptions) -> Iterator[Record]:
+def _records(found: Sequence[DataSource], renames: dict[str, str], options: DataOptions) -> Iterator[Record]:
     for source in found:
         for record in source.records():
             yield rename(record, renames, options.key("columns"))
@@ -456,7 +458,7 @@ def _raise_failure(path: Path) -> None:
 class _Progress:
     """Prints how far the tokenization of large data is."""
 
-    def __init__(self, found: Sequence[Source], say: Callable[[str], None]) -> None:
+    def __init__(self, found: Sequence[DataSource], say: Callable[[str], None]) -> None:
         self._say, self._begun = say, time.monotonic()
         self._next, self._spoken = self._begun + _FIRST_S, False
         self._total = sum(source.size for source in found)

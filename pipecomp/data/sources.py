@@ -70,7 +70,7 @@ class Record(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSource:
     """One file, or one split of a data set.
 
     Attributes:
@@ -131,7 +131,7 @@ class Source:
 # -- finding
 
 
-def find_sources(data: Any, key: str = "--data") -> list[Source]:
+def find_sources(data: Any, key: str = "--data") -> list[DataSource]:
     """Find the files and data sets that `--data` names.
 
     Args:
@@ -147,12 +147,12 @@ def find_sources(data: Any, key: str = "--data") -> list[Source]:
 
     Example:
         >>> find_sources(["chat.jsonl"])
-        [Source(name='chat.jsonl', kind='JSON')]
+        [DataSource(name='chat.jsonl', kind='JSON')]
     """
     single = isinstance(data, (str, os.PathLike, Mapping)) or hasattr(data, "column_names")
     items = [data] if single else list(data)
     require(items, key, data, _FORMATS)
-    found: list[Source] = []
+    found: list[DataSource] = []
     for item in items:
         if isinstance(item, (str, os.PathLike)):
             found += _named(os.fspath(item), key)
@@ -161,7 +161,7 @@ def find_sources(data: Any, key: str = "--data") -> list[Source]:
     return found
 
 
-def find_split(data: Any, splits: Sequence[str], key: str = "--data") -> Source | None:
+def find_split(data: Any, splits: Sequence[str], key: str = "--data") -> DataSource | None:
     """Return the first of these splits that a data set has, such as the held-out part; None for files."""
     items = [data] if isinstance(data, (str, os.PathLike, Mapping)) or hasattr(data, "column_names") else list(data)
     if len(items) != 1:
@@ -178,7 +178,7 @@ def find_split(data: Any, splits: Sequence[str], key: str = "--data") -> Source 
     return None
 
 
-def _named(name: str, key: str) -> list[Source]:
+def _named(name: str, key: str) -> list[DataSource]:
     path = Path(name)
     try:
         mode = path.stat().st_mode
@@ -203,7 +203,7 @@ def _named(name: str, key: str) -> list[Source]:
     return [_file(p, key) for p in chosen]
 
 
-def _file(path: Path, key: str) -> Source:
+def _file(path: Path, key: str) -> DataSource:
     """Check what a file is by its suffix and its first bytes."""
     name = str(path)
     kind = KINDS.get(path.suffix.lower(), TEXT)
@@ -223,7 +223,7 @@ def _file(path: Path, key: str) -> Source:
         tar = begin[257:262] == b"ustar"
         require(not tar, key, name, _FORMATS, "It looks like a tar archive: unpack it with `tar -xf`")
         _check_encoding(name, begin, kind)
-    return Source(name, kind)
+    return DataSource(name, kind)
 
 
 def _check_encoding(name: str, begin: bytes, kind: str) -> None:
@@ -247,7 +247,7 @@ def _nul(name: str, position: int) -> str:
     return f"{name}: byte {position} is NUL, so it is not text but a binary format; expected {_FORMATS}"
 
 
-def _given(item: Any, key: str, splits: Sequence[str], name: str | None = None) -> Source:
+def _given(item: Any, key: str, splits: Sequence[str], name: str | None = None) -> DataSource:
     """Return a data set object as a source."""
     shown = name or f"the given {type(item).__name__}"
     if isinstance(item, Mapping):
@@ -263,7 +263,7 @@ def _given(item: Any, key: str, splits: Sequence[str], name: str | None = None) 
         raise ConfigError(key, type(item).__name__, "a data set with a length", hint)
     require(hasattr(item, "column_names"), key, type(item).__name__, "paths, names, or a datasets.Dataset")
     require(len(item), key, shown, "a data set that is not empty")
-    return Source(shown, DATASET, item)
+    return DataSource(shown, DATASET, item)
 
 
 def _loaded(name: str, key: str) -> Any:

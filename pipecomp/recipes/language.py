@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from pipecomp.data import default_collate
-from pipecomp.data.sources import JSON, Source
+from pipecomp.data.sources import JSON, DataSource
 from pipecomp.distributed import rendezvous
 from pipecomp.errors import DataError, require
 from pipecomp.recipes import run, text
@@ -163,7 +163,7 @@ def documents_of(path: str, field: str, *, join: bool = False) -> Texts:
     if not is_json_lines(path):
         return _documents((line.removesuffix("\n") for line in text.read_lines(path)), join)
     documents = []
-    for values, where in Source(path, JSON).records():
+    for values, where in DataSource(path, JSON).records():
         document = values.get(field)
         if set(values) == {"text"} and field not in values:
             document = values["text"]  # a line with a string
