@@ -8,7 +8,9 @@ other end of its standard input, where signals arrive too: sshd does not end it 
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 import signal
 import threading
 import time
@@ -36,6 +38,18 @@ _TASKS = {
 _TERMINAL = "SLURM_PTY_PORT"  # set by srun --pty, an interactive shell, whatever the number of tasks
 # The launcher: a process id, or "stdin" for one at the other end of standard input.
 LAUNCHER, STDIN = "PIPECOMP_LAUNCHER", "stdin"
+
+# Variables that change a rank's numbers, its speed or what it reads: those that suit all machines, and those that
+# describe one machine or its network.
+COMMON_VARIABLES = (
+    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "ATEN_CPU_CAPABILITY", "PYTHONHASHSEED"),
+    *("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG"),
+    *("NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "TRANSFORMERS_OFFLINE"),
+)
+_PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
+MACHINE_VARIABLES = ("LD_LIBRARY_PATH", "LD_PRELOAD", *_PROXIES, *(name.upper() for name in _PROXIES))
+_COMPARED = (*COMMON_VARIABLES, *MACHINE_VARIABLES, "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "DS_ACCELERATOR")
+_SHOWN = 120  # characters of a value
 
 
 class Launch(NamedTuple):
@@ -88,7 +102,33 @@ def read_launch(environ: Mapping[str, str]) -> Launch:
         raise ConfigError(missing, None, "a number: a launcher sets both RANK and WORLD_SIZE")
     if rank is not None and world is not None and rank >= world:
         raise ConfigError("RANK", rank, f"0 to {world - 1}, as WORLD_SIZE is {world}")
-    return Launch(rank, world, _number(environ, "LOCAL_RANK", 0) or 0, local_world, environ.get("MASTER_ADDR"))
+    return Launch(rank, world, _number(environ, "LOCAL_RANK", 0) or 0, local_world, master_address(environ))
+
+
+def master_address(environ: Mapping[str, str]) -> str | None:
+    """Return MASTER_ADDR, an IPv6 address without its brackets."""
+    host = environ.get("MASTER_ADDR")
+    return host if host is None else without_brackets(host)
+
+
+def without_brackets(host: str) -> str:
+    """Return a host as the resolver takes it: "[2001:db8::1]", as in URLs, becomes "2001:db8::1"."""
+    return host[1:-1] if host.startswith("[") and host.endswith("]") else host
+
+
+def compared_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that should be the same on all ranks: long values cut, proxies without their passwords."""
+    found = {}
+    for name in _COMPARED:
+        value = environ.get(name)
+        if value is None:
+            continue
+        if name.lower() in _PROXIES:
+            value = re.sub(r"(^|//)[^/@,]*@", r"\1", value)
+        if len(value) > _SHOWN:
+            value = f"{value[:_SHOWN]}… (digest {hashlib.sha256(value.encode(errors='replace')).hexdigest()[:8]})"
+        found[name] = value
+    return found
 
 
 def _check_alone(environ: Mapping[str, str]) -> None:

@@ -11,12 +11,15 @@ import ipaddress
 import os
 import random
 import socket
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 
+from pipecomp.distributed.launch_env import Launch, master_address, read_launch
 from pipecomp.errors import ConfigError, LinkError
 from pipecomp.utils.cgroups import control_groups
 
@@ -96,6 +99,8 @@ def _quotas() -> Iterator[float]:
 
 
 GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
+_LOOKUP_S, _LOOK_AGAIN_S = 10.0, 1.0
+_FAR_ADDRESSES = ("198.51.100.1", "2001:db8::1")  # reserved for documentation
 _PORTS = range(10_000, 32_000)  # below the ephemeral ports: 32768 and up on Linux, higher elsewhere
 
 
@@ -133,7 +138,7 @@ def list_interfaces() -> dict[str, Interface]:
 
 
 def default_choice() -> GlooDefault:
-    """Find the address as gloo does without GLOO_SOCKET_IFNAME: bind to each one of the host name until one works."""
+    """Find the address as gloo does without an interface: bind to each one of the host name until one works."""
     hostname = socket.gethostname()
     try:
         candidates = socket.getaddrinfo(hostname, None, type=socket.SOCK_STREAM)
@@ -166,12 +171,14 @@ def gloo_address() -> str:
 def address_towards(host: str) -> str | None:
     """Return the source address of connections to a host, None without a route."""
     try:
-        family, kind, protocol, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(where)  # of UDP: nothing is sent
-            return str(probe.getsockname()[0]).split("%")[0]
+        candidates = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
     except OSError:
         return None
+    for family, kind, protocol, _, where in candidates:
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+            probe.connect(where)  # of UDP: nothing is sent
+            return str(probe.getsockname()[0]).split("%")[0]
+    return None
 
 
 def interface_towards(host: str) -> str | None:
@@ -180,9 +187,94 @@ def interface_towards(host: str) -> str | None:
     return next((i.name for i in list_interfaces().values() if address in i.addresses), None)
 
 
+def interface_outwards() -> str | None:
+    """Return the name of the interface of the default route, None without one."""
+    return next(filter(None, map(interface_towards, _FAR_ADDRESSES)), None)
+
+
 def loopback() -> str:
     """Return the name of the loopback interface."""
     return interface_towards("127.0.0.1") or "lo"
+
+
+def interface_towards_master(launch: Launch) -> str | None:
+    """Return the name of the interface that gloo should use, None without a route to rank 0's machine.
+
+    It leads to MASTER_ADDR. On rank 0's own machine a name may resolve to 127.0.1.1, as on Debian; with several
+    machines, the interface of the default route is taken there.
+    """
+    if launch.master is None:
+        return None
+    name = interface_towards(launch.master)
+    if name != loopback() or is_loopback(launch.master) or launch.several_machines is False:
+        return name
+    usable = [interface.name for interface in list_interfaces().values() if interface.usable]
+    return interface_outwards() or (usable[0] if len(usable) == 1 else name)
+
+
+_chosen: str | None = None  # by this process, not by the user
+
+
+def interface_of_user() -> str | None:
+    """Return GLOO_SOCKET_IFNAME, None if it is unset or was set by `prepare_network`."""
+    variable = os.environ.get(GLOO_VARIABLE) or None
+    return None if variable == _chosen else variable
+
+
+def prepare_network() -> None:
+    """Let torch.distributed find rank 0, and gloo use the interface towards it; call it before a process group is made.
+
+    MASTER_ADDR loses the brackets of an IPv6 address. GLOO_SOCKET_IFNAME is set unless the user has set it.
+
+    Raises:
+        ConfigError: MASTER_ADDR does not resolve on this machine.
+    """
+    global _chosen
+    host = master_address(os.environ)
+    if not host:
+        return
+    os.environ["MASTER_ADDR"] = host
+    check_resolves("MASTER_ADDR", host)
+    if interface_of_user() is not None:
+        return
+    _chosen = interface_towards_master(read_launch(os.environ))
+    if _chosen is None:
+        os.environ.pop(GLOO_VARIABLE, None)
+    else:
+        os.environ[GLOO_VARIABLE] = _chosen
+
+
+def check_resolves(key: str, host: str) -> None:
+    """Raise ConfigError for `key` if a host name or address does not resolve within 10 s."""
+    until = time.monotonic() + _LOOKUP_S
+    answers: list[str] = []  # "" if the name resolves, else why not
+    why = f"no answer of the name servers in {_LOOKUP_S:g} s"
+
+    def look_up() -> None:
+        try:
+            socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            answers.append("")
+        except (OSError, UnicodeError) as error:
+            answers.append(getattr(error, "strerror", None) or str(error))
+
+    # Note: a thread, because the resolver has no time limit. A name may appear a moment after its machine has started.
+    while (left_s := until - time.monotonic()) > 0:
+        thread = threading.Thread(target=look_up, name="pipecomp-lookup", daemon=True)
+        thread.start()
+        thread.join(left_s)
+        if thread.is_alive():
+            break
+        why = answers.pop()
+        if not why:
+            return
+        time.sleep(min(_LOOK_AGAIN_S, max(0.0, until - time.monotonic())))
+    raise ConfigError(
+        key,
+        host,
+        f"a name or address that {socket.gethostname()} resolves ({why})",
+        "Give all ranks the IP address of rank 0's machine (torchrun --master-addr ADDRESS, or --local-addr ADDRESS on "
+        "the first machine with --rdzv-endpoint), or add the name to /etc/hosts here",
+    )
 
 
 def free_port() -> int:

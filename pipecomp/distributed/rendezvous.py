@@ -18,6 +18,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -30,17 +31,18 @@ from torch.distributed.rendezvous import rendezvous
 
 from pipecomp.config import read_json_object
 from pipecomp.distributed.collectives import exchange_objects_as_json
-from pipecomp.distributed.consistency import JOIN_TIMEOUT_S, AllRanks, check_byte_order, versions
+from pipecomp.distributed.consistency import JOIN_TIMEOUT_S, AllRanks, check_byte_order, differences, versions
 from pipecomp.distributed.heartbeat import call_store, process_heartbeat
-from pipecomp.distributed.launch_env import read_launch, watch_launcher
+from pipecomp.distributed.launch_env import compared_variables, master_address, read_launch, watch_launcher
 from pipecomp.distributed.placement import (
     GLOO_VARIABLE,
+    check_resolves,
     free_port,
     gloo_address,
-    interface_towards,
     is_loopback,
     machine,
     own_gpu,
+    prepare_network,
     ranks_on_cores,
     some_share,
     usable_cores,
@@ -90,6 +92,10 @@ def check_processes(key: str, stages: int) -> None:
 def join_processes(config: Any = None) -> None:
     """Initialize torch.distributed from the launcher's variables, or for this process alone; may be called again.
 
+    Processes that compute on the CPU share the cores of a machine or container evenly, unless OMP_NUM_THREADS is set,
+    each has cores of its own, as under Slurm and mpirun, or torch.set_num_threads has set fewer. Rank 0 prints which
+    environment variables differ between ranks.
+
     Args:
         config: DeepSpeed's configuration, a dict or a JSON file; its "transport" decides on TLS, without it
             PIPECOMP_KEYS.
@@ -101,8 +107,12 @@ def join_processes(config: Any = None) -> None:
     """
     exchange_objects_as_json()
     watch_launcher()
-    if dist.is_initialized():
-        return
+    if not dist.is_initialized():
+        _join(config)
+    _share_cores()
+
+
+def _join(config: Any) -> None:
     if "RANK" not in os.environ:
         read_launch(os.environ)
         own = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
@@ -113,6 +123,7 @@ def join_processes(config: Any = None) -> None:
         os.environ.setdefault("LOCAL_RANK", "0")
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", str(free_port()))
+        prepare_network()
         dist.init_process_group(collective_backend(), rank=0, world_size=1)
         return
     keys = wanted_keys(config)
@@ -125,6 +136,34 @@ def join_processes(config: Any = None) -> None:
     except (RuntimeError, ValueError) as error:
         why = f"rank {rank} cannot connect to the other ranks: {first_line(error).rstrip('.')}"
         raise LinkError(f"{why}. {_remedy(backend)}") from error
+
+
+_neighbours: tuple[weakref.ref[Any], int] | None = None  # the process group, and the ranks on this rank's cores
+
+
+def _share_cores() -> None:
+    """Limit torch's threads to this rank's share of the cores; in a new process group, compare the environments."""
+    global _neighbours
+    group = distributed_c10d._get_default_group()
+    if _neighbours is None or _neighbours[0]() is not group:
+        sharing = 1
+        if dist.get_world_size() > 1:
+            ranks = all_ranks()
+            sharing = ranks_on_cores(ranks)
+            _report_differences(ranks.all_gather_object(compared_variables(os.environ)))
+        _neighbours = weakref.ref(group), sharing
+    if computes_on_cpu() and "OMP_NUM_THREADS" not in os.environ:
+        share = max(1, usable_cores() // _neighbours[1])
+        if share < torch.get_num_threads():
+            torch.set_num_threads(share)
+
+
+def _report_differences(variables: Sequence[Mapping[str, str]]) -> None:
+    """Print on rank 0 the variables that are not the same on all ranks. variables: by rank."""
+    found = differences(variables)
+    if found and dist.get_rank() == 0:
+        why = "results or speed may depend on the machine; export the same everywhere, or unset them"
+        say_here(f"environment variables differ: {'; '.join(found)}: {why}")
 
 
 def _remedy(backend: str) -> str:
@@ -146,6 +185,8 @@ def _join_closed(keys: str, rank: int, world: int) -> None:
     if earlier is not None:
         earlier.close()
     where = meeting(rank, world).address
+    if rank != 0:
+        check_resolves(ADDRESS if os.environ.get(ADDRESS) else "MASTER_ADDR", where.host)
     whom = f"the {world - 1} others at {where}" if rank == 0 else f"rank 0 at {where}, and for all others"
     with warn_if_slow(f"waits for {whom}, {_HOW_LONG}; rank 0's machine must let that port in"):
         mesh = join_mesh(keys, rank, world, wait_s=JOIN_TIMEOUT_S)
@@ -163,7 +204,7 @@ def find_store(rank: int, world: int, *, wait_s: float) -> Any:
     """Return the key-value store at MASTER_ADDR and MASTER_PORT once all ranks have connected to it.
 
     Raises:
-        ConfigError: The address or port is invalid.
+        ConfigError: The address or port is invalid, or the address does not resolve.
         LinkTimeoutError: Not all ranks connect within `wait_s` seconds.
         LinkError: Another program uses the port.
     """
@@ -171,6 +212,8 @@ def find_store(rank: int, world: int, *, wait_s: float) -> Any:
     require(host, "MASTER_ADDR", host, "the name or address of rank 0's machine, the same on all ranks")
     known = port.isdecimal() and 0 < int(port) < 65536
     require(known, "MASTER_PORT", port, "a port of rank 0's machine, from 1 to 65535, the same on all ranks")
+    prepare_network()
+    host = os.environ["MASTER_ADDR"]
     where = f"{host} port {port}"
     if rank != 0:
         check_master_port(host, int(port), rank)
@@ -410,7 +453,7 @@ def meeting(rank: int, world: int) -> JoinConfig:
     if not text:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             raise ConfigError(ADDRESS, text, f"{ADDRESS_FORMAT}, of rank 0's machine: MASTER_PORT is torchrun's own")
-        host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+        host, port = master_address(os.environ), os.environ.get("MASTER_PORT", "")
         if not host or not port.isdecimal():
             raise ConfigError(ADDRESS, text, f"{ADDRESS_FORMAT}, of rank 0's machine, or MASTER_ADDR and MASTER_PORT")
         text = str(Address(host, int(port)))
@@ -458,11 +501,7 @@ def check_network(trusted: bool) -> None:
 
 
 def start_processes(seed: int | None = None, config: Any = None) -> None:
-    """Join the other processes of this run; call it first, on every process.
-
-    Processes that compute on the CPU share the cores of a machine or container evenly, unless OMP_NUM_THREADS is set or
-    each has cores of its own, as under Slurm and mpirun. With a loopback MASTER_ADDR, gloo uses the loopback interface
-    unless GLOO_SOCKET_IFNAME is set.
+    """Join the other processes of this run as `join_processes` does, and seed torch; call it first, on every process.
 
     Args:
         seed: Seed of torch's generator, combined with the rank. None means 0.
@@ -473,15 +512,7 @@ def start_processes(seed: int | None = None, config: Any = None) -> None:
         LinkError: On every rank, if the ranks have different versions or cannot reach each other.
         KeysError: This machine's keys do not allow it to join.
     """
-    if os.environ.get("MASTER_ADDR", "").startswith("127."):
-        # Otherwise gloo uses the address of the host name, which may be unreachable.
-        own = interface_towards("127.0.0.1")
-        if own is not None:
-            os.environ.setdefault(GLOO_VARIABLE, own)
     join_processes(config)
-    sharing = ranks_on_cores(all_ranks())
-    if computes_on_cpu() and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, usable_cores() // sharing))
     torch.manual_seed((seed or 0) * 65536 + dist.get_rank())
 
 

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pipecomp.distributed.launch_env import LAUNCHER, STDIN
+from pipecomp.distributed.launch_env import COMMON_VARIABLES, LAUNCHER, MACHINE_VARIABLES, STDIN, without_brackets
 from pipecomp.distributed.placement import address_towards, free_port, is_loopback, list_interfaces
 from pipecomp.distributed.supervisor import ProcessSpec, Supervisor
 from pipecomp.errors import ConfigError, require
@@ -68,7 +68,11 @@ class RankCommand:
 
 def forwarded_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that ranks on other machines get."""
-    return {n: value for n, value in environment.items() if n.startswith(_FORWARDED) and n not in _LOCAL_ONLY}
+    return {
+        name: value
+        for name, value in environment.items()
+        if (name.startswith(_FORWARDED) or name in COMMON_VARIABLES) and name not in _LOCAL_ONLY
+    }
 
 
 def export_commands(environment: Mapping[str, str]) -> str:
@@ -95,7 +99,7 @@ def assign_ranks(command: Sequence[str], world: int, hosts: Sequence[str] = ()) 
         >>> [rank.host for rank in assign_ranks(["python", "train.py"], 2)]
         [None, None]
     """
-    places = list(hosts) or [""]
+    places = [_without_brackets(host) for host in hosts] or [""]
     valid = all(places) and not any(place.startswith("-") for place in places)  # "-" starts an option of ssh
     require(valid or not hosts, "--peers", ",".join(hosts), "host names with commas between them")
     require(len(set(places)) == len(places), "--peers", ",".join(hosts), "each host once; --stages sets the ranks")
@@ -166,6 +170,12 @@ def is_this_machine(host: str) -> bool:
     return any(address in own or is_loopback(address) for address in _resolve(_hostname(host)))
 
 
+def _without_brackets(host: str) -> str:
+    """A host without the brackets of an IPv6 address, which ssh does not take."""
+    user, at, name = host.rpartition("@")
+    return f"{user}{at}{without_brackets(name)}"
+
+
 def _hostname(host: str) -> str:
     """The name to resolve; for a host of ssh's configuration its HostName there."""
     name = host.rpartition("@")[2]
@@ -203,6 +213,10 @@ def launch_ranks(ranks: Sequence[RankCommand]) -> int:
     """
     hint = "pipecomp train --dry-run prints the commands to run on each host"
     require(all(r.host is None for r in ranks) or shutil.which("ssh"), "ssh", None, "an installed ssh client", hint)
+    staying = [name for name in MACHINE_VARIABLES if os.environ.get(name)]
+    if staying and any(r.host is not None for r in ranks):
+        text = f"pipecomp: these variables apply to this machine only: {', '.join(staying)}. Set them on the others"
+        print(f"{text} if ranks need them there", file=sys.stderr, flush=True)
     warned = False
     with Supervisor() as supervisor, supervisor.forward_signals():
         for rank in ranks:

@@ -21,7 +21,9 @@ from pipecomp.distributed.placement import (
     GlooDefault,
     Interface,
     default_choice,
-    interface_towards,
+    interface_of_user,
+    interface_outwards,
+    interface_towards_master,
     is_loopback,
     list_interfaces,
     usable_cores,
@@ -212,7 +214,6 @@ def has_driver() -> bool:
 # -- network interfaces
 
 _GLOO = "gloo interface"
-_FAR_ADDRESS = "198.51.100.1"  # reserved for documentation
 _ENCAPSULATION = 60  # bytes that WireGuard adds to a packet over IPv4; 80 over IPv6, other tunnels similar
 _ARPHRD_NONE = 65534  # type of WireGuard's and tun interfaces
 
@@ -223,8 +224,9 @@ def network_findings(launch: Launch) -> list[Finding]:
     findings = [check_interfaces(interfaces, launch)]
     tls = wanted_keys() is not None
     if not tls:  # over TLS, gloo opens no connections
-        findings.append(check_gloo(interfaces, os.environ.get(GLOO_VARIABLE), default_choice(), launch))
-    findings += check_tunnels(interfaces, list_tunnels(interfaces), interface_towards(_FAR_ADDRESS))
+        towards = interface_towards_master(launch)
+        findings.append(check_gloo(interfaces, interface_of_user(), towards, default_choice(), launch))
+    findings += check_tunnels(interfaces, list_tunnels(interfaces), interface_outwards())
     if launch.started and launch.master is not None and not (tls and os.environ.get(ADDRESS)):
         findings.append(check_master(launch.master, resolve(launch.master), launch))
     return findings
@@ -247,14 +249,19 @@ def check_interfaces(interfaces: Mapping[str, Interface], launch: Launch) -> Fin
 
 
 def check_gloo(
-    interfaces: Mapping[str, Interface], variable: str | None, choice: GlooDefault, launch: Launch
+    interfaces: Mapping[str, Interface],
+    variable: str | None,
+    towards: str | None,
+    choice: GlooDefault,
+    launch: Launch,
 ) -> Finding:
     """Check whether gloo's interface leads to other machines.
 
     Args:
         interfaces: All interfaces by name.
-        variable: Value of GLOO_SOCKET_IFNAME.
-        choice: Host name and address that gloo takes without the variable.
+        variable: Value of GLOO_SOCKET_IFNAME, None unless the user has set it.
+        towards: Name of the interface that leads to rank 0, which a run uses without the variable; None if none does.
+        choice: Host name and address that gloo takes without either.
         launch: The launcher's ranks.
     """
     usable = next((i.name for i in interfaces.values() if i.usable), None)
@@ -270,6 +277,11 @@ def check_gloo(
         addresses = [interfaces[name].addresses[0] for name in names]
         pairs = ", ".join(f"{name} ({address})" for name, address in zip(names, addresses, strict=True))
         fact = f"uses {pairs}, set by {GLOO_VARIABLE}"
+    elif launch.master is None:
+        return Finding(_GLOO, OK, "a run uses the interface that leads to rank 0's machine (MASTER_ADDR)")
+    elif towards is not None:
+        addresses = list(interfaces[towards].addresses[:1])
+        fact = f"uses {towards} ({addresses[0]}), which leads to rank 0 at {launch.master}"
     elif choice.address is None:
         addresses = ["127.0.0.1"]
         fact = f"uses the loopback interface: the host name {choice.hostname} has no address of this machine"
@@ -280,9 +292,11 @@ def check_gloo(
         fact = f"uses {name}: the host name {choice.hostname} is {choice.address}"
     if not all(is_loopback(address) for address in addresses):
         return Finding(_GLOO, OK, fact)
-    if not variable and choice.address is not None:
+    if not variable and towards is None and choice.address is not None:
         export += f" (or give {choice.hostname} its own address in /etc/hosts, where it is {choice.address})"
     if launch.several_machines:
+        if towards is not None and not variable:
+            export = f"Give all ranks an address of rank 0's machine as MASTER_ADDR, or {export}"
         advice = f"{export}, on every machine with the name of the interface that leads to the others"
         cost = "Other machines cannot be reached there: a run with several fails at the start"
         return Finding(_GLOO, WARNING, f"{fact}. {cost}", advice)
@@ -299,7 +313,9 @@ def check_master(master: str, address: str | None, launch: Launch) -> Finding:
         return Finding("rank 0's address", PROBLEM, fact, advice)
     fact = f"MASTER_ADDR={master}" + ("" if address == master else f" is {address}")
     advice = "Set MASTER_ADDR to an address of rank 0's machine that the others can reach."
-    unreachable = is_loopback(address) and bool(launch.several_machines)
+    # Note: on rank 0's own machine its name may be 127.0.1.1, as on Debian; others need not resolve it so.
+    own_name = launch.rank == launch.local_rank and not is_loopback(master)
+    unreachable = is_loopback(address) and bool(launch.several_machines) and not own_name
     return judge("rank 0's address", fact, (unreachable, WARNING, "other machines cannot reach that", advice))
 
 

@@ -44,8 +44,7 @@ from pipecomp.data.formats import TEXT, parse_columns
 from pipecomp.data.loading import data_format, read_texts
 from pipecomp.distributed import rendezvous
 from pipecomp.distributed.collectives import broadcast, while_others_wait
-from pipecomp.distributed.placement import GLOO_VARIABLE, interface_towards, is_loopback, loopback
-from pipecomp.distributed.rendezvous import KEYS, check_processes
+from pipecomp.distributed.rendezvous import check_processes
 from pipecomp.errors import ConfigError, DataError, require, writable
 from pipecomp.netlab.software import throttle_to
 from pipecomp.plan.command import run_plan
@@ -74,7 +73,6 @@ def main(options: TrainOptions) -> None:
     if not rendezvous.computes_on_cpu():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     parse_columns(data_options(options).columns)
-    choose_interface()
     rendezvous.start_processes(options.seed)
     with rendezvous.all_ranks().collective_errors():
         if options.model != "tiny":
@@ -224,19 +222,6 @@ def translate_error(error: ConfigError, folder: str) -> ConfigError:
     names = {"--block-size": "--tokens", "--resume": "--out", "--run": "--out", "--lora-rank": "--lora"}
     key = names.get(error.key, error.key)
     return ConfigError(key, got, translate(error.allowed), error.hint and translate(error.hint))
-
-
-def choose_interface() -> None:
-    """Make gloo use the interface that leads to rank 0, unless GLOO_SOCKET_IFNAME is set or keys are used.
-
-    By default gloo takes the address of the host name, which is 127.0.1.1 on many systems.
-    """
-    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    if os.environ.get(GLOO_VARIABLE) or os.environ.get(KEYS) or is_loopback(master):
-        return
-    interface = interface_towards(master)
-    if interface is not None and interface != loopback():
-        os.environ[GLOO_VARIABLE] = interface
 
 
 def plan_run(

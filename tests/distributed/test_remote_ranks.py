@@ -154,6 +154,30 @@ def test_what_other_machines_are_given_stands_on_no_command_line(monkeypatch, ca
     assert "secret" not in " ".join(said[:-1])
 
 
+def test_variables_that_change_numbers_go_along_and_those_of_a_machine_are_named(monkeypatch, capfd, stand_in):
+    stand_in(LINE)
+    for name, value in {"OMP_NUM_THREADS": "3", "NVIDIA_TF32_OVERRIDE": "0", "PYTHONHASHSEED": "5"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/here")
+    monkeypatch.setenv("https_proxy", "http://me:secret@proxy")
+    names = ("OMP_NUM_THREADS", "NVIDIA_TF32_OVERRIDE", "PYTHONHASHSEED", "LD_LIBRARY_PATH", "https_proxy")
+    program = f"import os; print([os.environ.get(name) for name in {names}])"
+    rank = RankCommand(rank=1, host="two", command=(sys.executable, "-c", program))
+    assert launch_ranks([rank]) == 0
+    said = capfd.readouterr()
+    assert said.out.splitlines()[-1] == "['3', '0', '5', None, None]"
+    assert "LD_LIBRARY_PATH, https_proxy" in said.err
+    assert "secret" not in said.err
+    assert launch_ranks(python("")) == 0
+    assert "LD_LIBRARY_PATH" not in capfd.readouterr().err, "all ranks are on this machine"
+
+
+def test_an_ipv6_address_may_have_brackets():
+    found = assign_ranks(["train"], 2, ["[2001:db8::1]", "me@[2001:db8::2]"])
+    assert [rank.host for rank in found] == ["2001:db8::1", "me@2001:db8::2"]
+    assert {rank.variables["MASTER_ADDR"] for rank in found} == {"2001:db8::1"}
+
+
 def python(*programs: str) -> list[RankCommand]:
     return [RankCommand(rank=n, host=None, command=(sys.executable, "-c", text)) for n, text in enumerate(programs)]
 

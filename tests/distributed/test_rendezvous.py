@@ -13,10 +13,16 @@ import torch.distributed as dist
 
 from pipecomp.distributed import rendezvous
 from pipecomp.distributed.launch_env import Launch
-from pipecomp.distributed.placement import free_port
+from pipecomp.distributed.placement import free_port, loopback
 from pipecomp.distributed.rendezvous import check_master_port
 from pipecomp.doctor.ranks import RankSession, RendezvousError
 from pipecomp.errors import ConfigError, LinkError, LinkTimeoutError
+
+
+@pytest.fixture(autouse=True)
+def on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the interface that is chosen here would be the next test's."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", loopback())
 
 
 @contextmanager
@@ -112,7 +118,7 @@ def test_what_is_no_meeting_point_is_told(
 
 def test_whom_a_rank_waits_for_is_said(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     port = free_port()
-    for name, value in {"RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
         monkeypatch.setenv(name, value)
     with rendezvous.warn_if_slow("waits, but not for long"):
         pass

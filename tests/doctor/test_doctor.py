@@ -296,8 +296,8 @@ def test_interfaces():
     expect(machine.check_interfaces({"eth0": ETH._replace(up=False)}, TWO_MACHINES), WARNING)
 
 
-def gloo(variable=None, address: str | None = "10.0.0.7", launch=TWO_MACHINES, interfaces=BOTH):
-    return machine.check_gloo(interfaces, variable, machine.GlooDefault("box", address), launch)
+def gloo(variable=None, address: str | None = "10.0.0.7", launch=TWO_MACHINES, interfaces=BOTH, towards=None):
+    return machine.check_gloo(interfaces, variable, towards, machine.GlooDefault("box", address), launch)
 
 
 def test_the_interface_that_gloo_takes():
@@ -309,7 +309,9 @@ def test_the_interface_that_gloo_takes():
     expect(gloo("lo"), WARNING, "Other machines cannot")
     expect(gloo(address="127.0.0.1", launch=ONE_MACHINE), OK, "Enough for ranks on this machine")
     assert gloo(address="127.0.0.1", launch=ONE_MACHINE).advice == ""
-    expect(gloo(address="127.0.0.1", launch=ALONE), OK, "With several machines: export GLOO_SOCKET_IFNAME=eth0")
+    expect(gloo(address="127.0.0.1", launch=ALONE), OK, "MASTER_ADDR")
+    expect(gloo(address="127.0.1.1", towards="eth0"), OK, "uses eth0 (10.0.0.7)", "rank 0 at 10.0.0.1")
+    expect(gloo(address="10.0.0.7", towards="lo"), WARNING, "uses lo", "Other machines cannot", "MASTER_ADDR")
 
 
 @pytest.mark.parametrize("launch", [ALONE, ONE_MACHINE, TWO_MACHINES])
@@ -330,7 +332,10 @@ def test_where_ranks_meet_over_tls(monkeypatch):
 def test_meeting_point():
     expect(machine.check_master("10.0.0.1", "10.0.0.1", TWO_MACHINES), OK)
     expect(machine.check_master("boxx", None, TWO_MACHINES), PROBLEM, "MASTER_ADDR=boxx", "/etc/hosts")
-    expect(machine.check_master("box", "127.0.1.1", TWO_MACHINES), WARNING, "127.0.1.1", "cannot reach")
+    other = TWO_MACHINES._replace(rank=1)
+    expect(machine.check_master("box", "127.0.1.1", other), WARNING, "127.0.1.1", "cannot reach")
+    expect(machine.check_master("box", "127.0.1.1", TWO_MACHINES), OK)  # its own name
+    expect(machine.check_master("127.0.1.1", "127.0.1.1", TWO_MACHINES), WARNING, "cannot reach")
     expect(machine.check_master("localhost", "127.0.0.1", ONE_MACHINE), OK)
 
 

@@ -197,7 +197,8 @@ def test_tunnels_are_interfaces_without_a_cable(monkeypatch, tmp_path):
 
 def test_a_host_name_that_is_127_0_1_1():
     two = Launch(rank=0, world=2, local_rank=0, local_world=1, master="10.0.0.1")
-    found = machine.check_gloo(TUNNELS, None, GlooDefault("box", "127.0.1.1"), two)
+    found = machine.check_gloo(TUNNELS, None, None, GlooDefault("box", "127.0.1.1"), two)
     expect(found, WARNING, "box is 127.0.1.1", "a run with several fails at the start", "GLOO_SOCKET_IFNAME=eth0")
     expect(found, WARNING, "give box its own address in /etc/hosts, where it is 127.0.1.1")
-    assert machine.check_gloo(TUNNELS, "eth0", GlooDefault("box", "127.0.1.1"), two).verdict == OK
+    assert machine.check_gloo(TUNNELS, "eth0", None, GlooDefault("box", "127.0.1.1"), two).verdict == OK
+    assert machine.check_gloo(TUNNELS, None, "eth0", GlooDefault("box", "127.0.1.1"), two).verdict == OK
