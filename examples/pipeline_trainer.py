@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 
 from transformers import AutoTokenizer, HfArgumentParser, TrainingArguments, default_data_collator
@@ -32,8 +31,7 @@ class Options:
 
 def sequences(file: str, tokenizer: object, length: int) -> list[dict[str, list[int]]]:
     """The file's tokens in sequences of `length`, which are their own labels."""
-    lines = Path(file).read_text(encoding="utf-8").splitlines(keepends=True)
-    stream = list(chain.from_iterable(tokenizer(lines)["input_ids"]))  # type: ignore[operator]
+    stream = tokenizer(Path(file).read_text(encoding="utf-8"))["input_ids"]  # type: ignore[operator]
     rows = [stream[start : start + length] for start in range(0, len(stream) - length + 1, length)]
     return [{"input_ids": row, "labels": row} for row in rows]
 
