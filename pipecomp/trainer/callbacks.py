@@ -2,20 +2,58 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from transformers import TrainerControl, TrainerState
+from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer import DEFAULT_CALLBACKS, DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import CallbackHandler, ExportableState, PrinterCallback
 
+from pipecomp.distributed.preemption import say_here
 from pipecomp.errors import require
+
+_SHOWN = 300  # characters of a tracker's error
 
 
 def default_handler(args: Any, model: Any, processing_class: Any) -> CallbackHandler:
-    """Make a handler with Trainer's default callbacks and those of `args.report_to`."""
-    reporting = get_reporting_integration_callbacks(args.report_to)
-    return CallbackHandler([*DEFAULT_CALLBACKS, *reporting], model, processing_class, None, None)
+    """Make a handler with Trainer's default callbacks and the trackers of `args.report_to`, which may fail."""
+    trackers = [make() for make in get_reporting_integration_callbacks(args.report_to)]
+    for tracker in trackers:
+        _continue_without(tracker)
+    return CallbackHandler([*DEFAULT_CALLBACKS, *trackers], model, processing_class, None, None)
+
+
+_EVENTS = [name for name in vars(TrainerCallback) if name.startswith("on_")]
+
+
+def _continue_without(tracker: TrainerCallback) -> None:
+    """Let training continue when a tracker fails. It is not called again in this training, as each call may wait long.
+
+    Note: its methods are replaced, so that `remove_callback` still finds it by its class.
+    """
+    name = type(tracker).__name__.removesuffix("Callback")
+    failed_after: list[int] = []  # the step
+
+    def call(event: str, method: Callable[..., Any], args: Any, state: Any, control: Any, **more: Any) -> Any:
+        if event == "on_train_begin":
+            failed_after.clear()
+        if failed_after:
+            if event == "on_train_end":
+                say_here(f"{name} has nothing of steps {failed_after[0] + 1} to {state.global_step}: it failed before")
+            return None
+        try:
+            return method(args, state, control, **more)
+        except Exception as error:
+            failed_after.append(state.global_step)
+            why = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0][:_SHOWN]
+            say_here(f"report_to: {name} failed after step {state.global_step} ({why}); training continues without it")
+            return None
+
+    for event in _EVENTS:
+        if hasattr(tracker, event):
+            setattr(tracker, event, partial(call, event, getattr(tracker, event)))
 
 
 def progress_callback(args: Any) -> type:

@@ -23,6 +23,7 @@ from transformers import (
     EarlyStoppingCallback,
     GPT2LMHeadModel,
     Trainer,
+    TrainerCallback,
     TrainerControl,
     TrainerState,
     TrainingArguments,
@@ -1075,3 +1076,69 @@ def test_samples_that_draw_are_read_with_the_same_draws() -> None:
     assert facts(Scattering(own=False)) == facts(Scattering(own=False))
     assert torch.equal(torch.get_rng_state(), before)
     assert list(facts(Scattering(own=True))) == ["length of train_dataset"]
+
+
+# -- trackers
+
+
+class Gone(TrainerCallback):
+    """A tracker whose server is gone from the second log on."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        self.calls.append("begin")
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
+        self.calls.append("log")
+        if state.global_step == 2:
+            raise ConnectionError("no server\nat all")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        self.calls.append("end")
+
+
+def train_with(handler: Any, args: Any, steps: int) -> None:
+    state, control = TrainerState(is_world_process_zero=True), TrainerControl()
+    handler.on_train_begin(args, state, control)
+    for state.global_step in range(1, steps + 1):
+        handler.on_log(args, state, control, {"loss": 1.0})
+    handler.on_train_end(args, state, control)
+
+
+def test_a_tracker_that_fails_is_done_without(
+    usual: TrainingArguments, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(callbacks, "get_reporting_integration_callbacks", lambda names: [Gone])
+    handler = callbacks.default_handler(usual, None, None)
+    tracker = next(callback for callback in handler.callbacks if isinstance(callback, Gone))
+    train_with(handler, usual, 5)
+    assert tracker.calls == ["begin", "log", "log"]
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) == 2
+    assert "Gone failed after step 2 (ConnectionError: no server)" in said[0]
+    assert "nothing of steps 3 to 5" in said[1]
+    train_with(handler, usual, 1)  # the next training tries again
+    assert tracker.calls[3:] == ["begin", "log", "end"]
+    assert capfd.readouterr().err == ""
+    assert handler.pop_callback(Gone) is tracker
+
+
+def test_a_callback_of_the_user_raises(usual: TrainingArguments) -> None:
+    handler = callbacks.default_handler(usual, None, None)
+    handler.add_callback(Gone)
+    with pytest.raises(ConnectionError):
+        train_with(handler, usual, 2)
+
+
+def test_curves_that_cannot_be_written(
+    usual: TrainingArguments, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "file" / "curves"))
+    args = changed(usual, report_to=["tensorboard"], output_dir=str(tmp_path / "file"))
+    train_with(callbacks.default_handler(args, None, None), args, 2)
+    said = capfd.readouterr().err
+    assert "TensorBoard failed after step 0" in said
+    assert "nothing of steps 1 to 2" in said
