@@ -6,7 +6,6 @@ import os
 from contextlib import nullcontext, suppress
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from deepspeed.runtime.pipe import p2p
@@ -86,25 +85,3 @@ def test_no_compiler_is_needed_for_adam(monkeypatch, name):
     for config in configs:
         validation._set_defaults(config)
     assert [config["optimizer"]["params"]["torch_adam"] for config in configs] == [True, False]
-
-
-@pytest.mark.parametrize("dropped", [False, True])
-def test_at_exit_an_engine_is_closed_that_nobody_has_any_more(monkeypatch, dropped):
-    """A loop over settings drops one after the other; their threads would still be inside gloo."""
-    closed, finish = list[str](), list[Any]()
-    monkeypatch.setattr(initialization.atexit, "register", finish.append)
-    monkeypatch.setattr(initialization.dist, "is_initialized", lambda: False)
-
-    class Closes:
-        def __init__(self, name: str) -> None:
-            self.name, self.guard = name, None if name == "guard" else Closes("guard")
-
-        def close(self) -> None:
-            closed.append(self.name)
-
-    engine: Any = Closes("engine")
-    initialization._close_at_exit(engine)
-    if dropped:
-        del engine
-    finish[0]()
-    assert closed == ["guard" if dropped else "engine"]
