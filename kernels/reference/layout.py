@@ -62,7 +62,7 @@ def check_group_size(group_size: int | None) -> None:
 
 
 def check_options(bits: int, group_size: int | None, scale: str, rounding: str, seed: int = 0) -> QuantizerOptions:
-    """Check a quantizer's options together. ConfigError names the wrong one."""
+    """Check a quantizer's options. Raises ConfigError for the first invalid one."""
     check_bits(bits)
     check_group_size(group_size)
     if scale not in SCALES:
@@ -70,7 +70,7 @@ def check_options(bits: int, group_size: int | None, scale: str, rounding: str, 
     if rounding not in ROUNDINGS:
         raise ConfigError("rounding", rounding, "nearest or stochastic")
     if rounding == "stochastic" and scale != "max":
-        raise ConfigError("scale", scale, "max when rounding is stochastic (clipping is a bias)")
+        raise ConfigError("scale", scale, "max with stochastic rounding (rms clips, which biases the result)")
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise ConfigError("seed", seed, "an integer")
     return QuantizerOptions(bits, group_size, scale, rounding, seed)

@@ -142,7 +142,7 @@ class Residuals:
         return float(sum(float(piece.double().square().sum()) for piece in self._pieces.values()) ** 0.5)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain containers and tensors on the CPU; a parameter whose bucket was dropped has one of its own."""
+        """Return residuals by bucket, on the CPU. A parameter whose bucket was dropped has a bucket of its own."""
         buckets = {key: (_slices_to_file(slices, e_d.numel()), e_d) for key, (slices, e_d) in self._buckets.items()}
         for name, piece in self._unplaced().items():
             buckets[f"parameter {name}"] = (((name, piece.numel()),), piece)
@@ -164,7 +164,7 @@ class Residuals:
 
 
 def spans_of(parameters: Sequence[int], call: Call) -> list[Span]:
-    """Return the places of some parameters, given as indices in `call.slices`, in their bucket."""
+    """Return the spans of some parameters in their bucket. parameters: indices in `call.slices`."""
     ends = list(itertools.accumulate((count for _, count in call.slices or ()), initial=0))
     return [Span(ends[i], ends[i + 1]) for i in parameters]
 
@@ -174,8 +174,8 @@ def kept_for_later(residuals: Sequence[Tensor], means: Sequence[Tensor]) -> Iter
     """Exclude parameters whose means are dropped: their residuals are 0 in the body and unchanged after it.
 
     Args:
-        residuals: of these parameters, views.
-        means: of these parameters, views; 0 after the body.
+        residuals: Views of these parameters' residuals.
+        means: Views of these parameters' means; 0 after the body.
     """
     before = [e.clone() for e in residuals]
     for e in residuals:

@@ -142,18 +142,17 @@ def train(
     from pipecomp.report.recorder import default_folder
     from pipecomp.utils.processes import python_module_command
 
-    launched = "RANK" in os.environ
+    launched, hint = "RANK" in os.environ, "A launcher has started this process as a rank"
     if launched:
-        place = "where a launcher has started this process"
-        require(options.peers is None, "--peers", options.peers, f"nothing {place} as a rank")
-        require(options.out is not None, "--out", None, f"a folder {place}: one for all ranks")
+        require(options.peers is None, "--peers", options.peers, "only without a launcher", hint)
+        require(options.out is not None, "--out", None, "a folder, the same for all ranks", hint)
     for key, paths in (("--data", options.data), ("--eval", [options.evaluate] if options.evaluate else [])):
         check_sources(key, paths)
     command = python_module_command(
         _RANK_PROGRAM, replace(options, out=options.out or default_folder("train"), peers=None).to_json()
     )
     if launched:
-        require(not dry_run, "--dry-run", True, "nothing where a launcher has started this process as a rank")
+        require(not dry_run, "--dry-run", True, "only without a launcher", hint)
         os.execv(sys.executable, command)
     read_launch(os.environ)  # refuses srun's tasks that have no rank
     hosts = [] if options.peers is None else [host.strip() for host in options.peers.split(",")]

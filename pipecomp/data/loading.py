@@ -83,8 +83,8 @@ class DataOptions:
         require(share is None or 0 < share < 1, self.key("eval_split"), share, "a share between 0 and 1, such as 0.05")
         if self.blocks is not None:
             hint = "Blocks have one length and cross documents"
-            require(self.max_length is None, self.key("max_length"), self.max_length, "nothing with blocks", hint)
-            require(self.overflow is None, self.key("overflow"), self.overflow, "nothing with blocks", hint)
+            require(self.max_length is None, self.key("max_length"), self.max_length, "only without blocks", hint)
+            require(self.overflow is None, self.key("overflow"), self.overflow, "only without blocks", hint)
 
     def key(self, name: str) -> str:
         """Return the name of an option for errors."""
@@ -196,7 +196,7 @@ def load_data(
     options, say = options or DataOptions(), say or _print
     data_key, eval_key = options.keys.get("data", "--data"), options.keys.get("evaluate", "--eval")
     both = options.eval_split is None or evaluate is None
-    require(both, options.key("eval_split"), options.eval_split, f"nothing with {eval_key}")
+    require(both, options.key("eval_split"), options.eval_split, f"only without {eval_key}")
     found = find_sources(data, data_key)
     prepared = _Preparation.of(found, tokenizer, options)
     cache = _cache_folder(cache)
@@ -261,7 +261,7 @@ class _Preparation:
 
     @classmethod
     def of(cls, found: Sequence[DataSource], tokenizer: Any, options: DataOptions) -> _Preparation:
-        """See the format from the first row, and check the options against it."""
+        """Detect the format from the first row, and check the options against it."""
         renames = parse_columns(options.columns, options.key("columns"))
         kind, first = _format(found[0], renames, options)
         made = cls(options, kind, False, ALL, renames, [], None)
@@ -278,15 +278,16 @@ class _Preparation:
             kind == CHAT or (kind == PROMPT and not text_prompt) or (kind == ALPACA and bool(template))
         )
         if not made.conversational:
-            hint = f"{found[0].name} has the format {kind}, which needs none"
+            hint = f"{found[0].name} has the format {kind}, which uses no chat template"
             key = options.key("chat_template")
-            require(options.chat_template is None, key, options.chat_template, "nothing for these data", hint)
+            require(options.chat_template is None, key, options.chat_template, "only with conversations", hint)
         set_chat_template(tokenizer, options.chat_template, options.key("chat_template"))
         made.loss = choose_loss(options.loss, kind, conversational=made.conversational, key=options.key("loss"))
         if kind != TEXT:
-            require(not options.join_white_space, options.key("join_white_space"), True, f"nothing with {kind}")
-            hint = "Blocks cross samples, which have prompts of their own"
-            require(options.blocks is None, options.key("blocks"), options.blocks, f"nothing with {kind}", hint)
+            hint, allowed = f"{found[0].name} has the format {kind}", f"only with the format {TEXT}"
+            require(not options.join_white_space, options.key("join_white_space"), True, allowed, hint)
+            hint += ": blocks would cross samples, each with its own prompt"
+            require(options.blocks is None, options.key("blocks"), options.blocks, allowed, hint)
             made.examples = ExampleTokenizer(tokenizer, made.loss, conversational=made.conversational)
         return made
 
@@ -400,7 +401,7 @@ def _format(source: DataSource, renames: dict[str, str], options: DataOptions) -
     """Return a source's format and its first row."""
     if source.kind == src.TEXT:
         hint = f"{source.name} is plain text, which has no columns. Files with columns end in .jsonl, .csv or .parquet"
-        require(not renames, options.key("columns"), list(options.columns), "nothing with plain text", hint)
+        require(not renames, options.key("columns"), list(options.columns), "only with data that have columns", hint)
         return TEXT, None
     records = source.records()
     first = next(records, None)
@@ -550,7 +551,9 @@ def _tail(samples: int, share: float, options: DataOptions) -> int:
     """Return how many samples at the end are held out."""
     if samples < 2:
         key = options.key("eval_split")
-        raise ConfigError(key, share, "nothing, or more data", f"There is {format_count(samples, 'sample')} only")
+        raise ConfigError(
+            key, share, "only with two samples or more", f"The data have {format_count(samples, 'sample')}"
+        )
     return min(samples - 1, max(1, round(samples * share)))
 
 

@@ -95,14 +95,14 @@ class Order(Protocol):
 
 
 class PackedSampler:
-    """Micro-batches of nearly equal length with the samples that each step has without packing.
+    """Micro-batches of nearly equal length. Each step has the same samples as without packing.
 
     See Note: Plan of packs. The plan depends on the order and the lengths only, so all ranks have the same.
 
     Args:
-        order: Of the samples, with the number of samples that a micro-batch would have without packing.
+        order: Order of the samples, and the number in each micro-batch before packing.
         lengths: Tokens of each sample of the dataset.
-        micro_batches: Of a step.
+        micro_batches: Micro-batches in a step.
         spanning: Whether steps extend from one epoch into the next; else an epoch's last step may have fewer.
 
     Attributes:
@@ -115,7 +115,10 @@ class PackedSampler:
         self._first, self._parts = -1, list[list[int]]()
 
     def size(self, number: int) -> int:
-        """Return the number of samples of micro-batch `number` without packing; a step has as many with it."""
+        """Return the number of samples of micro-batch `number` without packing.
+
+        Packing moves samples only within a step, so the step's total is the same.
+        """
         return self._order.size(number)
 
     def batch(self, number: int) -> list[int]:
@@ -233,7 +236,7 @@ def take_documents(fields: dict[str, Any]) -> list[list[tuple[int, int]]] | None
     batch a table.
 
     Args:
-        fields: Of a batch with input_ids; modified.
+        fields: Fields of a batch, with input_ids; modified.
 
     Raises:
         DataError: Positions that restart, or do not begin at 0, together with an attention_mask.
@@ -267,14 +270,14 @@ def take_documents(fields: dict[str, Any]) -> list[list[tuple[int, int]]] | None
 
 
 def document_ids(samples: Sequence[Any], ids: Sequence[int]) -> list[int]:
-    """Return the ids of the documents of a flattened batch: of samples without tokens none, of packed samples several.
+    """Return the ids of a flattened batch's documents. An empty sample has no document, a packed sample several.
 
     Document d of a sample with the column "seq_lengths", as TRL's `pack_dataset` makes it, has the id
     `id * 2**20 + d`.
 
     Args:
-        samples: Of the batch.
-        ids: Of the samples.
+        samples: The batch's samples.
+        ids: Their sample ids.
     """
     found: list[int] = []
     for sample, i in zip(samples, ids, strict=True):
@@ -293,7 +296,7 @@ def document_lengths(position_RS: Tensor, documents: int | None = None) -> tuple
         documents: Number of documents, if known; then one row may end with padding, whose positions are all the same.
 
     Raises:
-        DataError: The number of documents is another one.
+        DataError: The positions show another number of documents.
     """
     change_RS = torch.ones_like(position_RS, dtype=torch.bool)
     change_RS[:, 1:] = position_RS[:, 1:] - position_RS[:, :-1] != 1
@@ -315,7 +318,7 @@ def document_lengths(position_RS: Tensor, documents: int | None = None) -> tuple
 
 
 def positions_of(cu_seq_lens: Tensor, tokens: int) -> Tensor:
-    """Return position_ids [1, S] of documents that begin at the first of these places; the last is S."""
+    """Return position_ids [1, S] of documents. cu_seq_lens: the start of each, then S."""
     starts = cu_seq_lens.to(torch.int64).cpu()
     place_S = torch.arange(tokens)
     return (place_S - starts[torch.searchsorted(starts, place_S, right=True) - 1])[None]

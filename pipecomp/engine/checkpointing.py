@@ -94,7 +94,7 @@ class CheckpointManager:
             require(free, "client_state", key, "keys that the checkpoint does not use itself")
 
     def save(self, save_dir: str, tag: Any, client_state: dict | None, *, latest: bool, stock: Callable) -> Any:
-        """See `PipelineEngine.save_checkpoint`. stock: DeepSpeed's method.
+        """Save a checkpoint, see `PipelineEngine.save_checkpoint`. stock: DeepSpeed's own `save_checkpoint`.
 
         Raises:
             CheckpointError: On every rank, if one of them cannot write. No part of the checkpoint remains.
@@ -160,7 +160,7 @@ class CheckpointManager:
     # -- loading
 
     def load(self, load_dir: str, tag: Any, options: reshard.LoadOptions, *, stock: Callable) -> tuple[Any, Any]:
-        """See `PipelineEngine.load_checkpoint`. stock: DeepSpeed's method."""
+        """Load a checkpoint, see `PipelineEngine.load_checkpoint`. stock: DeepSpeed's own `load_checkpoint`."""
         # Rank 0 has written `latest`; without a shared disk other machines do not have it.
         tag = check_tag(broadcast(_latest(load_dir))) if tag is None else str(tag)
         if tag is None:
@@ -330,10 +330,11 @@ def _latest(load_dir: str) -> str | None:
 
 
 def check_tag(tag: Any) -> str | None:
-    """Return rank 0's tag if it names a folder below the checkpoints' folder: what is read there is unpickled.
+    """Check that rank 0's tag names a folder below the checkpoints' folder, and return it.
 
     Raises:
-        WireError: It points elsewhere. Neither another rank nor a foreign file `latest` may do that.
+        WireError: The tag names another folder. Files of a checkpoint are unpickled, so neither another rank nor a
+            foreign file `latest` may choose the folder.
     """
     if tag is not None and (not isinstance(tag, str) or Path(tag).is_absolute() or ".." in Path(tag).parts):
         raise WireError(f"rank 0 names a checkpoint {tag!r}, allowed: a folder in that of the checkpoints")

@@ -38,7 +38,7 @@ class FailureGuard:
         self.groups: set[dist.ProcessGroup] = set()
 
     def missed(self, rank: int) -> PipecompError | None:
-        """The reason why a rank will not answer, as far as the heartbeat knows."""
+        """Return the heartbeat's reason why a rank will not answer, None if it has none."""
         return None if self._heartbeat is None else self._heartbeat.missed(rank)
 
     def watch(self, links: Links, heartbeat: Heartbeat) -> None:
@@ -48,9 +48,9 @@ class FailureGuard:
 
     @contextlib.contextmanager
     def propagate_failure(self) -> Iterator[None]:
-        """Report an error of the body to all ranks, and raise the loss of the first lost rank instead if there is one.
+        """Report an error of the body to all ranks. If a rank was lost, raise the error of the first lost rank instead.
 
-        An OutputError passes: all ranks raise it together, and training can continue.
+        An OutputError is raised unchanged, without a report: all ranks raise it together, and training can continue.
         """
         if self._depth:  # the outermost one handles it
             yield
@@ -111,7 +111,7 @@ class FailureGuard:
         self._links = Links()  # the heartbeat still counts closed engines
 
     def destroy_groups(self) -> None:
-        """Destroy the engine's process groups; after `close`. A failed engine's may be in use, and stay."""
+        """Destroy the engine's process groups; call `close` first. After a failure, keep them: they may be in use."""
         if not self.failed:
             for group in self.groups & open_groups():
                 dist.destroy_process_group(group)

@@ -33,7 +33,7 @@ class Reporting:
 
     Attributes:
         trace: The events.
-        links: Of this rank, once they are open.
+        links: This rank's links, once they are open.
         network: Links of the network lab that the run trains in; None outside a lab.
     """
 
@@ -83,7 +83,7 @@ class Reporting:
         self.trace.add(name, began, time.perf_counter())
 
     def stats(self, steps: int) -> dict[str, Any]:
-        """See `PipelineEngine.comm_stats`."""
+        """Return the counters, as described at `PipelineEngine.comm_stats`."""
         environment = self.links.environment
         return {
             "rank": self._context.rank,
@@ -100,7 +100,7 @@ class Reporting:
         }
 
     def last_step(self) -> list[dict[str, Any]]:
-        """All ranks' events of the last step in Chrome's format; every rank must call this."""
+        """Return all ranks' events of the last step in Chrome's trace format; every rank must call this."""
         return chrome_events(dict(enumerate(gathered(self.trace.last_step()))))
 
     def start_trace(self) -> None:

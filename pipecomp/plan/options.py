@@ -176,7 +176,7 @@ class TrainOptions:
         require(self.loss in (None, *losses), "--loss", self.loss, ", ".join(losses))
         share = self.eval_split
         require(share is None or 0 < share < 1, "--eval-split", share, "a share between 0 and 1, such as 0.05")
-        require(share is None or self.evaluate is None, "--eval-split", share, "nothing with --eval")
+        require(share is None or self.evaluate is None, "--eval-split", share, "only without --eval")
         allowed = "a folder: with --save-every a run resumes there"
         require(self.save_every is None or self.out is not None, "--out", None, allowed)
 
@@ -184,15 +184,17 @@ class TrainOptions:
         names = ("lora_alpha", "lora_dropout", "lora_targets", "dora", "rslora")
         for name in names if self.lora is None else ():
             value, flag = getattr(self, name), f"--{name.replace('_', '-')}"
-            allowed = "nothing with --adapter, which has its own" if self.adapter else "only with --lora RANK"
+            allowed = "only without --adapter, which has its own" if self.adapter else "only with --lora RANK"
             require(value in (None, False), flag, value, allowed)
-        require(self.lora is None or self.adapter is None, "--adapter", self.adapter, "nothing together with --lora")
+        require(self.lora is None or self.adapter is None, "--adapter", self.adapter, "only without --lora")
         require(not self.merge or self.trains_adapter, "--merge", True, "only with --lora or --adapter")
         require(self.lora_alpha is None or self.lora_alpha > 0, "--lora-alpha", self.lora_alpha, "a number above 0")
         require_dropout("--lora-dropout", self.lora_dropout)
         _check_bits(self, trains_adapter=self.trains_adapter)
         hint = "The adapters have --lora-dropout."
-        require(not self.trains_adapter or self.dropout is None, "--dropout", self.dropout, "nothing here", hint)
+        require(
+            not self.trains_adapter or self.dropout is None, "--dropout", self.dropout, "only without adapters", hint
+        )
 
     @property
     def bits(self) -> int | None:
@@ -272,7 +274,7 @@ class TrainOptions:
 def _check_bits(options: PlanOptions | TrainOptions, *, trains_adapter: bool) -> None:
     """Raise ConfigError for both numbers of bits, or quantized weights without adapters."""
     both = options.load_in_4bit and options.load_in_8bit
-    require(not both, "--load-in-8bit", True, "nothing together with --load-in-4bit")
+    require(not both, "--load-in-8bit", True, "only without --load-in-4bit")
     hint = "Quantized weights are not trained."
     require(options.bits is None or trains_adapter, f"--load-in-{options.bits}bit", True, "only with LoRA", hint)
 

@@ -87,18 +87,18 @@ class Transfer:
 
 
 class Sink(Protocol):
-    """Takes all messages of an open stream; called on the receiving thread."""
+    """Receiver of an open stream's messages; called on the receiving thread."""
 
     most_bytes: int  # of a message
 
     def deliver(self, packet: np.ndarray, began: float) -> None:
-        """Take a message, uint8 [n], whose first byte arrived at `began` of time.perf_counter."""
+        """Handle a message, uint8 [n]. began: arrival of its first byte, of time.perf_counter."""
 
     def noted(self, note: dict) -> None:
-        """Take a notice that the peer sent on this stream."""
+        """Handle a notice that the peer sent on this stream."""
 
     def failed(self, error: Exception) -> None:
-        """Take the error that ended the connection."""
+        """Handle the error that ended the connection."""
 
 
 class _PartialMessage:
@@ -167,7 +167,7 @@ class ReceiveQueue:
         end = partial.filled + header.size
         if len(partial.view) != header.total or end > header.total:
             began = len(partial.view)
-            raise WireError(f"{end} bytes of a message of {header.total}, which began as one of {began} bytes")
+            raise WireError(f"{end} bytes of a message of {header.total}, announced as {began} bytes")
         return partial.view[partial.filled : end]
 
     def commit(self, header: FrameHeader) -> bool:
@@ -436,7 +436,7 @@ class SendQueue:
         return self._control_bytes + self._unacknowledged_bytes
 
     def acknowledge(self, count: int) -> None:
-        """Note that the peer has `count` frames in all; WireError if so many were not sent."""
+        """Note that the peer has received `count` frames in all; WireError if fewer were sent."""
         finished = []
         with self._changed:
             sent = self.acknowledged + len(self._unacknowledged) - len(self._resend)
@@ -464,11 +464,11 @@ class SendQueue:
             return self._epoch
 
     def wait_acknowledged(self, wait_s: float) -> bool:
-        """Wait until the peer has everything that may be sent; return whether it has within `wait_s`."""
+        """Wait up to `wait_s` seconds until the peer has everything that may be sent; return whether it has."""
         return self._wait(lambda: bool(self._schedule or self._control or self._unacknowledged), wait_s)
 
     def wait_written(self, wait_s: float) -> bool:
-        """Wait until the kernel has accepted all control frames; return whether it has within `wait_s`."""
+        """Wait up to `wait_s` seconds until the kernel has accepted all control frames; return whether it has."""
         return self._wait(lambda: bool(self._control or self._writing or self._resend), wait_s)
 
     def _wait(self, pending: Callable[[], bool], wait_s: float) -> bool:

@@ -47,7 +47,7 @@ class StoreRequestError(ValueError):
 
 
 class KeyValueTable:
-    """Rank 0's table. writer: the rank that writes; StoreRequestError if it may not, or the table is full."""
+    """Rank 0's table. Writes raise StoreRequestError if rank `writer` may not write the key, or the table is full."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -99,7 +99,7 @@ class KeyValueTable:
             return total
 
     def compare_set(self, key: str, expected: bytes, desired: bytes, writer: int) -> bytes:
-        """Set `desired` if the value is `expected`, or missing and `expected` empty; return the value."""
+        """Set `desired` if the value is `expected`, or the key is missing and `expected` is empty; return the value."""
         with self._changed:
             value = self._values.get(key)
             if value == expected or (value is None and not expected):
@@ -123,7 +123,7 @@ class KeyValueTable:
             return len(self._values)
 
     def wait(self, keys: list[str], wait_s: float) -> bool:
-        """Wait until all keys are set; return whether they are within `wait_s`."""
+        """Wait up to `wait_s` seconds until all keys are set; return whether they are."""
         with self._changed:
             return self._changed.wait_for(lambda: self.has(keys), wait_s)
 
@@ -141,7 +141,7 @@ class KeyValueTable:
         _reply(connection, number, True)
 
     def execute(self, rank: int, name: Any, *arguments: Any) -> Any:
-        """Perform a request of a rank other than "wait", with values in base64. ValueError, TypeError if malformed."""
+        """Execute a rank's request, except "wait". Values are base64. Raises ValueError or TypeError if malformed."""
         operations: dict[Any, Callable[..., Any]] = {
             "set": lambda key, value: self.set(_typed(key, str), _decode(value), rank),
             "get": lambda keys: self._get_encoded(_keys(keys), rank),
@@ -156,7 +156,7 @@ class KeyValueTable:
         return operations[name](*arguments)
 
     def _get_encoded(self, keys: list[str], rank: int) -> list[str]:
-        """StoreRequestError for more than fits a reply, before memory is allocated: a key may occur many times."""
+        """Check the size of the reply before memory is allocated: a key may occur many times."""
         values = self.get(keys)
         size = sum(len(value) * 4 // 3 for value in values)
         if rank and size > STORE_BYTES:
@@ -226,7 +226,7 @@ class PendingRequests:
         """Send a request and wait for its reply.
 
         Raises:
-            dist.DistStoreError: There is no reply in time, or it is an error.
+            dist.DistStoreError: No reply arrives in time, or the reply is an error.
             dist.DistNetworkError: Rank 0 is gone.
         """
         assert self.connection is not None, "connected to rank 0"
@@ -248,7 +248,7 @@ class PendingRequests:
         return reply
 
     def complete(self, number: int, value: Any) -> None:
-        """Take a reply; it is ignored if nobody waits for it."""
+        """Complete the request that a reply belongs to; ignore other replies."""
         future = self._waiting.get(number)
         if future is not None:
             with contextlib.suppress(InvalidStateError):  # a second reply, or the connection has failed meanwhile

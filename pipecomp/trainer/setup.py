@@ -262,7 +262,7 @@ def disable_model(model: Any, cuts: Sequence[int], before: dict[str, torch.dtype
     Args:
         model: The script's model; the name of a folder is ignored.
         cuts: Cuts of the stages made from it.
-        before: Its `parameter_dtypes` before that.
+        before: Its `parameter_dtypes` before training.
     """
     if not isinstance(model, nn.Module):
         return
@@ -306,7 +306,7 @@ def check_gradient_hooks(model: Any, plan: SplitPlan) -> None:
 
 
 def check_not_trained(model: Any, cuts: Sequence[int]) -> None:
-    """Raise SplitError if stages of the model were trained and it cannot be trained again."""
+    """Raise SplitError if the model was trained with other cuts, or training changed the precision of its stage."""
     # Note: each process has trained only its own blocks, with bf16 or fp16 in that precision. Other cuts would mix
     # trained with untrained blocks, and processes would disagree on the model's precision.
     hidden = getattr(model, "__dict__", {}).get(_DISABLED)

@@ -49,9 +49,9 @@ class ClusterCoder:
     """Encoder and decoder of activations at one end of a link. See Note: Cluster coding.
 
     Args:
-        context: Of this end.
-        codecs: Of the link, with clusters.
-        store: Of this end.
+        context: The endpoint's context.
+        codecs: The link's codecs, with clusters.
+        store: The endpoint's message store.
 
     The endpoint may replace codecs, when bits change, and the store.
     """
@@ -71,15 +71,16 @@ class ClusterCoder:
 
         Args:
             x_TH: Rows of all samples, in the training dtype.
-            layout: Of the samples in x.
+            layout: Layout of the samples in x.
             at: Position in training.
-            version: That the codebook gets.
+            version: The codebook's new version.
 
         Returns:
             The packet, the values that the other end computes with, float32 [T, H], and the effect on the store.
 
         Raises:
-            NonFiniteError: On the host, and everything is unchanged; on a GPU `end_step` stores nothing of the step.
+            NonFiniteError: A value is NaN or Inf; nothing has changed. On a GPU the error comes later, and nothing of
+                the step is stored.
         """
         context, book = self._context, self._codebook(x_TH.shape[1], at)
         number_T = self._nearest_centers(x_TH, book)
@@ -102,7 +103,7 @@ class ClusterCoder:
         """Decode a micro-batch and move the centers.
 
         Args:
-            header: Of the packet.
+            header: The packet's header.
             payload: uint8 [bytes], on the device.
             at: Position in training.
 
@@ -112,8 +113,8 @@ class ClusterCoder:
         Raises:
             LinkError: The peer encodes differently.
             BaseMismatchError: The changes build on another version of the centers.
-            WireError: The payload has another length, or decodes to NaN or Inf; on a GPU later, and `end_step` stores
-                nothing of the step.
+            WireError: The payload has another length, or decodes to NaN or Inf. On a GPU the error for NaN or Inf comes
+                later, and nothing of the step is stored.
         """
         context, codec, samples = self._context, self._matching_codec(header, at), header.samples
         tokens = sum(s.count for s in samples)
@@ -152,11 +153,11 @@ class ClusterCoder:
         return [block for block, _, _ in puts]
 
     def reload(self) -> None:
-        """Load the codebook from the store with the next packet, without what was not put."""
+        """Drop the codebook; the next packet loads it from the store, without changes that were not put."""
         self._book, self._unsettled = None, []
 
     def _codebook(self, hidden: int, at: Position) -> Codebook:
-        """Return the codebook of rows of so many values, loaded from the store at first."""
+        """Return the codebook for rows of `hidden` values; the first call loads it from the store."""
         clusters = self._codec.clusters
         if self._book is None:
             if 4 * clusters * hidden > MAX_TENSOR_BYTES:
@@ -177,7 +178,7 @@ class ClusterCoder:
         return self._book
 
     def _nearest_centers(self, x_TH: Tensor, book: Codebook) -> Tensor:
-        """Choose each row's center, int64 [T]: of the nearest and zero, the one that leaves the smallest scales."""
+        """Choose each row's center, int64 [T]: the one with the smallest scales, among the nearest and zero."""
         number_T = torch.zeros(x_TH.shape[0], dtype=torch.int64, device=x_TH.device)
         squared_scales = self.codecs.activations.squared_scales
         least_T = squared_scales(x_TH)
@@ -208,7 +209,7 @@ class Codebook:
 
     Attributes:
         centers_CH: float32.
-        version: Of the last packet; 0 for none.
+        version: Version made by the last packet; 0 before the first.
     """
 
     def __init__(self, clusters: int, hidden: int, device: torch.device) -> None:
@@ -235,7 +236,7 @@ class Codebook:
         Args:
             number_T: Numbers of the centers that its rows build on, int64.
             y_TH: Decoded rows, float32, finite.
-            version: That the packet makes.
+            version: The codebook's new version.
         """
         if not number_T.numel():
             return

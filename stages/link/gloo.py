@@ -69,7 +69,7 @@ class GlooTransport(TransportBase):
         group: A gloo process group of exactly the two ranks, used by nothing else.
         timeout_s: Silence after which the peer counts as lost.
         pacer: Slows down sending.
-        sockets: Of the group, as far as they are known.
+        sockets: The group's sockets, as far as they are known.
     """
 
     def __init__(
@@ -236,7 +236,10 @@ class GlooTransport(TransportBase):
                             )
                         packet = np.empty(total, dtype=np.uint8)
                     if total != packet.size or filled + size > total:
-                        raise WireError(f"rank {self.peer} sent {filled + size} bytes of a packet of {packet.size}")
+                        raise WireError(
+                            f"rank {self.peer} sent {filled + size} bytes of a packet of {total}, announced as "
+                            f"{packet.size} bytes"
+                        )
                     packet[filled : filled + size] = content
                     filled += size
                     if filled == total:
@@ -294,7 +297,7 @@ def write_prefix(frame: np.ndarray, kind: int, size: int, total: int) -> None:
 
 
 def read_prefix(frame: np.ndarray, peer: int) -> tuple[int, int, int]:
-    """Return kind, content bytes and bytes of the whole packet. Raises WireError if they were changed on the way."""
+    """Return kind, content bytes and bytes of the whole packet. Raises WireError for an invalid prefix."""
     kind, size, total = _FIELDS.unpack_from(frame, 0)
     if _CRC.unpack_from(frame, _FIELDS.size)[0] != zlib.crc32(frame[: _FIELDS.size]) or size > _CONTENT:
         raise WireError(f"rank {peer} sent bytes that are no frame, or changed on the way: {bytes(frame[:20]).hex()}")
@@ -313,7 +316,7 @@ def neighbour_groups(pipelines: list[list[int]], timeout_s: float) -> dict[tuple
 
     Args:
         pipelines: For each replica, the global ranks of its stages in order.
-        timeout_s: Of the groups.
+        timeout_s: The groups' timeout.
 
     Returns:
         The groups of this rank, by pair of ranks.

@@ -70,7 +70,7 @@ class Layout:
         return ends
 
     def samples(self, form: Form, base: int = 0, version: int = 0) -> list[Sample]:
-        """Return the packet's samples, all in one form."""
+        """Return the packet's sample records, all with this form, base and version."""
         rows = zip(self.ids, self.starts, self.counts, strict=True)
         return [Sample(i, form, start, count, base, version) for i, start, count in rows]
 
@@ -91,7 +91,7 @@ class Layout:
     def mask_BS(self, device: torch.device) -> Tensor | None:
         """Return the attention mask [B, S], int64 with ones at real tokens; None if all tokens are real.
 
-        None for packed samples too: `position_ids` tell them apart, and padding is like further samples of a token.
+        Packed samples have no mask either: `position_ids` separate them, and each padding token counts as a sample.
         """
         return None if self.packed else self.real_BS(device)
 
@@ -134,7 +134,7 @@ class Layout:
         return torch.cat([starts, torch.tensor([place_C.numel()])]).to(torch.int32)
 
     def unpack(self, x: Tensor, fill: float) -> Tensor:
-        """Return the values of each sample, [N, n, …] with n of the longest, from those of packed rows, [B, S, …].
+        """Convert values of packed rows, [B, S, …], to values of samples, [N, n, …]; n: tokens of the longest sample.
 
         Args:
             x: Values by row and token.
@@ -179,12 +179,12 @@ class Layout:
         """Return the layout of packed samples.
 
         Args:
-            ids: Of the samples, row by row.
-            lengths: Tokens of the samples of each row, at least one sample and one token each.
+            ids: Sample ids, row by row.
+            lengths: For each row the tokens of its samples: at least one sample, of at least one token.
             tokens: S.
 
         Raises:
-            DataError: The samples do not fit their rows, or the number of ids is another one.
+            DataError: The samples do not fit their rows, or the number of ids differs from the number of samples.
         """
         starts: list[int] = []
         for row in lengths:
@@ -200,9 +200,9 @@ class Layout:
         """Return the layout of images that crops moved.
 
         Args:
-            ids: Of the samples.
+            ids: Sample ids.
             shifts_B2: Pixels down and right, int64 [B, 2]; None if no image was moved.
-            canvas: Of the link.
+            canvas: The link's canvas.
 
         Raises:
             DataError: Shifts of another shape, or beyond the canvas's margin.
@@ -241,8 +241,8 @@ class Boundary:
     Attributes:
         width: H.
         settings: JSON values that both ends compare.
-        rows: Of every sample; None if samples differ.
-        canvas: Of images moved by crops.
+        rows: Rows of each sample; None if samples differ.
+        canvas: Canvas of images moved by crops.
     """
 
     width: int
@@ -259,7 +259,7 @@ def gradient_unit(samples: int, loss_scale: float) -> float:
 
     Args:
         samples: Samples that share the loss.
-        loss_scale: Of the step.
+        loss_scale: The step's loss scale.
     """
     return 4096.0 * samples / loss_scale
 

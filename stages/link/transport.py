@@ -79,7 +79,7 @@ class Transport(Protocol):
     on_transfer: TransferCallback | None
 
     def send(self, packet: OutgoingPacket) -> None:
-        """Queue uint8 [n] for sending and return; the caller must not change it any more.
+        """Queue a packet, uint8 [n], without waiting for the transfer. The caller must not modify it afterwards.
 
         If a pending packet cannot be finished, the next call of `send` or `recv` raises its error.
         """
@@ -87,7 +87,7 @@ class Transport(Protocol):
     def wait_for_room(self) -> None:
         """Block while packets of 256 MiB or more wait to leave, for callers that never wait for the peer.
 
-        Raises what ended the connection.
+        Raises the error that ended the connection.
         """
 
     def sending(self) -> bool:
@@ -103,7 +103,7 @@ class Transport(Protocol):
         """Refuse packets of more bytes from now on: WireError before memory is allocated."""
 
     def abort(self, lost_rank: int, reason: str) -> None:
-        """Notify the peer, if it can be reached, that `lost_rank` is gone; its next `recv` raises that."""
+        """Notify the peer, if it can be reached, that `lost_rank` is gone; its next `recv` raises PeerLostError."""
 
     def failed(self, error: Exception) -> None:
         """Make every later call raise this error, unless another came first; a waiting `recv` raises it too."""
@@ -263,7 +263,7 @@ class ReceiveStaging:
     """Copies each packet of a transport to the stage's device as it arrives, before its turn.
 
     Attributes:
-        max_samples: Of a packet; one that claims more is a WireError before its samples are parsed.
+        max_samples: Largest number of samples in a packet; more raise WireError before they are parsed.
         on_header: Called with the header of every arriving packet, on the receiving thread.
     """
 

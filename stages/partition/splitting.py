@@ -32,11 +32,11 @@ class PipelineStage(nn.Module):
     """One stage of a partitioned model: `Stage` of a Hugging Face model, `ModuleStage` of plain modules.
 
     Attributes:
-        plan: the partition that it is part of.
+        plan: the partition.
         index, num_stages: its position, and the number of stages.
         lo, hi: its blocks are lo to hi - 1.
         adapter: a Hugging Face model's LoRA adapter, or None.
-        quantized: whether weights of it have 4 or 8 bits.
+        quantized: whether some of its weights have 4 or 8 bits.
     """
 
     plan: SplitPlan
@@ -54,7 +54,7 @@ class PipelineStage(nn.Module):
         return next(self.parameters(), torch.empty(0)).dtype
 
     def mask_labels(self, layout: Layout, labels: Tensor) -> Tensor:
-        """Return the batch's labels with those masked that the last stage does not train on."""
+        """Mask the labels that the last stage does not train on, and return the batch's labels."""
         return labels
 
     def check_labels(self, layout: Layout, labels: Tensor) -> None:

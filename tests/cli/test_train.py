@@ -94,10 +94,10 @@ class TestInit:
         (["--data", "text.txt", "--lora", "0"], "--lora: got 0, allowed: a whole number from 1"),
         (["--data", "text.txt", "--dora"], "--dora: got True, allowed: only with --lora RANK"),
         (["--data", "text.txt", "--lora-alpha", "4"], "--lora-alpha: got 4.0, allowed: only with --lora RANK"),
-        (["--data", "text.txt", "--adapter", "a", "--rslora"], "--rslora: got True, allowed: nothing with --adapter"),
-        (["--data", "text.txt", "--adapter", "a", "--lora", "4"], "allowed: nothing together with --lora"),
+        (["--data", "text.txt", "--adapter", "a", "--rslora"], "--rslora: got True, allowed: only without --adapter"),
+        (["--data", "text.txt", "--adapter", "a", "--lora", "4"], "allowed: only without --lora"),
         (["--data", "text.txt", "--merge"], "--merge: got True, allowed: only with --lora or --adapter"),
-        (["--data", "text.txt", "--lora", "4", "--dropout", "0"], "--dropout: got 0.0, allowed: nothing here"),
+        (["--data", "text.txt", "--lora", "4", "--dropout", "0"], "--dropout: got 0.0, allowed: only without adapters"),
         (["--data", "text.txt", "--peers", "a,,b"], "--peers: got 'a,,b', allowed: host names with commas"),
         (["--data", "text.txt", "--peers", "a,a"], "--peers: got 'a,a', allowed: each host once"),
         (["--data", "text.txt", "--peers", "a,b", "--stages", "3"], "--stages: got 3, allowed: a multiple of 2"),
@@ -115,8 +115,8 @@ def test_what_is_wrong_is_said_before_anything_starts(arguments, message, tmp_pa
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--peers", "a,b"], "--peers: got 'a,b', allowed: nothing where a launcher"),
-        (["--out", "shared", "--dry-run"], "--dry-run: got True, allowed: nothing where a launcher"),
+        (["--peers", "a,b"], "--peers: got 'a,b', allowed: only without a launcher"),
+        (["--out", "shared", "--dry-run"], "--dry-run: got True, allowed: only without a launcher"),
         ([], "--out"),
     ],
 )

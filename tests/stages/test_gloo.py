@@ -157,7 +157,11 @@ def test_a_packet_above_the_limit(group, end):
 
 @pytest.mark.parametrize(
     ("content", "total", "said"),
-    [(b"x", 9, "3 bytes of a packet of 10"), (b"x", 11, "3 bytes of a packet of 10"), (b"x" * 9, 10, "11 bytes")],
+    [
+        (b"x", 9, "3 bytes of a packet of 9, announced as 10 bytes"),
+        (b"x", 11, "3 bytes of a packet of 11, announced as 10 bytes"),
+        (b"x" * 9, 10, "11 bytes of a packet of 10"),
+    ],
 )
 def test_a_frame_that_does_not_go_on_with_its_packet(group, end, content, total, said):
     group.come(DATA, b"ab", 10)

@@ -936,7 +936,7 @@ class TestLimits:
             FrameHeader(FrameKind.DATA, 1, 77, 0, total).pack(),
             b"x",
         ]
-        assert "which began as one of 10" in self.refused(two, *frames)
+        assert "announced as 10" in self.refused(two, *frames)
 
     @pytest.mark.parametrize("text", [b"[", b"\xff", b'["x"]', b'["set", 1, 2]', b'["set", "k", "?"]', b"3"])
     def test_what_is_no_question(self, two, text):

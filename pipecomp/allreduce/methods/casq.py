@@ -58,7 +58,7 @@ class CasqAverage:
         self._plans: dict[str, tuple[int, Tensor, Tensor, Slices | None]] = {}
 
     def mean(self, x_d: Tensor, out_d: Tensor, call: Call) -> None:
-        """Average. NaN or Inf on any rank gives NaN on all, without changes to residuals."""
+        """Average. If any rank has NaN or Inf, all ranks get NaN and residuals are unchanged."""
         with self._residuals.added_to(x_d, out_d, call, LARGEST_SUM) as sums:
             if sums is not None:
                 self._mean(*sums, out_d, call)

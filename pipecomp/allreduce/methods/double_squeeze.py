@@ -118,9 +118,9 @@ class SqueezedAverage:
         self._method, self._residuals = method, residuals
 
     def mean(self, x_d: Tensor, out_d: Tensor, call: Call) -> None:
-        """Average. NaN, Inf or a value above 2**100 on any rank gives NaN on all, without changes to residuals.
+        """Average. If any rank has NaN, Inf or a value above 2**100, all ranks get NaN and residuals are unchanged.
 
-        A value above that only together with its residual gives NaN in its group.
+        If only the sum of a value and its residual is above 2**100, the mean of its group is NaN.
         """
         unused = unused_parameters(x_d, x_d, call, LARGEST_GRADIENT)
         if unused is None:

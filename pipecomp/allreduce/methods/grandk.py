@@ -71,7 +71,7 @@ class RandomKAverage:
         self.largest = SUMMABLE if options.error_feedback else LARGEST
 
     def mean(self, x_d: Tensor, out_d: Tensor, call: Call) -> None:
-        """Average. NaN, Inf or a value above `largest` on any rank gives NaN on all, without changes to residuals."""
+        """Average. If a rank has NaN, Inf or a value above `largest`, all ranks get NaN and residuals are unchanged."""
         if self._options.error_feedback:
             with self._residuals.added_to(x_d, out_d, call, SUMMABLE) as sums:
                 if sums is not None:

@@ -204,7 +204,7 @@ class MultiScaleAverage:
         """Average, as DitheredAverage.mean.
 
         Note:
-            Scales are selected before anything is rounded; a selection that depends on rounding would be a bias.
+            Scales are selected before anything is rounded; a selection that depends on rounding would bias the mean.
         """
         norm = shared_norm(x_d, MAX_OF_L2, call)
         if finish_without_codes(norm, out_d):
