@@ -139,7 +139,13 @@ def _set_training_data(
     replicas, replica = engine.grid.data_parallel_size, engine.grid.data_parallel_id
     samples = count_samples(data, "training_data")
     order = ShardedSampler(
-        samples, engine.micro_batch_size, replicas=replicas, replica=replica, seed=seed, shuffle=shuffle
+        samples,
+        engine.micro_batch_size,
+        replicas=replicas,
+        replica=replica,
+        seed=seed,
+        shuffle=shuffle,
+        accumulation=engine.micro_batches,
     )
     sampler: Sampler = order
     if isinstance(collate, PackingCollator):

@@ -149,6 +149,7 @@ class TrainingEngine(Protocol):
     resumed: ResumeState | None
     data_facts: dict[str, Any]
     step_samples: int | None
+    progress: TrainingProgress
     _INSTRUCTION_MAP: dict[Any, Callable[..., None]]
 
     @property
@@ -253,7 +254,6 @@ class EngineState(TrainingEngine, Protocol):
     is_data_parallel: bool
     data_iterator: Any
     checkpoint_engine: object  # writes the files of a checkpoint
-    progress: TrainingProgress
     loader: TrainLoader | None
 
     def seek_loader(self) -> None: ...

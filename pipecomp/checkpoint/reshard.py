@@ -8,7 +8,7 @@ then picks its own parameters out of the files of all stages. Files are mapped, 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any, TypedDict, cast
 import torch
 from torch import Tensor
 
+from pipecomp.data import DataPosition, EpochPart
 from pipecomp.distributed.collectives import gathered
 from pipecomp.distributed.consistency import AllRanks
 from pipecomp.errors import ConfigError, SplitError, require
@@ -147,6 +148,24 @@ def read_state(folder: Path) -> dict[str, Any] | None:
     """Open the file of any stage, with its tensors mapped; None if there is none."""
     path = min(folder.glob("mp_rank_*_model_states.pt"), default=None)
     return None if path is None else torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+
+
+def saved_position(own: Mapping[str, Any] | None, accumulation: int) -> DataPosition | None:
+    """Return a checkpoint's position in the training data; None if it has none.
+
+    Args:
+        own: this package's state in the checkpoint.
+        accumulation: micro-batches of a replica in a step, for checkpoints that do not record them.
+    """
+    if own is None:
+        return None
+    if own.get("position") is not None:
+        return DataPosition.of(own["position"])
+    pipeline, per_epoch = own["pipeline"], own.get("per_epoch")
+    if per_epoch is None:
+        return None
+    epoch, place = divmod(own["batches_taken"], per_epoch)
+    return DataPosition(epoch, (EpochPart(pipeline["replicas"], pipeline["micro_batch"], accumulation, place),))
 
 
 # -- reading the files of another pipeline

@@ -30,6 +30,7 @@ INPUT_KEYS = ("input_ids", "pixel_values")
 ID_KEY = "sample_ids"
 MAX_ID = 2**63 - 1
 SHOWN = 8  # samples of a dataset in a comparison between ranks
+_REST = 2**31 - 1  # in place of a replica in the seed of the rest of an epoch
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,55 @@ class Sampler(Protocol):
         """Return the dataset's indices of micro-batch `number`, counted from the start of training; endless."""
 
 
+@dataclass(frozen=True)
+class EpochPart:
+    """Samples of an epoch that were taken in one layout.
+
+    replicas: their number. micro_batch: samples. accumulation: micro-batches of a replica in a step. taken:
+    micro-batches that each replica took.
+    """
+
+    replicas: int
+    micro_batch: int
+    accumulation: int
+    taken: int = 0
+
+    @property
+    def step_samples(self) -> int:
+        """Samples of an optimizer step of all replicas."""
+        return self.replicas * self.micro_batch * self.accumulation
+
+    def is_like(self, other: EpochPart) -> bool:
+        """Return whether the other part has the same layout."""
+        return replace(self, taken=0) == replace(other, taken=0)
+
+
+@dataclass(frozen=True)
+class DataPosition:
+    """A place in the training data that does not depend on the layout of the run that goes on from it.
+
+    Attributes:
+        epoch: from 0.
+        parts: of the epoch so far, in their order. The last one has the layout of the run, even if nothing is taken.
+        changed: the layout has changed since training began, so a number of steps does not tell the position.
+    """
+
+    epoch: int
+    parts: tuple[EpochPart, ...]
+    changed: bool = False
+
+    @classmethod
+    def of(cls, saved: Mapping[str, Any]) -> DataPosition:
+        """Return the position that a checkpoint has as `dataclasses.asdict` makes it."""
+        parts = tuple(EpochPart(**part) for part in saved["parts"])
+        return cls(saved["epoch"], parts, saved["changed"])
+
+    @property
+    def samples(self) -> int:
+        """Samples of the epoch that are taken."""
+        return sum(part.replicas * part.micro_batch * part.taken for part in self.parts)
+
+
 class ShardedSampler:
     """Endless micro-batches of one replica, as indices of the dataset.
 
@@ -158,6 +208,21 @@ class ShardedSampler:
     samples at the end of the dataset. An incomplete micro-batch at the end of an epoch is dropped; with shuffling its
     samples change from epoch to epoch. With drop_last=False nothing is left out: the last micro-batch of an epoch may
     be short, and a replica with one sample less repeats the first of the epoch at its end.
+
+    After `seek` in the middle of an epoch to a position of another layout, the rest of that epoch has the samples that
+    were not taken yet. With the same number of replicas each takes what is left of its own; otherwise the rest is
+    arranged by seed and epoch alone, and replica r of n takes samples r, r + n, … of it. These micro-batches have the
+    last numbers of the epoch.
+
+    Args:
+        samples: of the dataset.
+        micro_batch: samples of a micro-batch.
+        replicas: their number.
+        replica: this one's number.
+        seed: of the order.
+        shuffle: rearrange each replica's samples in every epoch.
+        drop_last: see above.
+        accumulation: micro-batches of a replica in an optimizer step; positions have it.
 
     Attributes:
         per_epoch: micro-batches in one pass over the data.
@@ -173,44 +238,116 @@ class ShardedSampler:
         seed: int = 0,
         shuffle: bool = True,
         drop_last: bool = True,
+        accumulation: int = 1,
     ) -> None:
-        self._own = torch.arange(samples)[replica::replicas]
+        self._samples, self._layout = samples, EpochPart(replicas, micro_batch, accumulation)
         self._micro_batch, self._seed, self._replica, self._shuffle = micro_batch, seed, replica, shuffle
-        if drop_last:
-            self._own = self._own[: samples // replicas]
-            self._length = len(self._own)
-            self.per_epoch = self._length // micro_batch
-        else:
-            self._length = -(-samples // replicas)
-            self.per_epoch = -(-self._length // micro_batch)
-        if self.per_epoch == 0 or len(self._own) == 0:
+        self._drop_last = drop_last
+        self._length = samples // replicas if drop_last else -(-samples // replicas)
+        self.per_epoch = self._length // micro_batch if drop_last else -(-self._length // micro_batch)
+        if self.per_epoch == 0 or samples <= replica:
             raise DataError(
                 f"{samples} samples are too few for {replicas} replica(s) with micro-batches of {micro_batch}"
             )
         self._cached_epoch = -1
-        self._order = self._own
+        self._order = torch.arange(0)
+        self._begin = DataPosition(0, ())  # of the run, at the last `seek`
+        self._rest: Tensor | None = None  # of the epoch of `_begin`, in another order than usual
+        self._rest_from = 0  # its first micro-batch, counted from the start of that epoch
 
     def size(self, number: int) -> int:
         """Return the number of samples of micro-batch `number`, the same on all replicas."""
-        return min(self._micro_batch, self._length - number % self.per_epoch * self._micro_batch)
+        epoch, place = divmod(number, self.per_epoch)
+        length = self._length
+        if self._rest is not None and epoch == self._begin.epoch:
+            place, length = place - self._rest_from, len(self._rest)
+        return min(self._micro_batch, length - place * self._micro_batch)
 
     def batch(self, number: int) -> list[int]:
         """Return the indices of micro-batch `number`, counted from the start of training."""
         epoch, place = divmod(number, self.per_epoch)
+        if self._rest is not None and epoch == self._begin.epoch:
+            assert place >= self._rest_from, "these samples were taken in another layout"
+            start = (place - self._rest_from) * self._micro_batch
+            return self._rest[start : start + self._micro_batch].tolist()
         if epoch != self._cached_epoch:
-            order = self._arrange(epoch)
-            self._order = torch.cat([order, order[: self._length - len(order)]])
-            self._cached_epoch = epoch
+            self._order, self._cached_epoch = self._share(self._layout, self._replica, epoch), epoch
         start = place * self._micro_batch
         return self._order[start : start + self._micro_batch].tolist()
 
-    def _arrange(self, epoch: int) -> Tensor:
-        """Return this replica's samples in the order of an epoch."""
-        return self._own[torch.randperm(len(self._own), generator=self._draw(epoch))] if self._shuffle else self._own
+    # -- resuming
 
-    def _draw(self, epoch: int) -> torch.Generator:
+    def position(self, number: int) -> DataPosition:
+        """Return the position before micro-batch `number`, for `seek` of this or another layout's sampler."""
+        epoch, place = divmod(number, self.per_epoch)
+        parts: tuple[EpochPart, ...] = ()
+        if self._rest is not None and epoch == self._begin.epoch:
+            parts, place = self._begin.parts, place - self._rest_from
+            if self._layout.is_like(parts[-1]):
+                parts, place = parts[:-1], parts[-1].taken + place
+        return DataPosition(epoch, (*parts, replace(self._layout, taken=place)), self._begin.changed)
+
+    def seek(self, position: DataPosition) -> int:
+        """Continue at a position, which may be of another layout. Returns the number of the next micro-batch."""
+        epoch, layout = position.epoch, self._layout
+        parts = tuple(part for part in position.parts if part.taken)
+        changed = position.changed or not all(layout.is_like(part) for part in position.parts)
+        self._begin, self._rest, self._rest_from = DataPosition(epoch, parts, changed), None, 0
+        if all(layout.is_like(part) for part in parts):
+            return epoch * self.per_epoch + sum(part.taken for part in parts)
+        self._rest = rest = self._left(epoch, parts)
+        count = len(rest) // self._micro_batch if self._drop_last else -(-len(rest) // self._micro_batch)
+        self._rest_from = self.per_epoch - count
+        return epoch * self.per_epoch + self._rest_from
+
+    def _left(self, epoch: int, parts: Sequence[EpochPart]) -> Tensor:
+        """Return this replica's samples in the rest of an epoch of which these parts are taken."""
+        taken = torch.zeros(self._samples, dtype=torch.bool)
+        shares: list[Tensor] = []
+        for part in (*parts, self._layout):
+            if not shares:
+                shares = [self._share(part, replica, epoch) for replica in range(part.replicas)]
+            elif len(shares) != part.replicas:
+                left = (~taken).nonzero()[:, 0]
+                if len(left):
+                    left = left[self._arrange(left, part, part.replicas, self._draw(epoch, _REST))]
+                shares = self._deal(left, part.replicas)
+            count = part.micro_batch * part.taken
+            for share in shares:
+                taken[share[:count]] = True
+            shares = [share[count:] for share in shares]
+        return shares[self._replica]
+
+    def _deal(self, samples: Tensor, replicas: int) -> list[Tensor]:
+        """Divide samples among replicas, equally many for each."""
+        if self._drop_last:
+            samples = samples[: len(samples) // replicas * replicas]
+        elif len(samples) % replicas:
+            again = torch.arange(-len(samples) % replicas) % len(samples)
+            samples = torch.cat([samples, samples[again]])
+        return [samples[replica::replicas] for replica in range(replicas)]
+
+    # -- the usual order
+
+    def _share(self, layout: EpochPart, replica: int, epoch: int) -> Tensor:
+        """Return a replica's samples in the order of an epoch."""
+        own = torch.arange(self._samples)[replica :: layout.replicas]
+        length = -(-self._samples // layout.replicas)
+        if self._drop_last:
+            length = self._samples // layout.replicas
+            own = own[:length]
+        if len(own) == 0:  # another layout's replica that has only repeated samples
+            return own
+        order = own[self._arrange(own, layout, 1, self._draw(epoch, replica))]
+        return torch.cat([order, order[: length - len(order)]])
+
+    def _arrange(self, samples: Tensor, layout: EpochPart, replicas: int, draw: torch.Generator) -> Tensor:
+        """Return an order of samples as places in the tensor. replicas: those that take turns in it."""
+        return torch.randperm(len(samples), generator=draw) if self._shuffle else torch.arange(len(samples))
+
+    def _draw(self, epoch: int, replica: int) -> torch.Generator:
         # torch's generator uses only 32 bits of a seed.
-        return torch.Generator().manual_seed(ops.mix_seed(self._seed, epoch, self._replica) & 0xFFFFFFFF)
+        return torch.Generator().manual_seed(ops.mix_seed(self._seed, epoch, replica) & 0xFFFFFFFF)
 
 
 @contextlib.contextmanager

@@ -93,6 +93,12 @@ class Order(Protocol):
     def batch(self, number: int) -> list[int]:
         """Return the indices of micro-batch `number`."""
 
+    def position(self, number: int) -> Any:
+        """Return the position before micro-batch `number`."""
+
+    def seek(self, position: Any) -> int:
+        """Continue at a position. Returns the number of the next micro-batch."""
+
 
 class PackedSampler:
     """Micro-batches of nearly equal length. Each step has the same samples as without packing.
@@ -113,6 +119,19 @@ class PackedSampler:
         self.per_epoch, self._spanning = order.per_epoch, spanning
         self._order, self._lengths, self._micro_batches = order, lengths, micro_batches
         self._first, self._parts = -1, list[list[int]]()
+        self._start = 0  # the first micro-batch of a step
+
+    def position(self, number: int) -> Any:
+        """Return the position before micro-batch `number`, the first one of a step, as `ShardedSampler.position`."""
+        return self._order.position(number)
+
+    def seek(self, position: Any) -> int:
+        """Continue at a position, see `ShardedSampler.seek`. Returns the number of the next micro-batch."""
+        number = self._order.seek(position)
+        # In an unchanged layout steps are counted from the start of training, or of an epoch.
+        self._start = number if self._order.position(number).changed else 0
+        self._first = -1
+        return number
 
     def size(self, number: int) -> int:
         """Return the number of samples of micro-batch `number` without packing.
@@ -123,8 +142,9 @@ class PackedSampler:
 
     def batch(self, number: int) -> list[int]:
         """Return the indices of micro-batch `number`, counted from the start of training."""
-        epoch, place = divmod(number, self.per_epoch)
-        first = number - (number if self._spanning else place) % self._micro_batches
+        epoch = number // self.per_epoch
+        start = self._start if self._spanning else max(self._start, epoch * self.per_epoch)
+        first = number - (number - start) % self._micro_batches
         if first != self._first:
             last = first + self._micro_batches
             if not self._spanning:

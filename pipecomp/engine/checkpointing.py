@@ -33,6 +33,7 @@ from pipecomp.checkpoint.writing import (
 )
 from pipecomp.config import Config
 from pipecomp.config.activations import FEWEST, bits_text, plain_bits
+from pipecomp.data import PackedSampler, ShardedSampler
 from pipecomp.distributed.collectives import broadcast, gathered
 from pipecomp.distributed.consistency import AllRanks
 from pipecomp.engine.failure import FailureGuard
@@ -143,12 +144,20 @@ class CheckpointManager:
             own["run"] = self.run.id
         own["pipeline"] = asdict(reshard.describe(engine))
         own["per_epoch"] = engine.micro_batches_per_epoch
+        own["position"] = broadcast(self._position())  # rank 0 has data if any rank has
         own["data"] = engine.data_facts
         if any(configured.activations.measured(key) for key in FEWEST):
             own["bits"] = [_bits(configured), _bits(engine.pipecomp_config)]
         if self.local is not None:
             own["local_steps"] = self.local.outer.stats()
         return own
+
+    def _position(self) -> dict[str, Any] | None:
+        """The place in the training data for a run of any layout; None without data, or in an order of their own."""
+        sampler = None if self.engine.loader is None else self.engine.loader.sampler
+        if not isinstance(sampler, (ShardedSampler, PackedSampler)):
+            return None
+        return asdict(sampler.position(self.engine.progress.batches_taken))
 
     def _save_rank(self, folder: Path) -> None:
         environment = self.engine.links.environment
@@ -295,11 +304,19 @@ class CheckpointManager:
         return next(filter(None, gathered(differ)), [])
 
     def _batches_taken(self, own: dict[str, Any]) -> int:
-        """The place in this run's data: in the same epoch, after as many samples.
-
-        An epoch drops its last incomplete micro-batch, whose size depends on the size of micro-batches.
-        """
+        """The place in this run's data: in the same epoch, before the samples that were not taken yet."""
         engine, pipeline, per_epoch = self.engine, own["pipeline"], self.engine.micro_batches_per_epoch
+        position = reshard.saved_position(own, engine.micro_batches)
+        if position is not None and engine.loader is not None:
+            sampler = engine.loader.sampler
+            if isinstance(sampler, (ShardedSampler, PackedSampler)):
+                return sampler.seek(position)
+        other = (pipeline["replicas"], pipeline["micro_batch"]) != (self.context.replicas, engine.micro_batch_size)
+        if other and engine.loader is not None and own["batches_taken"]:
+            self._warn(
+                "the checkpoint does not record which samples of its epoch were taken, or this run has an order of its "
+                "own, and replicas or micro-batches differ: samples of the epoch may come twice or not at all"
+            )
         epoch, place = 0, own["batches_taken"]
         if per_epoch is not None and own.get("per_epoch") is not None:
             epoch, place = divmod(place, own["per_epoch"])

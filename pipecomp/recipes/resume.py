@@ -11,12 +11,14 @@ import argparse
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from pipecomp.checkpoint import manifest
 from pipecomp.checkpoint.run_id import model_values
 from pipecomp.checkpoint.writing import private_files
+from pipecomp.data import DataPosition
 from pipecomp.distributed.collectives import gathered, while_others_wait
 from pipecomp.distributed.consistency import differences
 from pipecomp.distributed.preemption import say_here
@@ -189,6 +191,7 @@ class RunCheckpoints:
         self.evaluation_due = False
         self._own = False  # all checkpoints of later steps are this run's
         self.step = 0
+        self._position: DataPosition | None = None
         if self.folder is None:
             for name in ("save_every", "keep", "resume", "save_on_signal"):
                 require(
@@ -240,7 +243,7 @@ class RunCheckpoints:
 
     def _check(self, folder: Path) -> None:
         """Compare the checkpoint's settings with this run's, before it is loaded or files are overwritten."""
-        from pipecomp.checkpoint.reshard import read_state
+        from pipecomp.checkpoint.reshard import read_state, saved_position
 
         state = read_state(folder)
         if state is None:
@@ -248,6 +251,10 @@ class RunCheckpoints:
         saved = state.get(_STATE_KEY, {})
         # Older versions saved none or fewer of these values, so only common ones are compared.
         trained = state.get(_TRAINED_KEY, {})
+        pipeline = state.get("pipecomp", {}).get("pipeline")
+        if pipeline is not None and SAMPLES in trained:
+            accumulation = trained[SAMPLES] // (pipeline["micro_batch"] * pipeline["replicas"])
+            self._position = saved_position(state["pipecomp"], accumulation)
         both = (trained.keys() & self._trained.keys()) - {REPLICAS, STAGES}
         stages, replicas = ({run.get(what) for run in (trained, self._trained)} for what in (STAGES, REPLICAS))
         alone = {run.get(STAGES) == run.get(REPLICAS) == 1 for run in (trained, self._trained)}
@@ -268,6 +275,14 @@ class RunCheckpoints:
             listed = "; ".join(differ).replace("on rank 0", "in the checkpoint").replace("on rank 1", "in this run")
             remedy = f"To start over, choose another folder than {self.folder}"
             raise ConfigError("--resume", "auto", f"the settings of the checkpoint: {listed}. {remedy}")
+
+    def position(self) -> DataPosition | None:
+        """Return the place in the training data of the checkpoint of `find`; None if it has none.
+
+        Every rank must call this.
+        """
+        saved = gathered(None if self._position is None else asdict(self._position))
+        return next((DataPosition.of(position) for position in saved if position is not None), None)
 
     def load(self, engine: TrainingEngine) -> str:
         """Load the checkpoint of `find`, if there is one. Every rank must call this.

@@ -23,6 +23,8 @@ class Plan:
         micro_batch: Samples of a micro-batch.
         accumulation: Micro-batches of a step.
         replicas: Number of pipeline replicas.
+        begin: The steps before this run, and the micro-batches before its first one, counted from the start of
+            training; (0, 0) unless the checkpoint is of a run with other epochs.
     """
 
     steps: int
@@ -30,10 +32,12 @@ class Plan:
     micro_batch: int
     accumulation: int
     replicas: int
+    begin: tuple[int, int] = (0, 0)
 
     def epoch(self, step: int) -> int:
         """Count the epoch, from 1, in which step (from 1) starts."""
-        return (step - 1) * self.accumulation // self.per_epoch + 1
+        before, number = self.begin
+        return (number + (step - 1 - before) * self.accumulation) // self.per_epoch + 1
 
     def ends_epoch(self, step: int) -> bool:
         """Return whether this step is the last one of its epoch or of the run."""

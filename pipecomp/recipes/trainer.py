@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -126,7 +126,7 @@ class RecipeTrainer(PipelineTrainer):
             work.training,
             work.held_out,
             compute_metrics=work.compute_metrics,
-            callbacks=[_StepControl(self._run.plan, self._run.checkpoints, evaluates=work.held_out is not None)],
+            callbacks=[_StepControl(lambda: self._run, evaluates=work.held_out is not None)],
             optimizers=(None, work.lr_scheduler if work.schedule is None else partial(work.schedule, plan.steps)),
             pipecomp=self._run.config,
             num_stages=None if work.cuts is not None else self._run.stages,
@@ -246,11 +246,22 @@ class RecipeTrainer(PipelineTrainer):
     def _make_sampler(self, samples: SampleSource, replica: int) -> ShardedSampler:
         if self._work.sampler is not None:
             return self._work.sampler
-        micro_batch, seed = self._run.plan.micro_batch, self._run.settings.seed
-        return ShardedSampler(len(samples.data), micro_batch, replicas=self.replicas, replica=replica, seed=seed)
+        plan = self._run.plan
+        return ShardedSampler(
+            len(samples.data),
+            plan.micro_batch,
+            replicas=self.replicas,
+            replica=replica,
+            seed=self._run.settings.seed,
+            accumulation=plan.accumulation,
+        )
 
     def _training_length(self, per_epoch: int) -> TrainingLength:
         return TrainingLength.of(self.args, per_epoch, spanning=True)
+
+    def _length_from(self, length: TrainingLength, step: int, number: int) -> TrainingLength:
+        self._run = replace(self._run, plan=replace(self._run.plan, begin=(step, number)))
+        return super()._length_from(length, step, number)
 
     def _facts(self, samples: SampleSource, micro_batch: int, name: str) -> dict[str, Any]:
         return {} if self._work.is_compared else super()._facts(samples, micro_batch, name)
@@ -260,11 +271,11 @@ class RecipeTrainer(PipelineTrainer):
         step = self._run.checkpoints.step
         if not step:
             return None
-        plan = self._run.plan
+        plan, checkpoints = self._run.plan, self._run.checkpoints
         epoch = self._training_length(plan.per_epoch).epochs_after(step)
         state = TrainerState(global_step=step, epoch=epoch, train_batch_size=plan.micro_batch)
         state.compute_steps(self.args, plan.steps)
-        return ResumePoint(str(self._run.checkpoints.folder), state, same=True)
+        return ResumePoint(str(checkpoints.folder), state, same=True, position=checkpoints.position())
 
     def _load_checkpoint(self, resume_point: ResumePoint) -> ResumePoint:
         self._console.resumed(self._run.checkpoints.load(self.engine))
@@ -323,15 +334,17 @@ _IDLE_STEPS = 2  # of DeepSpeed's warm-up, with a minimum of 0
 class _StepControl(TrainerCallback):
     """Log every step, evaluate at the end of every epoch, and save when a checkpoint is due."""
 
-    def __init__(self, plan: Plan, checkpoints: RunCheckpoints, *, evaluates: bool) -> None:
-        self._plan, self._checkpoints, self._evaluates = plan, checkpoints, evaluates
+    def __init__(self, run: Callable[[], RecipeSetup], *, evaluates: bool) -> None:
+        """run: returns the trainer's settings, whose plan changes if a checkpoint has other steps."""
+        self._run, self._evaluates = run, evaluates
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         step = state.global_step
-        ends_epoch = self._plan.ends_epoch(step)
+        plan = self._run().plan
+        ends_epoch = plan.ends_epoch(step)
         control.should_log = True
         control.should_evaluate = ends_epoch and self._evaluates
-        control.should_save = self._checkpoints.is_due(step, ends_epoch=ends_epoch, last=step == self._plan.steps)
+        control.should_save = self._run().checkpoints.is_due(step, ends_epoch=ends_epoch, last=step == plan.steps)
 
     def on_log(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         state.log_history.clear()  # the run's folder has the metrics; a history of every step would grow in memory

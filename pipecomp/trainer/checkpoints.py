@@ -18,6 +18,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +33,7 @@ from pipecomp.buffers import LmdbEnvironment
 from pipecomp.buffers.admin import forget
 from pipecomp.buffers.lmdb_folder import DATA_FILE, copy_file
 from pipecomp.checkpoint import manifest
-from pipecomp.checkpoint.reshard import load_schedule
+from pipecomp.checkpoint.reshard import load_schedule, read_state, saved_position
 from pipecomp.checkpoint.writing import (
     CollectiveWrite,
     describe_error,
@@ -42,6 +43,7 @@ from pipecomp.checkpoint.writing import (
     write_state,
 )
 from pipecomp.config import Config, read_json_object
+from pipecomp.data import DataPosition
 from pipecomp.distributed.collectives import broadcast, gathered, while_others_wait
 from pipecomp.distributed.preemption import say_here
 from pipecomp.distributed.rendezvous import all_ranks
@@ -65,13 +67,14 @@ class ResumePoint(NamedTuple):
     """The checkpoint that a training resumes from.
 
     same: its pipeline has the same cuts and replicas. due: the work that was pending after its step when a signal
-    stopped training, `EVALUATION` or `EPOCH_END` or both.
+    stopped training, `EVALUATION` or `EPOCH_END` or both. position: in the training data, None if not recorded.
     """
 
     folder: str
     state: TrainerState
     same: bool
     due: tuple[str, ...] = ()
+    position: DataPosition | None = None
 
 
 def layout(plan: SplitPlan, replicas: int) -> dict[str, Any]:
@@ -105,7 +108,7 @@ def find(
             folder = _last(output_dir) if place is None else Path(place)
             theirs, state = _read(folder, resume)
             due = theirs.pop(_DUE, [])
-            answer = folder.name, state, theirs == pipeline, due
+            answer = folder.name, state, theirs == pipeline, due, _position(folder / DEEPSPEED)
             if theirs != pipeline:
                 _log.warning(
                     f"{folder} has the layout {theirs}, this run {pipeline}: weights, optimizer states and schedule "
@@ -119,10 +122,23 @@ def find(
     # Note: each rank uses its own output_dir and takes only the checkpoint's name from rank 0, so that no path that
     # arrives over the network is ever unpickled.
     own = Path(output_dir) / _checked_name(answer[0]) if resume is True else Path(str(resume))
-    resume_point = ResumePoint(str(own), TrainerState(**answer[1]), answer[2], tuple(answer[3]))
+    position = None if answer[4] is None else DataPosition.of(answer[4])
+    resume_point = ResumePoint(str(own), TrainerState(**answer[1]), answer[2], tuple(answer[3]), position)
     best = Path(resume_point.state.best_model_checkpoint or "").name
     resume_point.state.best_model_checkpoint = str(own.parent / best) if _is_checkpoint_name(best) else None
     return resume_point
+
+
+def _position(folder: Path) -> dict[str, Any] | None:
+    """Read the position in the training data from DeepSpeed's part of a checkpoint; None if it has none."""
+    try:
+        state = read_state(folder) or {}
+    except Exception:  # loading names the damaged file
+        return None
+    config = state.get("ds_config")
+    accumulation = config.get("gradient_accumulation_steps", 1) if isinstance(config, dict) else 1
+    position = saved_position(state.get("pipecomp"), accumulation)
+    return None if position is None else asdict(position)
 
 
 def _last_undamaged(output_dir: str, group: Any) -> str | None:

@@ -17,6 +17,7 @@ from transformers.trainer_pt_utils import get_length_grouped_indices
 from transformers.trainer_utils import RemoveColumnsCollator, has_length
 
 from pipecomp.data import (
+    EpochPart,
     MicroBatch,
     PackedSampler,
     PackingCollator,
@@ -329,12 +330,13 @@ class LengthSampler(ShardedSampler):
 
     def __init__(self, lengths: list[int], step: int, micro_batch: int, **options: Any) -> None:
         """step: samples of one replica in an optimizer step. options: for ShardedSampler."""
-        super().__init__(len(lengths), micro_batch, **options)
-        self._lengths, self._step = [int(lengths[i]) for i in self._own.tolist()], step
+        super().__init__(len(lengths), micro_batch, accumulation=step // micro_batch, **options)
+        self._lengths = lengths
 
-    def _arrange(self, epoch: int) -> Tensor:
-        indices = get_length_grouped_indices(self._lengths, self._step, generator=self._draw(epoch))
-        return self._own[torch.tensor(indices)]
+    def _arrange(self, samples: Tensor, layout: EpochPart, replicas: int, draw: torch.Generator) -> Tensor:
+        lengths = [int(self._lengths[i]) for i in samples.tolist()]
+        step = layout.micro_batch * layout.accumulation * replicas
+        return torch.tensor(get_length_grouped_indices(lengths, step, generator=draw))
 
 
 def sample_lengths(data: Any, column: str, input_name: str, what: str = _BY_LENGTH) -> list[int]:
@@ -380,6 +382,7 @@ def make_sampler(
         lengths = sample_lengths(data, args.length_column_name, names[0])
         return LengthSampler(lengths, micro_batch * args.gradient_accumulation_steps, micro_batch, **options)
     shuffle = args.train_sampling_strategy == "random"
+    options["accumulation"] = args.gradient_accumulation_steps
     return ShardedSampler(len(samples.data), micro_batch, shuffle=shuffle, **options)
 
 

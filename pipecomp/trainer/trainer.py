@@ -432,6 +432,10 @@ class PipelineTrainer:
         """Return the length of the training. per_epoch: micro-batches of one replica."""
         return TrainingLength.of(self.args, per_epoch)
 
+    def _length_from(self, length: TrainingLength, step: int, number: int) -> TrainingLength:
+        """Return the length of a training whose step `step` starts with micro-batch `number`."""
+        return length.beginning_at(step, number, self.args)
+
     def _prepare_training(self, resume: str | os.PathLike | bool | None) -> checkpoints.ResumePoint | None:
         """Find the checkpoint to resume from, and clear the message stores."""
         layout = checkpoints.layout(self.plan, self.replicas)

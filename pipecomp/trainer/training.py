@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from transformers import get_scheduler
 from transformers.trainer_utils import TrainOutput, compare_trainer_and_checkpoint_args, speed_metrics
 from transformers.utils import logging as transformers_logging
 
+from pipecomp.data import DataPosition, PackedSampler, ShardedSampler
 from pipecomp.distributed.collectives import broadcast, gathered
 from pipecomp.distributed.preemption import Interruption, say_here
 from pipecomp.errors import require
@@ -42,6 +43,8 @@ class TrainingLength:
         max_steps: Optimizer steps of the training.
         spanning: Every step has `accumulation` micro-batches and may extend into the next epoch. Otherwise the last
             step of an epoch has the remainder, as in Trainer.
+        begin: The step from which this run counts, and its first micro-batch counted from the start of training.
+            (0, 0) unless the checkpoint is of a run with other steps.
     """
 
     per_epoch: int
@@ -50,6 +53,7 @@ class TrainingLength:
     epochs: int
     max_steps: int
     spanning: bool = False
+    begin: tuple[int, int] = (0, 0)
 
     @classmethod
     def of(cls, args: Any, per_epoch: int, *, spanning: bool = False) -> TrainingLength:
@@ -72,25 +76,56 @@ class TrainingLength:
             spanning=spanning,
         )
 
+    def beginning_at(self, step: int, number: int, args: Any) -> TrainingLength:
+        """Return the length of a run whose step `step` starts with micro-batch `number`, and which ends with its data.
+
+        `args.max_steps`, if set, ends it as before.
+        """
+        moved = replace(self, begin=(step, number))
+        if args.max_steps > 0:
+            return replace(moved, epochs=moved.epoch(max(step, self.max_steps - 1)) + 1)
+        whole, more = divmod(args.num_train_epochs, 1)
+        end = moved.first_step(int(whole)) if whole > moved.epoch(step) else step
+        if more and whole == moved.epoch(step):
+            end += max(0, math.ceil((more * self.per_epoch - number % self.per_epoch) / self.accumulation))
+        elif more and whole > moved.epoch(step):
+            end += math.ceil(more * self.updates)
+        return replace(moved, max_steps=end)
+
+    def _place(self, step: int) -> tuple[int, int]:
+        """Return a step's epoch, and its first micro-batch counted from the start of that epoch."""
+        begin, number = self.begin
+        if self.spanning:
+            return divmod(number + (step - begin) * self.accumulation, self.per_epoch)
+        epoch, place = divmod(number, self.per_epoch)
+        left = -(-(self.per_epoch - place) // self.accumulation)  # steps of the epoch
+        if step - begin < left:
+            return epoch, place + (step - begin) * self.accumulation
+        later, step = divmod(step - begin - left, self.updates)
+        return epoch + 1 + later, step * self.accumulation
+
     def epoch(self, step: int) -> int:
         """Return the epoch in which a step starts."""
-        return step * self.accumulation // self.per_epoch if self.spanning else step // self.updates
+        return self._place(step)[0]
 
     def first_step(self, epoch: int) -> int:
         """Return the first step that starts in an epoch."""
-        return -(-epoch * self.per_epoch // self.accumulation) if self.spanning else epoch * self.updates
+        begin, number = self.begin
+        first, place = divmod(number, self.per_epoch)
+        if self.spanning:
+            return begin - (number - epoch * self.per_epoch) // self.accumulation
+        if epoch <= first:
+            return begin
+        return begin - (place - self.per_epoch) // self.accumulation + (epoch - first - 1) * self.updates
 
     def first_micro_batch(self, step: int) -> int:
         """Return the number of a step's first micro-batch, counted from the start of training."""
-        if self.spanning:
-            return step * self.accumulation
-        return step // self.updates * self.per_epoch + step % self.updates * self.accumulation
+        epoch, place = self._place(step)
+        return epoch * self.per_epoch + place
 
     def micro_batches(self, step: int) -> int:
         """Return the number of micro-batches of a step."""
-        if self.spanning:
-            return self.accumulation
-        return min(self.accumulation, self.per_epoch - step % self.updates * self.accumulation)
+        return self.accumulation if self.spanning else min(self.accumulation, self.per_epoch - self._place(step)[1])
 
     def epochs_after(self, steps: int) -> float:
         """Return the epochs that the first `steps` steps take."""
@@ -200,6 +235,8 @@ class Training:
         self._sampler = sampler = packed_sampler(
             sampler, trainer.data_collator, trainer.train_dataset, args, spanning=length.spanning
         )
+        if resume_point is not None and resume_point.position is not None:
+            self._length = length = self._seek(resume_point.position, resume_point.state.global_step)
         pad = getattr(trainer.processing_class, "pad_token_id", None)
         seed = ops.mix_seed(data_seed(args), engine.grid.data_parallel_id)  # replicas mask differently
         self._loader = StepLoader(samples, sampler, seed, loader_options(args), pad)
@@ -211,6 +248,7 @@ class Training:
         self._start_state(resume_point)
         self._resume_point = None if resume_point is None else trainer._load_checkpoint(resume_point)
         engine.set_loader(self._loader)
+        engine.progress.batches_taken = length.first_micro_batch(trainer.state.global_step)
         handler.train_dataloader = self._loader
         self._began, self._first_step = time.time(), trainer.state.global_step
         self.tokens_before, self._flos_before = trainer.state.num_input_tokens_seen, trainer.state.total_flos
@@ -219,6 +257,26 @@ class Training:
         before = self._gather_stats()  # counters of earlier trainings with this engine
         self._traffic.since_last(before)
         self._recording = TrainingRecorder(trainer, length, before)
+
+    def _seek(self, position: DataPosition, step: int) -> TrainingLength:
+        """Continue in the data at a checkpoint's position. Returns the length of the training from there."""
+        trainer, sampler = self._trainer, self._sampler
+        if not isinstance(sampler, (ShardedSampler, PackedSampler)):
+            return self._length
+        if trainer.args.ignore_data_skip:
+            position = replace(position, parts=(replace(position.parts[-1], taken=0),))
+        number = sampler.seek(position)
+        here, saved = sampler.position(number), position.parts[-1]
+        if not here.changed:
+            return self._length  # the number of steps tells the position
+        length, own = trainer._length_from(self._length, step, number), here.parts[-1]
+        if (own.replicas, own.step_samples) != (saved.replicas, saved.step_samples):
+            _log.warning(
+                f"the checkpoint is of {saved.replicas} replica(s) and {saved.step_samples} samples per step, this run "
+                f"has {own.replicas} and {own.step_samples}. Training continues in epoch {position.epoch + 1} with the "
+                f"samples that were not taken yet, after {position.samples}, to step {length.max_steps}"
+            )
+        return length
 
     def _start_state(self, resume_point: checkpoints.ResumePoint | None) -> None:
         """Set the trainer's state to the checkpoint's, or to a new one."""
@@ -229,11 +287,12 @@ class Training:
             state.compute_steps(args, self._length.max_steps)
         else:
             state = trainer.state = resume_point.state
-            if self._length.has_other_length(state.global_step, state.epoch or 0.0):
+            other = self._length.has_other_length(state.global_step, state.epoch or 0.0) or not resume_point.same
+            if resume_point.position is None and other:
                 _log.warning(
-                    f"step {state.global_step} ended at epoch {state.epoch or 0:.2f} in the training that saved it, "
-                    f"but ends at {self._length.epochs_after(state.global_step):.2f} here: the number of samples per "
-                    f"step differs. Training continues by steps, as with Trainer, to step {self._length.max_steps}"
+                    "the checkpoint does not record which samples of its epoch were taken, and it is of other stages, "
+                    "replicas or samples per step than this run. Training continues by steps, as with Trainer, to step "
+                    f"{self._length.max_steps}: samples of the epoch may come twice or not at all"
                 )
             best = state.best_model_checkpoint
             if not broadcast(best is None or Path(best).is_dir(), group=trainer.group):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, Sequ
 
 from pipecomp.checkpoint import reshard
 from pipecomp.checkpoint.reshard import load_schedule
+from pipecomp.data import DataPosition, EpochPart
 
 NAMES = (
     "BASE_OPTIMIZER_STATE",
@@ -58,3 +60,12 @@ def test_a_stage_with_one_of_the_groups_keeps_its_rate(make: Any) -> None:
         own.step()
         assert part.param_groups[0]["lr"] == pytest.approx(whole.param_groups[1]["lr"])
         assert own.get_last_lr() == [part.param_groups[0]["lr"]]
+
+
+def test_a_checkpoint_without_a_position_tells_it_by_micro_batches() -> None:
+    own = {"pipeline": {"replicas": 2, "micro_batch": 4}, "per_epoch": 6, "batches_taken": 15}
+    position = reshard.saved_position(own, 3)
+    assert position == DataPosition(2, (EpochPart(replicas=2, micro_batch=4, accumulation=3, taken=3),))
+    assert reshard.saved_position({**own, "position": asdict(replace(position, epoch=7))}, 1).epoch == 7
+    assert reshard.saved_position({**own, "per_epoch": None}, 3) is None, "without training data"
+    assert reshard.saved_position(None, 3) is None

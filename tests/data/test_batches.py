@@ -1,12 +1,13 @@
 """Micro-batches, their ids, and the order of training data."""
 
 import random
+from dataclasses import asdict
 
 import numpy as np
 import pytest
 import torch
 
-from pipecomp.data import ShardedSampler, TrainLoader, as_micro_batch, default_collate, eval_batches
+from pipecomp.data import DataPosition, ShardedSampler, TrainLoader, as_micro_batch, default_collate, eval_batches
 from pipecomp.errors import DataError
 
 DATA = [{"input_ids": [i, i + 1], "labels": [i, i]} for i in range(23)]
@@ -205,3 +206,78 @@ def test_replica_r_of_n_has_samples_r_and_every_nth_after_it(replicas):
 def test_data_without_samples_by_number_are_an_error(data):
     with pytest.raises(DataError, match=f"evaluation data is a {type(data).__name__}; expected a list or dataset"):
         eval_batches(data, 4)
+
+
+def replicas_of(layout: tuple[int, int], *, samples: int = 97, **options: object) -> list[ShardedSampler]:
+    """Make the samplers of all replicas. layout: replicas, samples of a micro-batch."""
+    replicas, size = layout
+    return [ShardedSampler(samples, size, replicas=replicas, replica=r, seed=4, **options) for r in range(replicas)]
+
+
+def take(samplers: list[ShardedSampler], number: int, count: int) -> list[int]:
+    """Return the samples of `count` micro-batches of every replica."""
+    return [i for n in range(number, number + count) for sampler in samplers for i in sampler.batch(n)]
+
+
+LAYOUTS = [(1, 4), (2, 2), (2, 3), (3, 2), (4, 4), (1, 1), (1, 4)]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("drop_last", [True, False])
+@pytest.mark.parametrize("start", range(len(LAYOUTS) - 2))
+def test_every_sample_comes_once_an_epoch_whatever_layouts_follow_each_other(start, drop_last, shuffle):
+    options = {"shuffle": shuffle, "drop_last": drop_last}
+    one, two, three = LAYOUTS[start : start + 3]
+    samplers = replicas_of(one, **options)
+    number = samplers[0].per_epoch + 1  # inside the second epoch
+    seen = take(samplers, samplers[0].per_epoch, 1)
+    for layout in (two, two, three):
+        position = DataPosition.of(asdict(samplers[0].position(number)))
+        assert position.samples == len(seen)
+        assert all(sampler.position(number) == position for sampler in samplers)
+        samplers = replicas_of(layout, **options)
+        (number,) = {sampler.seek(position) for sampler in samplers}
+        seen += take(samplers, number, 1)
+        number += 1
+    per_epoch = samplers[0].per_epoch
+    assert number // per_epoch == 1
+    rest = take(samplers, number, 2 * per_epoch - number)
+    assert sum(sampler.size(n) for sampler in samplers for n in range(number, 2 * per_epoch)) == len(rest)
+    seen += rest
+    if drop_last:  # except for those that fill no micro-batch of every replica
+        assert len(set(seen)) == len(seen) > 97 - layout[0] * layout[1]
+    else:  # replicas with a sample less repeat one
+        assert set(seen) == set(range(97))
+        assert len(seen) < 97 + sum(replicas for replicas, _ in (two, three))
+    usual = replicas_of(layout, **options)
+    assert take(samplers, 2 * per_epoch, per_epoch) == take(usual, 2 * per_epoch, per_epoch)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_run_that_goes_on_in_its_layout_keeps_its_order(replicas):
+    unbroken = replicas_of((replicas, 4), samples=50)
+    for number in (0, 3, unbroken[0].per_epoch, unbroken[0].per_epoch + 2):
+        resumed = replicas_of((replicas, 4), samples=50)
+        position = unbroken[0].position(number)
+        assert not position.changed
+        assert [sampler.seek(position) for sampler in resumed] == [number] * replicas
+        assert take(resumed, number, 20) == take(unbroken, number, 20)
+
+
+def test_samples_stay_with_their_replica_when_micro_batches_change():
+    before, after = replicas_of((2, 4)), replicas_of((2, 3))
+    position = before[0].position(1)
+    for sampler, old in zip(after, before, strict=True):
+        number = sampler.seek(position)
+        rest = take([sampler], number, sampler.per_epoch - number)
+        left = take([old], 1, 11)
+        assert rest == left[: len(rest)]
+        assert len(rest) > len(left) - 3
+        assert sampler.position(number).changed
+
+
+def test_a_layout_that_changes_between_epochs_changes_no_order():
+    position = replicas_of((1, 4))[0].position(24)  # of 97 samples
+    for sampler, usual in zip(replicas_of((2, 2)), replicas_of((2, 2)), strict=True):
+        assert sampler.seek(position) == 24
+        assert take([sampler], 24, 24) == take([usual], 24, 24)

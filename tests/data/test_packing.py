@@ -99,6 +99,17 @@ class TestSampler:
         assert set(epochs[0]) != set(epochs[1])
         assert other.batch(one.per_epoch + 7) == list(epochs[1][7])
 
+    @pytest.mark.parametrize("spanning", [True, False])
+    def test_each_step_has_the_samples_that_are_left_of_another_layout(self, spanning: bool) -> None:
+        position = PackedSampler(self.order(), self.sizes(), 4).position(16 + 4)
+        order = self.order(replicas=2, replica=1)
+        packed = PackedSampler(self.order(replicas=2, replica=1), self.sizes(), 3, spanning=spanning)
+        number = packed.seek(position)
+        assert order.seek(position) == number == 8 + 2
+        for first in range(number, 22, 3):
+            found, expected = (list(chain(*(s.batch(n) for n in range(first, first + 3)))) for s in (packed, order))
+            assert sorted(found) == sorted(expected)
+
 
 class TestCollator:
     def test_a_batch(self) -> None:

@@ -985,7 +985,7 @@ def test_a_checkpoint_that_is_passed_over_is_not_trained_from(tmp_path: Path, mo
 def test_each_rank_goes_on_from_the_folder_that_it_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0's may be another on its machine, and so may the best one's."""
     monkeypatch.setattr(checkpoints.dist, "get_rank", lambda: 1)
-    answer = ("checkpoint-7", {"best_model_checkpoint": "/theirs/run/checkpoint-3"}, True, ())
+    answer = ("checkpoint-7", {"best_model_checkpoint": "/theirs/run/checkpoint-3"}, True, (), None)
     for resume, here in ((True, tmp_path / "run"), (str(tmp_path / "own" / "checkpoint-7"), tmp_path / "own")):
         said = [[], answer] if resume is True else [answer]
         monkeypatch.setattr(checkpoints, "broadcast", saying(said))

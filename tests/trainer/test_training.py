@@ -429,3 +429,39 @@ def test_an_evaluation_counts_every_sample_alike(concat: bool, filtered: bool) -
     labels = np.concatenate(found.label_ids) if not concat else found.label_ids
     assert isinstance(found.label_ids, list) is not concat
     assert labels.tolist() == [0, 0, 0, 1, 1, 1, 2]
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [(3, 28), (2.5, 22), (1.5, 10), (1, 8)])
+def test_a_length_counts_steps_from_a_checkpoint_with_larger_ones(epochs: float, steps: int) -> None:
+    """Eight steps of eight samples, in epochs of 48: epoch 2 has 32 more, in steps of four."""
+    args = SimpleNamespace(gradient_accumulation_steps=2, max_steps=-1, num_train_epochs=epochs)
+    length = TrainingLength.of(args, 24).beginning_at(8, 24 + 8, args)  # micro-batches of 2
+    assert length.max_steps == steps
+    assert [length.epoch(step) for step in (8, 15, 16, 27, 28)] == [1, 1, 2, 2, 3]
+    assert [length.first_step(epoch) for epoch in (2, 3)] == [16, 28]
+    numbers = [length.first_micro_batch(step) for step in range(8, 28)]
+    assert numbers == list(range(32, 72, 2))
+    assert length.epochs_after(16) == 2.0
+
+
+def test_a_length_of_a_rest_that_is_no_multiple_of_a_step() -> None:
+    args = SimpleNamespace(gradient_accumulation_steps=3, max_steps=12, num_train_epochs=9)
+    length = TrainingLength.of(args, 7).beginning_at(4, 7 + 2, args)  # five micro-batches of epoch 2 are left
+    assert [length.micro_batches(step) for step in range(4, 9)] == [3, 2, 3, 3, 1]
+    assert [length.first_micro_batch(step) for step in range(4, 9)] == [9, 12, 14, 17, 20]
+    assert (length.max_steps, length.epochs) == (12, 4), "max_steps ends it"
+
+
+@pytest.mark.parametrize("replicas", [1, 4])
+def test_steps_of_similar_lengths_go_on_in_another_layout(replicas: int) -> None:
+    lengths = torch.randint(1, 100, (960,), generator=torch.Generator().manual_seed(1)).tolist()
+    before = LengthSampler(lengths, 8, 4, seed=1)
+    taken = [i for number in range(240, 240 + 4) for i in before.batch(number)]
+    options = [{"replicas": replicas, "replica": replica, "seed": 1} for replica in range(replicas)]
+    samplers = [LengthSampler(lengths, 4, 2, **given) for given in options]
+    (number,) = {sampler.seek(before.position(240 + 4)) for sampler in samplers}
+    steps = range(number, 2 * samplers[0].per_epoch, 2)
+    rest = [[i for n in (step, step + 1) for s in samplers for i in s.batch(n)] for step in steps]
+    assert sorted(i for step in rest for i in step) == sorted(set(range(960)) - set(taken))
+    spread = [max(lengths[i] for i in step) - min(lengths[i] for i in step) for step in rest]
+    assert sorted(spread)[len(spread) // 2] < 50, "the lengths of half of the steps differ by less than half"
