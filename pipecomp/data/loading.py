@@ -47,15 +47,15 @@ class DataOptions:
 
     Attributes:
         columns: OLD=NEW renames a column; NAME is the column with the text.
-        documents: of plain text: "files", a file is one document; "lines", each line is one.
+        documents: documents in plain text: "files", a file is one; "lines", each line is one.
         loss: "all", "completion" or "assistant"; None for the format's default.
         chat_template: a Jinja file or template, instead of the tokenizer's.
         max_length: most tokens of a sample; None for no limit.
-        overflow: of longer documents: "split" makes several samples, "cut" drops the rest; None splits text and cuts
-            prompts and chats.
+        overflow: treatment of longer documents: "split" makes several samples, "cut" drops the rest; None splits text
+            and cuts prompts and chats.
         blocks: make samples of this many consecutive tokens, across documents.
         eval_split: share that is held out; None for none, or a data set's own split.
-        seed: of what is held out.
+        seed: seed that selects the held-out samples.
         join_white_space: make one space of each run of white space in texts.
         keys: names of the options above for errors, such as {"columns": "--column"}.
     """
@@ -97,7 +97,7 @@ class DataCounts:
 
     Attributes:
         samples: for training.
-        tokens: of these samples.
+        tokens: number of tokens in these samples.
         cut: samples that lost their end, with `cut_tokens` tokens.
         split: documents that became several samples.
         dropped: samples without a token to learn after the cut, or with a single token.
@@ -174,7 +174,7 @@ def load_data(
 
     Args:
         data: paths and names, as `find_sources` takes them.
-        tokenizer: of transformers; gets the chat template of the options.
+        tokenizer: a transformers tokenizer; gets the chat template of the options.
         options: see DataOptions.
         evaluate: held-out data, like `data`.
         vocabulary: size of the model's vocabulary, to check tokens.

@@ -57,7 +57,7 @@ class CacheTransaction:
     """The changes of one micro-batch to a store: all of them, or none if one sample is refused.
 
     Args:
-        store: Of this end.
+        store: The endpoint's message store.
         samples: Ids of the micro-batch's samples.
         gradients: Whether the entries are gradients.
     """
@@ -119,11 +119,11 @@ class DeltaCoder:
     """Encoder and decoder of one direction, at one end of a link. See Note: Delta coding.
 
     Args:
-        context: Of this end.
-        kind: Of the packets: activations or gradients.
-        codecs: Of changes and first visits.
-        store: Of this end.
-        canvas: Of images moved by crops; None if m has the shape of a sample's rows.
+        context: The endpoint's context.
+        kind: Content of the packets: activations or gradients.
+        codecs: Codecs of changes and first visits.
+        store: The endpoint's message store.
+        canvas: Canvas of images moved by crops; None if m has the shape of a sample's rows.
         may_decline: Whether an end may refuse to cache a first visit.
     """
 
@@ -154,10 +154,10 @@ class DeltaCoder:
 
         Args:
             x_TH: Rows of all samples.
-            layout: Of the samples in x.
-            versions: That the samples get.
+            layout: Layout of the samples in x.
+            versions: The samples' new versions.
             at: Position in training.
-            dtype: Of the stages; x may be in another.
+            dtype: The stages' dtype; x may have another.
             undecided: Samples that the other end may not have cached.
             settle: Raise NonFiniteError here, on a GPU too, instead of on the sending thread.
 
@@ -226,9 +226,9 @@ class DeltaCoder:
         """Decode a micro-batch and update the store.
 
         Args:
-            header: Of the packet.
+            header: The packet's header.
             payload: uint8 [bytes], on the device.
-            layout: Of the header.
+            layout: The header's layout.
             at: Position in training.
 
         Returns:

@@ -181,9 +181,9 @@ class Stage(PipelineStage):
         """Return the real tokens of a micro-batch by its attention mask, or its packed samples; on the first stage.
 
         Args:
-            ids: of the samples.
-            inputs: of the batch, before they are moved to a GPU.
-            lengths: of a packed batch, tokens of each sample in each row, in the order of the ids.
+            ids: sample ids.
+            inputs: the batch's inputs, before they are moved to a GPU.
+            lengths: for a packed batch, tokens of each sample in each row, in the order of the ids.
 
         Raises:
             DataError: a token, a token type or a position has no embedding; there is padding where the head reads,
@@ -523,7 +523,7 @@ class Stage(PipelineStage):
     def _check_last_tokens(self, given: Mapping[str, Tensor | None], ids: Sequence[int] | None = None) -> None:
         """Raise DataError if the last tokens differ by the mask (used by the last stage) and by `pad_token_id` (model).
 
-        ids: of the samples, for a batch as loaded. Without them tensors of a GPU are not compared.
+        ids: sample ids, for a batch as loaded. Without them tensors of a GPU are not compared.
         """
         ids_BS, pad, name = given["input_ids"], self.config.pad_token_id, self.plan.model_class
         assert ids_BS is not None, "checked before"
@@ -559,7 +559,7 @@ def split(
     only the copies of tied weights are new. The model keeps its structure and still works unsplit.
 
     Args:
-        model: of a known architecture; it may have a LoRA adapter, or be a PeftModel.
+        model: a model of a known architecture; it may have a LoRA adapter, or be a PeftModel.
         num_stages: K, cut so that the stages are balanced (see `plan`).
         cuts: instead, the first block of each stage, with or without the number of blocks at the end: [0, 2, 4].
         block_seconds: measured seconds of each block, for the balance.
