@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.models import ds_config, gpt2, samples
+from tests.models import ds_config, gpt2, llama, samples
 
 
 class Prepared(NamedTuple):
@@ -57,12 +58,49 @@ def adapter_names(folder: Path) -> dict[str, Any]:
     return {}
 
 
+def chat_names(folder: Path) -> dict[str, Any]:
+    from pipecomp import PipelineTrainer
+    from tests.data.tokenizers_for_tests import split
+
+    tokenizer = split("What is a pipeline? A row of stages. user assistant")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'] + ' ' }}{% if m['role'] == 'assistant' %}{% generation %}"
+        "{{ m['content'] + eos_token }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
+    )
+    chat = [{"role": "user", "content": "What is a pipeline?"}, {"role": "assistant", "content": "A row of stages."}]
+    if os.environ["RANK"] == "0":
+        (folder / "chat.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 24)
+    names = trainer_names(folder)
+    model = gpt2(vocab_size=len(tokenizer), n_positions=1024)
+    return {
+        **names,
+        "args": names["training_args"],
+        "tokenizer": tokenizer,
+        "model": model,
+        "PipelineTrainer": PipelineTrainer,
+    }
+
+
+def quantized_names(folder: Path) -> dict[str, Any]:
+    import peft
+    import transformers
+
+    if os.environ["RANK"] == "0":
+        llama(tied=False).save_pretrained(folder / "path" / "to" / "llama")
+        (folder / "ds_config.json").write_text(json.dumps(ds_config({"activations": {"method": "aqsgd"}})))
+    while not (folder / "ds_config.json").is_file():  # the block reads the model before ranks join
+        time.sleep(0.1)
+    return {"transformers": transformers, "peft": peft, "data": samples(24), "PipelineTrainer": None}
+
+
 DATASETS = (("train_dataset=...", "train_dataset=dataset"), ("eval_dataset=...", "eval_dataset=dataset"))
 # page, and a line of the block -> how it is run
 BLOCKS = {
     ("README.md", "engine = pipecomp.initialize("): Prepared(2, engine_names, (("range(1000)", "range(3)"),)),
     ("README.md", "trainer = pipecomp.PipelineTrainer("): Prepared(2, trainer_names, DATASETS),
     ("docs/configuration.md", "ddp.register_comm_hook(state, pipecomp.allreduce.ddp_hook)"): Prepared(2, ddp_names),
+    ("docs/data.md", "data = load_data("): Prepared(2, chat_names),
+    ("docs/using.md", "four_bits = transformers.BitsAndBytesConfig("): Prepared(2, quantized_names),
     ("examples/README.md", "trainer = Trainer(..., callbacks="): Prepared(
         2, trainer_names, (("Trainer(...", "Trainer(model, training_args, train_dataset=dataset"),)
     ),
@@ -90,4 +128,6 @@ def run(rank: int, world: int, note: Any, key: tuple[str, str], text: str, folde
     engine = names.get("engine")
     if engine is not None:
         engine.close()
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()  # rank 0 serves the others' store
     return sorted(names)

@@ -97,6 +97,7 @@ def test_weights_are_not_what_a_micro_batch_keeps(monkeypatch):
     """Autograd saves them, too, but once for all micro-batches."""
     stage = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False), torch.nn.Linear(64, 64, bias=False))
     stage.count_checkpointed_values = lambda samples, tokens: 0
+    stage.dtype = torch.float32
     context: Any = SimpleNamespace(stage_id=0, num_stages=2, device=torch.device("cpu"), stage=stage)
     found = InFlightControl(context, "auto", 8)
     with found.measuring_memory(SimpleNamespace(batch_size=2, tokens=1)):
