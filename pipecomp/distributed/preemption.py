@@ -22,6 +22,7 @@ LAUNCHER_GONE = 1000  # value of `wanted`, above all signals
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _UNLESS_HANDLED = (signal.SIGHUP, signal.SIGUSR1)
 _SAME_S = 1.0  # launchers forward a signal that the process has received itself
+_READ_S = 5.0  # for the thread to read a signal on a busy machine
 _LEAVE_S = 10.0  # for the interpreter to exit after everything is saved
 
 _current: Interruption | None = None
@@ -40,14 +41,11 @@ class Interruption:
 
     Args:
         active: Whether the run can save. Otherwise signals keep their handlers.
-
-    Attributes:
-        wanted: First signal that this process has received, or LAUNCHER_GONE; 0 for none.
     """
 
     def __init__(self, *, active: bool = True) -> None:
         self._active = active and threading.current_thread() is threading.main_thread()
-        self.wanted = 0
+        self._wanted, self._noticed = 0, False
         self._since: dict[int, float] = {}  # time of the first of each kind
         self._leaving: float | None = None
         self._pipe: tuple[int, int] | None = None
@@ -78,11 +76,19 @@ class Interruption:
         os.close(self._pipe[1])  # which ends the thread
         self._pipe = _current = None
 
+    @property
+    def wanted(self) -> int:
+        """First signal that this process has received, or LAUNCHER_GONE; 0 for none."""
+        deadline = time.monotonic() + _READ_S
+        while self._noticed and not self._wanted and self._leaving is None and time.monotonic() < deadline:
+            time.sleep(0.001)  # Python's handler has run, and the thread has not read the pipe yet
+        return self._wanted
+
     def ask(self, number: int, *, why: str) -> None:
         """Request the end of the run. number: The value for `wanted` if this is the first request."""
         self._since.setdefault(number, time.monotonic())
-        if not self.wanted:
-            self.wanted = number
+        if not self._wanted:
+            self._wanted = number
             say_here(f"{why}: the run ends after this step, with a checkpoint")
 
     def decide(self, wanted: Sequence[int]) -> str | None:
@@ -156,7 +162,9 @@ def _replace_handler(before: Any, after: Any) -> None:
 
 
 def _noted(number: int, frame: FrameType | None) -> None:
-    """Do nothing: the thread reads the signal from the wakeup pipe."""
+    """Note a signal, which the thread reads from the wakeup pipe."""
+    if _current is not None:
+        _current._noticed = True
 
 
 def _name(number: int) -> str:

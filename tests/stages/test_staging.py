@@ -163,10 +163,14 @@ def test_what_cannot_be_encoded_is_neither_sent_nor_stored(tmp_path, backend, fi
         one.flush()
     bad = torch.randn(2, S, H)
     bad[1, 3, 2] = float("nan")
-    up.send_activation(bad, layout, Position(1, 0))  # nobody has waited for its values
-    wires[0].drain()
-    with pytest.raises(NonFiniteError, match=r"link 0, step 1, micro-batch 0, activations: .*NaN"):
+
+    def send_twice() -> None:
+        up.send_activation(bad, layout, Position(1, 0))  # waits for no value; the store's thread may find it here
+        wires[0].drain()
         up.send_activation(torch.randn(2, S, H), layout, Position(1, 1))
+
+    with pytest.raises(NonFiniteError, match=r"link 0, step 1, micro-batch 0, activations: .*NaN"):
+        send_twice()
     assert len(wires[0].sent) == (0 if first else 1)
     with pytest.raises(NonFiniteError):
         stores[0].flush()
