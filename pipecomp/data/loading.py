@@ -317,7 +317,7 @@ class _Preparation:
             except Timeout:
                 waited = True
                 lock.acquire()
-        with lock:
+        try:  # `with lock` would acquire it once more, and an error's traceback would keep it for the other ranks
             if is_complete(path):
                 return TokenFile(path)
             if waited:
@@ -329,6 +329,8 @@ class _Preparation:
             except (ConfigError, DataError) as error:
                 _note_failure(failure, error)
                 raise
+        finally:
+            lock.release()
         return TokenFile(path)
 
     def _key(self, found: Sequence[DataSource], tokenizer: Any) -> str:

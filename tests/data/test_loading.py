@@ -279,3 +279,14 @@ def test_alpaca_without_a_template_has_the_prompt_of_alpaca(load, put, tokenizer
     learned = sample["input_ids"][sample["labels"] >= 0].tolist()
     assert tokenizer.decode(learned) == "3<|end|>"
     assert "### Instruction:\nadd\n\n### Input:\n1 2\n\n### Response:\n3" in texts(tokenizer, data.training)[0]
+
+
+@pytest.mark.timeout(60)
+def test_an_error_keeps_no_lock(tmp_path, load):
+    """Its traceback refers to the lock, for which the machine's other ranks wait."""
+    (tmp_path / "latin.txt").write_bytes("Zürich\n".encode("latin-1") * 9)
+    with pytest.raises(DataError) as kept:
+        load(str(tmp_path / "latin.txt"))
+    with pytest.raises(DataError, match="UTF-8"):
+        load(str(tmp_path / "latin.txt"))
+    assert kept.value.__traceback__ is not None
