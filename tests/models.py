@@ -50,6 +50,28 @@ def samples(count: int = 24, length: int = LENGTH, *, seed: int = 1) -> list[dic
     ]
 
 
+def train_alone(model: Any, steps: int, rate: float, *, micro_batch: int, micro_batches: int) -> list[float]:
+    """Train on `samples()` by plain torch in this process, in the engine's order; losses of the steps."""
+    from pipecomp.data import ShardedSampler
+
+    data = samples()
+    sampler = ShardedSampler(len(data), micro_batch)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=rate, weight_decay=0.01)
+    out = []
+    for step in range(steps):
+        total = 0.0
+        for i in range(micro_batches):
+            x = torch.stack([data[j]["input_ids"] for j in sampler.batch(step * micro_batches + i)])
+            loss = model(input_ids=x, labels=x).loss
+            (loss / micro_batches).backward()
+            total += float(loss.detach()) / micro_batches
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        out.append(total)
+    return out
+
+
 def ds_config(
     section: dict[str, Any] | None = None, *, micro_batch: int = 2, micro_batches: int = 3, **more: Any
 ) -> dict:

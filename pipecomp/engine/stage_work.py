@@ -15,13 +15,12 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
-from pipecomp.data import MicroBatch, as_micro_batch
+from pipecomp.data import IGNORED, MicroBatch, as_micro_batch
 from pipecomp.engine.schedule import InFlightControl
 from pipecomp.errors import DataError, LinkError, require
 from pipecomp.interfaces import EngineState, StageContext
 from pipecomp.stages.link.endpoint import Position
 from pipecomp.stages.link.layout import Layout, gradient_unit
-from pipecomp.stages.partition.losses import IGNORED_LABEL
 from pipecomp.stages.partition.splitting import assume_masks
 
 _log = logging.getLogger(__name__)
@@ -112,7 +111,7 @@ class StageWork:
             return
         if micro_batch == 0:
             self._labels_of_step = 0
-        self._labels_of_step += int((labels != IGNORED_LABEL).sum())
+        self._labels_of_step += int((labels != IGNORED).sum())
         if micro_batch == engine.micro_batches - 1 and self._labels_of_step == 0:
             self._warned = True
             _log.warning(
@@ -120,7 +119,7 @@ class StageWork:
                 "not reported again",
                 engine.global_steps + 1,
                 engine.micro_batches,
-                IGNORED_LABEL,
+                IGNORED,
             )
 
     def _next_batch(self, micro_batch: int) -> MicroBatch:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from pipecomp.errors import DataError
 
-IGNORED_LABEL = -100
 LossFn = Callable[[Tensor, Tensor], Tensor]
 """`loss(logits, labels) -> scalar`; labels may lie on another device than the logits."""
 
@@ -106,8 +105,8 @@ def _mean_cross_entropy(logits_NC: Tensor, labels_N: Tensor) -> Tensor:
 
     Its gradient is 0 then, as torch's is. `where` selects on the device: asking a GPU for the count would wait for it.
     """
-    mean = F.cross_entropy(logits_NC, labels_N, ignore_index=IGNORED_LABEL)
-    return torch.where((labels_N != IGNORED_LABEL).any(), mean, torch.zeros_like(mean))
+    mean = F.cross_entropy(logits_NC, labels_N, ignore_index=-100)
+    return torch.where((labels_N != -100).any(), mean, torch.zeros_like(mean))
 
 
 def infer_problem(classes: int, labels: Tensor) -> str:

@@ -11,7 +11,7 @@ import torch
 
 from pipecomp.distributed.local_launcher import run_ranks
 from tests.limits import HANG_S
-from tests.models import ds_config, llama, samples
+from tests.models import ds_config, llama, samples, train_alone
 
 pytestmark = pytest.mark.ranks
 
@@ -133,23 +133,7 @@ def trainer(folder: str) -> dict[str, Any]:
 
 def alone(rate: float) -> list[float]:
     """The same training by torch and peft in this process."""
-    from pipecomp.data import ShardedSampler
-
-    model, data, sampler = adapted(), samples(), ShardedSampler(24, MICRO_BATCH)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=rate, weight_decay=0.01)
-    out = []
-    for step in range(STEPS):
-        total = 0.0
-        for i in range(MICRO_BATCHES):
-            x = torch.stack([data[j]["input_ids"] for j in sampler.batch(step * MICRO_BATCHES + i)])
-            loss = model(input_ids=x, labels=x).loss
-            (loss / MICRO_BATCHES).backward()
-            total += float(loss.detach()) / MICRO_BATCHES
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        out.append(total)
-    return out
+    return train_alone(adapted(), STEPS, rate, micro_batch=MICRO_BATCH, micro_batches=MICRO_BATCHES)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import torch
 
 from pipecomp.distributed.local_launcher import run_ranks
 from tests.limits import HANG_S
-from tests.models import ds_config, llama, samples
+from tests.models import ds_config, llama, samples, train_alone
 
 pytest.importorskip("bitsandbytes")
 pytestmark = pytest.mark.ranks
@@ -118,7 +118,7 @@ def over_all_stages(rank: int, world: int, note: Any, folder: str) -> dict[str, 
 
 
 def more_on_two(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
-    """What else two ranks do: as `over_all_stages`, then checkpoints, half precision, replicas, the trainer."""
+    """Train on two ranks as `over_all_stages`, then try checkpoints, half precision, replicas, the trainer."""
     out = over_all_stages(rank, world, note, folder)
     engine = engine_for(source(folder), 2)
     train(engine)
@@ -198,25 +198,11 @@ def alone(
     folder: str, kind: str = "4", steps: int = STEPS, rate: float = RATE
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The same training by torch and peft in this process; losses and the adapter."""
-    from pipecomp.data import ShardedSampler
-
-    model, data, sampler = adapted(folder, kind), samples(), ShardedSampler(24, MICRO_BATCH)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=rate, weight_decay=0.01)
-    out = []
-    for step in range(steps):
-        total = 0.0
-        for i in range(MICRO_BATCHES):
-            x = torch.stack([data[j]["input_ids"] for j in sampler.batch(step * MICRO_BATCHES + i)])
-            loss = model(input_ids=x, labels=x).loss
-            (loss / MICRO_BATCHES).backward()
-            total += float(loss.detach()) / MICRO_BATCHES
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        out.append(total)
     import peft
 
-    return out, peft.get_peft_model_state_dict(model)
+    model = adapted(folder, kind)
+    losses = train_alone(model, steps, rate, micro_batch=MICRO_BATCH, micro_batches=MICRO_BATCHES)
+    return losses, peft.get_peft_model_state_dict(model)
 
 
 @pytest.fixture(scope="module")
