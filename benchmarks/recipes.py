@@ -60,7 +60,7 @@ RECIPES = {
     ),
     "resnet_split": Recipe(
         arguments="--model tiny --norm group --train-file clients.npz --eval-file clients.npz --rounds 8 "
-        "--decay-rounds 6 --seed 1 --start resnet",
+        "--decay-rounds 6 --seed 1 --weights resnet",
         before="resnet",
         measures=("loss", "accuracy"),
         processes=3,

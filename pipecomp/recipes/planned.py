@@ -80,9 +80,9 @@ def main(options: TrainOptions) -> None:
 
     def configure(args: argparse.Namespace, model: Any, size: int, samples: int) -> tuple[dict[str, Any], list[int]]:
         made = plan_run(options, args, model, size, samples)
-        with rendezvous.all_ranks().collective_errors(), writable("--run", args.run):
+        with rendezvous.all_ranks().collective_errors(), writable("--out", args.out):
             if first_sample:
-                atomic_write_text(Path(args.run) / SAMPLE, json.dumps(first_sample) + "\n")
+                atomic_write_text(Path(args.out) / SAMPLE, json.dumps(first_sample) + "\n")
         return made
 
     first_sample: list[Segment] = []  # on rank 0
@@ -140,7 +140,7 @@ def recipe_arguments(options: TrainOptions) -> argparse.Namespace:
         train_file=[str(file) for file in options.data],
         eval_file=None if options.evaluate is None else str(options.evaluate),
         block_size=options.tokens,
-        run=folder,
+        out=folder,
         save=f"{folder}/model",
         checkpoint=f"{folder}/{CHECKPOINTS}" if resumable else None,
         resume="auto" if resumable else None,
@@ -219,7 +219,7 @@ def translate_error(error: ConfigError, folder: str) -> ConfigError:
         return text.replace(STEPS, f"{STEPS} (by --epochs, --max-steps)")
 
     got = folder if error.key == "--resume" else error.got
-    names = {"--block-size": "--tokens", "--resume": "--out", "--run": "--out", "--lora-rank": "--lora"}
+    names = {"--block-size": "--tokens", "--resume": "--out", "--lora-rank": "--lora"}
     key = names.get(error.key, error.key)
     return ConfigError(key, got, translate(error.allowed), error.hint and translate(error.hint))
 
@@ -243,7 +243,7 @@ def plan_run(
         ConfigError: On every rank, if the batch is impossible, or the folder cannot be written, is in use by another
             run, or has checkpoints that this run does not resume.
     """
-    folder, world = Path(args.run), dist.get_world_size()
+    folder, world = Path(args.out), dist.get_world_size()
     stages = options.stages or world
     first = dist.get_rank() == 0
     ranks = rendezvous.all_ranks()
@@ -252,10 +252,10 @@ def plan_run(
         check_unused(options, folder)
         fewest = min(options.max_steps or FEWEST_STEPS, FEWEST_STEPS)
         batch = choose_batch(options.batch, samples, world // stages, options.epochs, fewest)
-        with writable("--run", folder):
+        with writable("--out", folder):
             folder.mkdir(parents=True, exist_ok=True)
         if first:
-            lock_folder("--run", folder)
+            lock_folder("--out", folder)
     with ranks.collective_errors():
         made = read_plan(folder, stages, world) if first and resumes(options, folder) else None
     made = broadcast(made)
@@ -276,14 +276,14 @@ def plan_run(
             )
             made = run_plan(Console(), plan_options, throttle_to, settings=False)
             if made is not None:
-                with writable("--run", folder):
+                with writable("--out", folder):
                     atomic_write_text(folder / PLAN, json.dumps(made, indent=2) + "\n")
         made = broadcast(made)
     ds_config = deepspeed_config(options, made["config"], folder)
     if first:
         for line in describe_defaults(options, batch, samples):
             Console(highlight=False, soft_wrap=True).print(line)
-    with ranks.collective_errors(), writable("--run", folder):
+    with ranks.collective_errors(), writable("--out", folder):
         if first:
             atomic_write_text(folder / _CONFIG_FILE, json.dumps(ds_config, indent=2) + "\n")
             used = options.to_yaml(stages=len(made["cuts"]) - 1, batch=batch, lr=options.rate)
@@ -397,7 +397,7 @@ def read_plan(folder: Path, stages: int, world: int) -> dict[str, Any]:
         K, replicas = len(settings["cuts"]) - 1, made["chosen"]["replicas"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         allowed = f"a folder with its run's {PLAN}, on the machine that had rank 0 ({error})"
-        raise ConfigError("--run", str(folder), allowed) from error
+        raise ConfigError("--out", str(folder), allowed) from error
     hint = f"This run resumes the one in {folder}. To start over, choose another folder"
     require(stages == K, "--stages", stages, str(K), hint)
     require(K * replicas == world, "number of processes", world, str(K * replicas), hint)

@@ -31,7 +31,7 @@ from pipecomp.utils.files import lock_file
 MAY_DIFFER = frozenset(
     {
         "metrics",
-        "run",
+        "out",
         "recipe",
         "report",
         "report_to",
@@ -49,7 +49,7 @@ MAY_DIFFER = frozenset(
         "max_steps",
         "eval_file",
         "stages",
-        "start",
+        "weights",
         "adapter",
         "local_rank",
         "deepspeed_config",

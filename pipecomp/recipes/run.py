@@ -85,13 +85,14 @@ def arguments(name: str, description: str, *, text: bool = True) -> argparse.Arg
     add("--metrics", metavar="FILE", help="write JSON lines: one per step, one with 'eval' per epoch or round")
     add("--trace", metavar="FILE", help="write a timeline of all ranks in Chrome's trace format")
     add("--tensorboard", metavar="FOLDER", help="write the same curves for TensorBoard")
-    add("--run", metavar="FOLDER", help="folder for metrics and report (default runs/RECIPE-DATE-TIME)")
+    add("--out", metavar="FOLDER", help="folder for metrics and report (default runs/RECIPE-DATE-TIME)")
+    add("--run", dest="out", help=argparse.SUPPRESS)  # the former name, which torchrun takes for its own --run-path
     add(
         "--report-to",
         nargs="+",
         default=[],
         metavar="NAME",
-        help="log to tensorboard, trackio, mlflow or wandb through Hugging Face's integrations; files go to --run",
+        help="log to tensorboard, trackio, mlflow or wandb through Hugging Face's integrations; files go to --out",
     )
     add("--no-report", dest="report", action="store_false", help="write the run's folder without report.html")
     parser.set_defaults(recipe=name)

@@ -82,7 +82,7 @@ class RecipeSetup:
         if fixed_steps:
             counts[STEPS] = plan.steps
         checkpoints = RunCheckpoints(args, whole, compared, {**trained, **counts}, auto)
-        for argument, folder in (("--checkpoint", args.checkpoint), ("--run", args.run)):
+        for argument, folder in (("--checkpoint", args.checkpoint), ("--out", args.out)):
             if folder is not None and dist.get_rank() == 0:
                 lock_folder(argument, folder)
         return cls(
@@ -170,8 +170,8 @@ class RecipeTrainer(PipelineTrainer):
         after, store = self._run.checkpoints.step, self._run.settings.store
         if self._run.settings.activations.method == "aqsgd" and store.backend == "lmdb" and not after:
             forget(store.path, rank)
-        self._folder = args.run or default_folder(args.recipe)
-        self._recorder = Recorder(self._folder if rank == 0 else None, after=after, required=args.run is not None)
+        self._folder = args.out or default_folder(args.recipe)
+        self._recorder = Recorder(self._folder if rank == 0 else None, after=after, required=args.out is not None)
         _check_trackers(args.report_to if rank == 0 else [])
         self._console = Report(
             args.metrics,

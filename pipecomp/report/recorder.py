@@ -75,7 +75,7 @@ class Recorder:
                 self._last |= record  # an evaluation's line may have no counters
         except OSError as error:
             if required:
-                raise ConfigError("--run", str(folder), f"a folder that can be written ({error.strerror})") from error
+                raise ConfigError("--out", str(folder), f"a folder that can be written ({error.strerror})") from error
             self._give_up(error)
 
     def start(self, steps: int, **facts: Any) -> None:

@@ -49,7 +49,8 @@ def arguments() -> argparse.ArgumentParser:
     add("--epochs", type=positive, default=3, metavar="N", help="passes over its images in a client's turn (default 3)")
     add("--decay-rounds", type=positive, metavar="N", help="after so many the rate falls to a tenth (default 20)")
     add("--crop", type=pixels, default=4, metavar="P", help="random crops move images by up to P pixels (default 4)")
-    add("--start", metavar="FOLDER", help="begin with the weights of an earlier run's --save, not with random ones")
+    add("--weights", metavar="FOLDER", help="begin with the weights of an earlier run's --save, not with random ones")
+    add("--start", dest="weights", help=argparse.SUPPRESS)  # the former name, which torchrun takes for its own
     add("--no-flip", action="store_true", help="do not flip images at random")
     add("--unmatched", action="store_true", help="messages do not follow crops and flips; to see what that is worth")
     add("--save", metavar="FOLDER", help="every process writes its part of the trained model")
@@ -167,8 +168,8 @@ def make_network(args: argparse.Namespace, task: Task, seed: int) -> torch.nn.Se
     """The whole network with the same weights on every rank, each of which keeps its own part."""
     torch.manual_seed(seed)
     network = resnet(args.model, task.classes, norm=args.norm)
-    if args.start:
-        load(network, args.start)
+    if args.weights:
+        load(network, args.weights)
     return network
 
 
@@ -180,7 +181,7 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 def shown_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """The arguments that all ranks must have alike; where files are is each machine's own affair."""
-    own = ("deepspeed_config", "train_file", "eval_file", "metrics", "tensorboard", "local_rank", "start")
+    own = ("deepspeed_config", "train_file", "eval_file", "metrics", "tensorboard", "local_rank", "weights")
     return {key: value for key, value in vars(args).items() if key not in own}
 
 

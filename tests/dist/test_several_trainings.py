@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import psutil
 import pytest
 
 from pipecomp.distributed.local_launcher import run_ranks
@@ -17,9 +18,10 @@ pytestmark = pytest.mark.ranks
 ROUNDS = 6
 
 
-def open_things() -> tuple[int, int, list[str]]:
-    """The number of threads and of open files of this process, and its files in shared memory."""
-    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), sorted(os.listdir("/dev/shm"))
+def open_things() -> tuple[int, int, list[str], int]:
+    """The number of threads and of open files of this process, files in shared memory, and its bytes in memory."""
+    threads, files = len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+    return threads, files, sorted(os.listdir("/dev/shm")), psutil.Process().memory_info().rss
 
 
 def engines(rank, world, note, folder, keys, end, rounds=ROUNDS):
@@ -46,13 +48,13 @@ def engines(rank, world, note, folder, keys, end, rounds=ROUNDS):
     return counts, losses
 
 
-def trainers(rank, world, note, folder):
+def trainers(rank, world, note, folder, rounds=ROUNDS):
     from transformers import TrainingArguments
 
     from pipecomp import PipelineTrainer
 
     counts, losses = [], []
-    for number in range(ROUNDS):
+    for number in range(rounds):
         args = TrainingArguments(
             output_dir=f"{folder}/{number}",
             max_steps=2,

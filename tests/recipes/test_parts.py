@@ -29,6 +29,7 @@ from pipecomp.recipes.resume import lock_folder
 from pipecomp.recipes.written import Lines
 from pipecomp.stats import DIRECTIONS, Traffic
 from tests.limits import HANG_S
+from tests.recipes.recipe_runs import ROOT, script
 
 NEEDED = ["--deepspeed_config", "c.json", "--model", "tiny", "--tokenizer", "t"]
 
@@ -157,7 +158,7 @@ def _share_errors(rank: int, world: int, note: Any, folder: str) -> list[str]:
         except PipecompError as error:
             told.append(f"{type(error).__name__}: {error}")
     (Path(folder) / f"{rank}.json").write_text('{"train_micro_batch_size_per_gpu": 2}')
-    for own in (["--seed", str(rank)], ["--run", f"{folder}/held"], ["--checkpoint", f"{folder}/held"]):
+    for own in (["--seed", str(rank)], ["--out", f"{folder}/held"], ["--checkpoint", f"{folder}/held"]):
         args = text_arguments("--deepspeed_config", f"{folder}/{rank}.json", *own)
         try:
             run.train(args, run.Workload(model=None, training=range(8), trained={}))
@@ -174,14 +175,14 @@ def _share_errors(rank: int, world: int, note: Any, folder: str) -> list[str]:
 
 @pytest.mark.ranks
 def test_an_error_of_one_rank_ends_all_and_is_told_once(tmp_path: Path) -> None:
-    lock_folder("--run", tmp_path / "held")
+    lock_folder("--out", tmp_path / "held")
     found = run_ranks(2, _share_errors, str(tmp_path), timeout_s=HANG_S)
     own, everywhere = "DataError: no such file", "LinkError: rank 1 could not start: DataError: no such file"
     assert found[0][:3] == ["fine", everywhere, own]
     assert found[1][:3] == ["fine", own, own]
     for rank in (0, 1):
         assert found[rank][3].startswith("LinkError: the ranks of this run do not fit together: pipecomp.seed is ")
-    for told, argument in ((4, "--run"), (5, "--checkpoint")):
+    for told, argument in ((4, "--out"), (5, "--checkpoint")):
         taken = f"ConfigError: {argument}: got '{tmp_path}/held', allowed: another folder: this one is in use"
         assert found[0][told].startswith(taken)
         assert found[1][told].startswith(f"LinkError: rank 0 could not start: {taken}")
@@ -633,3 +634,17 @@ def test_a_batch_of_blocks_is_what_the_engine_takes() -> None:
     batch = as_micro_batch(eval_batches(found, 2)[0])
     assert batch.ids == (0, 1)
     assert batch.inputs["input_ids"].tolist() == [[1, 2], [3, 4]]
+
+
+@pytest.mark.parametrize("name", sorted(path.parent.name for path in (ROOT / "recipes").glob("*/train.py")))
+def test_a_launcher_takes_no_option_of_a_recipe_for_its_own(name: str) -> None:
+    """torchrun refused --run, which its own --run-path and --run_path begin with."""
+    from deepspeed.launcher.runner import parse_args as deepspeed
+    from torch.distributed.run import get_args_parser
+
+    actions = script(name).arguments()._actions
+    options = [option for a in actions if a.help != argparse.SUPPRESS for option in a.option_strings if option != "-h"]
+    assert "--out" in options
+    for option in options:
+        assert get_args_parser().parse_args(["train.py", option, "x"]).training_script_args == [option, "x"]
+        assert deepspeed(["train.py", option, "x"]).user_args == [option, "x"]

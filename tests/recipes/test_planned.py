@@ -168,7 +168,7 @@ def test_a_plan_is_for_the_stages_and_processes_that_it_was_made_for(tmp_path: P
 
 
 def test_the_plan_of_a_run_that_goes_on_is_not_made_anew_where_rank_0_is_on_another_machine_now(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=rf"--run: got .* allowed: a folder with its run's {PLAN}"):
+    with pytest.raises(ConfigError, match=rf"--out: got .* allowed: a folder with its run's {PLAN}"):
         planned.read_plan(tmp_path, 2, 2)
 
 
@@ -202,7 +202,7 @@ def test_a_run_without_checkpoints_does_not_take_the_folder_of_one_that_has_some
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path, taken: str) -> None:
     (tmp_path / "file").touch()
     folder = tmp_path / taken
-    with pytest.raises(ConfigError) as caught, writable("--run", folder):
+    with pytest.raises(ConfigError) as caught, writable("--out", folder):
         folder.mkdir(parents=True, exist_ok=True)
     told = str(planned.translate_error(caught.value, str(folder)))
     assert told.startswith(f"--out: got '{folder}', allowed: a folder that can be written (")

@@ -143,7 +143,7 @@ def test_all_of_its_checkpoint_knows_what_was_trained(work: Path, metrics: list[
 
 
 def test_a_run_starts_from_what_another_saved(work: Path, metrics: list[dict]) -> None:
-    more = {"metrics": "again.jsonl", "save": "again", "start": "model", "max-steps": "1", "clients": "1"}
+    more = {"metrics": "again.jsonl", "save": "again", "weights": "model", "max-steps": "1", "clients": "1"}
     found = launch(work, "resnet_split", *arguments(**more), processes=3)
     assert found.status == 0, found.output
     lines = [json.loads(line) for line in (work / "again.jsonl").read_text().splitlines()]

@@ -558,7 +558,7 @@ def test_one_run_at_a_time_writes_to_a_folder(tmp_path: Path) -> None:
 def test_a_run_goes_on_with_the_losses_of_one_that_was_not_interrupted(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(made_up_text(60, 0))
     config = str(ROOT / "recipes" / "gpt2_wikitext2" / "ds_config_cpu_fp32.json")
-    files = ["--train-file", "a.txt", "--eval-file", "a.txt", "--metrics", "m.jsonl", "--run", "run"]
+    files = ["--train-file", "a.txt", "--eval-file", "a.txt", "--metrics", "m.jsonl", "--out", "run"]
     model = ["--model", "tiny", "--tokenizer", "train:300", "--block-size", "16", "--dropout", "0.1"]
     files += ["--epochs", "2", "--max-steps", "4"]
     saving = ["--checkpoint", "saved", "--resume", "auto", "--save-every", "2"]

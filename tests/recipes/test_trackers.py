@@ -19,7 +19,7 @@ def run_with(folder: Path, name: str) -> Ended:
     """One process, two steps and an evaluation."""
     (folder / "a.txt").write_text(made_up_text(60, 0))
     config = str(ROOT / "recipes" / "gpt2_wikitext2" / "ds_config_cpu_fp32.json")
-    files = ["--train-file", "a.txt", "--eval-file", "a.txt", "--metrics", "m.jsonl", "--run", "run"]
+    files = ["--train-file", "a.txt", "--eval-file", "a.txt", "--metrics", "m.jsonl", "--out", "run"]
     model = ["--model", "tiny", "--tokenizer", "train:300", "--block-size", "16", "--max-steps", "2"]
     return launch(
         folder,

@@ -150,7 +150,7 @@ OUTPUT = {
         *((name, {"train_file": "again.txt"}) for name in LANGUAGE),
         ("gpt2_wikitext2", {"block_size": "128"}),
         ("llama_lora", {"model": "elsewhere/llama", "tokenizer": "other"}),
-        ("resnet_split", OUTPUT | {"rounds": "7", "start": "s", "eval_file": "b.npz", "decay_rounds": "20"}),
+        ("resnet_split", OUTPUT | {"rounds": "7", "weights": "s", "eval_file": "b.npz", "decay_rounds": "20"}),
     ],
 )
 def test_what_changes_nothing_is_not(

@@ -406,7 +406,7 @@ def test_a_folder_of_runs_means_all_of_them_with_names_of_their_own(tmp_path):
 
 def test_a_folder_that_cannot_be_written_ends_only_a_run_that_asked_for_it(tmp_path, caplog):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="--run"):
+    with pytest.raises(ConfigError, match="--out"):
         Recorder(tmp_path / "file" / "run", required=True)
     with caplog.at_level(logging.WARNING):
         recorder = Recorder(tmp_path / "file" / "run")
@@ -457,7 +457,7 @@ def test_runs_that_are_named_by_numbers_have_bars_of_their_own(tmp_path):
 
 
 def test_a_folder_that_has_only_the_later_part_of_a_run_says_so(folder):
-    """A recipe that goes on makes a folder of its own, unless --run names the one of before."""
+    """A recipe that goes on makes a folder of its own, unless --out names the one of before."""
     lines = (folder / METRICS).read_text().splitlines()
     (folder / METRICS).write_text("\n".join(lines[6:]) + "\n")
     assert read_runs([folder])[0].notes == ["nothing before step 7: seconds and bytes count from there"]
