@@ -120,15 +120,19 @@ class TrainOptions:
         None
     )
     field: Annotated[str | None, "Column with the text, as --column NAME."] = None
-    documents: Annotated[str, "Plain text: files, one document each; lines, a document per line."] = "files"
+    documents: Annotated[
+        str, "Text: files, one document each; lines, a document per line; joined, blocks across all documents."
+    ] = "files"
     loss: Annotated[
         str | None, "Tokens that are learned: assistant (default for messages), completion (for prompts), all."
     ] = None
     chat_template: Annotated[str | None, "Jinja file or template; by default the tokenizer's."] = None
     eval_split: Annotated[float | None, "Share of the data to hold out, such as 0.05, instead of --eval."] = None
     packing: Annotated[
-        bool, "Put prompts and chats one after another into rows, or pad them.", "--packing/--no-packing"
-    ] = True
+        bool | None,
+        "Put chats, prompts and documents one after another into rows, or pad them; by default if the model can.",
+        "--packing/--no-packing",
+    ] = None
     tokenizer: Annotated[str | None, "A folder or hub name; by default the model's."] = None
     epochs: Annotated[int, "Passes over the text. With one, no sample is seen twice."] = 3
     max_steps: Annotated[int | None, "Stop after this many optimizer steps."] = None
@@ -171,7 +175,8 @@ class TrainOptions:
         require(self.dtype in ("fp32", "bf16"), "--dtype", self.dtype, "fp32 or bf16")
         require(self.gradients in (None, *GRADIENT_METHODS), "--gradients", self.gradients, ", ".join(GRADIENT_METHODS))
         require_dropout("--dropout", self.dropout)
-        require(self.documents in ("files", "lines"), "--documents", self.documents, "files or lines")
+        kinds = ("files", "lines", "joined")
+        require(self.documents in kinds, "--documents", self.documents, ", ".join(kinds))
         losses = ("assistant", "completion", "all")
         require(self.loss in (None, *losses), "--loss", self.loss, ", ".join(losses))
         share = self.eval_split

@@ -19,11 +19,12 @@ Texts = list[str]
 
 
 class Samples(NamedTuple):
-    """Training and held-out samples, with `digest()`, and what makes a micro-batch of them."""
+    """Training and held-out samples, with `digest()`, and what makes a micro-batch of them; see `run.Workload`."""
 
     training: Any
     held_out: Any
     collate: Callable[[list], Any] = default_collate
+    padding: Callable[[list], Any] | None = None
 
 
 def fine_tune(
@@ -71,12 +72,12 @@ def fine_tune(
         model, config = load(args, tokenizer)
         size = text.block_size(args, config)
         if samples is not None:
-            training, held_out, collate = samples(args, tokenizer, size, config.vocab_size)
+            training, held_out, collate, padding = samples(args, tokenizer, size, config.vocab_size)
         else:
             blocks = partial(text.blocks, tokenizer, size=size, vocabulary=config.vocab_size, end=end)
             training = blocks(training_texts)
             held_out = None if held_out_texts is None else blocks(held_out_texts, what="held-out text")
-            collate = default_collate
+            collate, padding = default_collate, None
         trained = what_is_trained(
             args, {"--block-size": size, DATA: training.digest(), **meanings(args, model)}, config
         )
@@ -93,6 +94,7 @@ def fine_tune(
             trained=trained,
             held_out=held_out,
             collate=collate,
+            padding=padding,
             derived=perplexity,
             measures=("loss", "perplexity"),
             tokenizer=tokenizer,

@@ -9,9 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,25 +20,11 @@ if __name__ == "__main__":
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.text import Text
-from torch import Tensor
 
 from pipecomp.checkpoint import manifest
-from pipecomp.data import (
-    IGNORED,
-    BlockSamples,
-    DataOptions,
-    PackingCollator,
-    Segment,
-    TrainingData,
-    decode_sample,
-    load_data,
-    sample_plain,
-    sample_terminal,
-)
-from pipecomp.data.chat import ALL
-from pipecomp.data.formats import TEXT, parse_columns
-from pipecomp.data.loading import data_format, read_texts
+from pipecomp.data import DataOptions, Segment
+from pipecomp.data.formats import parse_columns
+from pipecomp.data.loading import FILES, read_texts
 from pipecomp.distributed import rendezvous
 from pipecomp.distributed.collectives import broadcast, while_others_wait
 from pipecomp.distributed.rendezvous import check_processes
@@ -51,6 +34,7 @@ from pipecomp.plan.command import run_plan
 from pipecomp.plan.options import PlanOptions, TrainOptions
 from pipecomp.plan.report import precision_sections
 from pipecomp.recipes import language, lora, run, text
+from pipecomp.recipes.chat import JOINED, ChatData
 from pipecomp.recipes.resume import STEPS, lock_folder
 from pipecomp.recipes.steps import AUTO_WARMUP
 from pipecomp.report.recorder import CHECKPOINTS, PLAN, SAMPLE
@@ -88,15 +72,20 @@ def main(options: TrainOptions) -> None:
     first_sample: list[Segment] = []  # on rank 0
 
     def load(args: argparse.Namespace, tokenizer: Any, size: int, vocabulary: int) -> language.Samples:
-        data = load_samples(options, tokenizer, size, vocabulary)
+        loaded = ChatData.load(
+            options.data,
+            data_options(options),
+            tokenizer,
+            size,
+            vocabulary,
+            evaluate=options.evaluate,
+            packing=options.packing,
+            joined=options.documents == JOINED,
+        )
         if dist.get_rank() == 0:
-            first_sample.extend(decode_sample(tokenizer, data.training[0]))
-            print_data(data, first_sample)
-        if isinstance(data.training, BlockSamples):
-            return language.Samples(data.training, data.held_out)
-        pads = partial(pad_samples, pad=tokenizer.pad_token_id or tokenizer.eos_token_id or 0)
-        collate = PackingCollator(max_length=size) if options.packing else pads
-        return language.Samples(data.training, data.held_out, collate)
+            first_sample.extend(loaded.first_sample())
+            loaded.print()
+        return loaded.samples()
 
     args = recipe_arguments(options)
     adapter: dict[str, Any] = {}
@@ -126,10 +115,11 @@ def recipe_arguments(options: TrainOptions) -> argparse.Namespace:
     folder, resumable = str(options.out), options.save_every is not None
     same = ("stages", "epochs", "max_steps", "dropout", "seed", "save_every")
     # Note: a recipe has no arguments of these names, but checkpoints compare them when a run resumes.
-    compared = ("batch", "dtype", "gradients", "packing")
+    compared = ("batch", "dtype", "gradients")
     given = argparse.Namespace(
         **{name: getattr(options, name) for name in (*same, *compared, "lora_dropout", "dora", "rslora")},
         lr=options.rate,
+        packing=options.packing is not False,
         lora_rank=options.lora,
         lora_alpha=2 * options.lora if options.lora and options.lora_alpha is None else options.lora_alpha,
         lora_targets=(options.lora_targets or ALL_LINEAR).split(",") if options.lora else None,
@@ -156,7 +146,7 @@ def data_options(options: TrainOptions) -> DataOptions:
     columns = [*(options.column or []), *([] if options.field is None else [options.field])]
     return DataOptions(
         columns=columns,
-        documents=options.documents,
+        documents=FILES if options.documents == JOINED else options.documents,
         loss=options.loss,
         chat_template=options.chat_template,
         eval_split=options.eval_split,
@@ -170,45 +160,6 @@ def tokenizer_texts(options: TrainOptions) -> list[str]:
     if not (options.tokenizer or "").startswith("train:"):
         return []
     return list(read_texts(options.data, data_options(options)))
-
-
-def load_samples(options: TrainOptions, tokenizer: Any, size: int, vocabulary: int) -> TrainingData:
-    """Load the data: text as blocks of consecutive tokens, prompts and chats as samples of their own.
-
-    Args:
-        options: Options of `pipecomp train`.
-        tokenizer: The model's tokenizer.
-        size: Tokens of a block, and the most of a sample.
-        vocabulary: The size of the model's vocabulary.
-
-    Raises:
-        ConfigError: An option does not apply to the data.
-        DataError: The data are wrong; the error names file and line.
-    """
-    made = data_options(options)
-    kind = data_format(options.data, made)
-    made = replace(made, blocks=size) if kind == TEXT else replace(made, max_length=size)
-    return load_data(options.data, tokenizer, made, evaluate=options.evaluate, vocabulary=vocabulary)
-
-
-def print_data(data: TrainingData, first_sample: list[Segment]) -> None:
-    """Print what the data are, and the first sample as the model learns it."""
-    console = Console(highlight=False, soft_wrap=True)
-    for line in data.describe():
-        console.print(Text(line))
-    console.print(Text("First sample" + ("" if data.loss == ALL else ", what is learned in green, or in ⟦ ⟧") + ":"))
-    console.print(sample_terminal(first_sample) if console.is_terminal else Text(sample_plain(first_sample)))
-
-
-def pad_samples(samples: list[Mapping[str, Tensor]], pad: int) -> dict[str, Tensor]:
-    """Collate samples to input_ids, attention_mask and labels, int64 [B, S], padded on the right."""
-    fill = {"input_ids": pad, "labels": IGNORED}
-    batch = {
-        key: torch.nn.utils.rnn.pad_sequence([sample[key] for sample in samples], batch_first=True, padding_value=value)
-        for key, value in fill.items()
-    }
-    lengths = torch.tensor([len(sample["input_ids"]) for sample in samples])
-    return {**batch, "attention_mask": (torch.arange(int(lengths.max())) < lengths[:, None]).long()}
 
 
 def translate_error(error: ConfigError, folder: str) -> ConfigError:

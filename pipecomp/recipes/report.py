@@ -259,6 +259,10 @@ class Report:
         """Print a warning."""
         self._print(f"warning   {text}")
 
+    def padded(self, refusal: str) -> None:
+        """Print why samples are padded instead of packed."""
+        self._print(f"padding   samples are padded, not packed: {refusal}")
+
     def resumed(self, words: str) -> None:
         """Print the checkpoint that this run resumes from, if any."""
         if words:

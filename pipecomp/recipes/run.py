@@ -72,7 +72,7 @@ def arguments(name: str, description: str, *, text: bool = True) -> argparse.Arg
         add("--stages", type=at_least(1), metavar="K", help="pipeline stages; default: one per process")
         add("--epochs", type=at_least(1), default=1, metavar="N", help="passes over the training data (default 1)")
         add("--save", metavar="FOLDER", help="write the trained model as a from_pretrained folder")
-    add("--train-file", nargs="+", metavar="FILE", help="training data; several files are read in this order")
+    add("--train-file", "--data", nargs="+", metavar="FILE", help="training data; several files are read in this order")
     add("--eval-file", metavar="FILE", help="held-out data, evaluated after every epoch or round")
     add("--dataset", metavar="NAME[:CONFIG]", help="for datasets.load_dataset, instead of the files")
     add("--max-steps", type=at_least(1), metavar="N", help="stop after N optimizer steps")
@@ -180,6 +180,7 @@ class Workload:
         training_samples: Their number for reports; None for the length of `training`.
         held_out: Samples to evaluate after every epoch, or None.
         collate: Makes a micro-batch from a list of samples.
+        padding: Makes it instead where `collate` packs and the model refuses packing; None for an error.
         compute_metrics: As for `PipelineTrainer`; None to keep no logits.
         derived: Further metrics by name, from an evaluation's mean loss.
         measures: The metrics of an `eval` line.
@@ -203,6 +204,7 @@ class Workload:
     training_samples: int | None = None
     held_out: Any = None
     collate: Callable[[list], Any] = default_collate
+    padding: Callable[[list], Any] | None = None
     compute_metrics: Callable[[Any], dict[str, float]] | None = None
     derived: Callable[[float], dict[str, float]] = lambda loss: {}
     measures: Sequence[str] = ("loss",)

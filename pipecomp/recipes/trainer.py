@@ -21,7 +21,7 @@ from pipecomp.data import ShardedSampler
 from pipecomp.distributed import rendezvous
 from pipecomp.distributed.consistency import settings_of
 from pipecomp.distributed.preemption import say_here
-from pipecomp.errors import ConfigError, OutputError
+from pipecomp.errors import ConfigError, OutputError, SplitError
 from pipecomp.recipes.report import Report
 from pipecomp.recipes.resume import REPLICAS, SAMPLES, STAGES, STEPS, RunCheckpoints, lock_folder, make_folder
 from pipecomp.recipes.run import Workload
@@ -225,9 +225,24 @@ class RecipeTrainer(PipelineTrainer):
             samples = len(work.training) if work.training_samples is None else work.training_samples
             console.start(args, self._run.plan, self._run.settings, self._run.stages, samples, held_out)
             console.resumed(self._found)
+            self._pad_if_packing_is_refused()
             self._warn_of_idle_steps()
             self.train()
         self.end()
+
+    def _pad_if_packing_is_refused(self) -> None:
+        """Pad samples if a stage of the model refuses packing that nobody asked for."""
+        if self._work.padding is None:
+            return
+        refusal = None
+        try:
+            self.engine.stage.check_packing()
+        except SplitError as error:
+            refusal = str(error)
+        refusal = next(filter(None, rendezvous.all_ranks().all_gather_object(refusal)), None)
+        if refusal is not None:
+            self.data_collator = self._work.padding
+            self._console.padded(refusal.removeprefix("packing: "))
 
     def _warn_of_idle_steps(self) -> None:
         """Warn if training would change no weight."""

@@ -77,7 +77,7 @@ class TestInit:
         (["--data", "nowhere.txt"], "--data: got 'nowhere.txt', allowed: JSON lines, "),
         (["--data", "empty.txt"], "--data: got 'empty.txt', allowed: a file that is not empty"),
         (["--data", "text.txt", "--eval", "."], "--eval: got 'empty.txt', allowed: a file that is not empty"),
-        (["--data", "text.txt", "--documents", "words"], "--documents: got 'words', allowed: files or lines"),
+        (["--data", "text.txt", "--documents", "words"], "--documents: got 'words', allowed: files, lines, joined"),
         (["--data", "text.txt", "--loss", "none"], "--loss: got 'none', allowed: assistant, completion, all"),
         (["--data", "text.txt", "--eval-split", "5"], "--eval-split: got 5.0, allowed: a share between 0 and 1"),
         (["--data", "text.txt", "--epochs", "0"], "--epochs: got 0, allowed: a whole number from 1"),
@@ -301,38 +301,110 @@ def test_adapters_in_one_command(tmp_path):
     assert again[0] < losses[0]
 
 
+WORDS = "the cat sat on a mat and saw what it was"
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "{{ eos_token }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+
+
+def save_chat_model(folder, make=models.gpt2, **settings):
+    """A small model of these words with a chat template; its tokenizer."""
+    own = tokenizers_for_tests.split(f"{WORDS} " * 50)
+    own.chat_template = TEMPLATE
+    make(vocab_size=len(own), **settings).save_pretrained(folder)
+    own.save_pretrained(folder)
+    return own
+
+
+def drawn(draw, most):
+    return " ".join(draw.choices(WORDS.split(), k=draw.randint(1, most)))
+
+
+def first_loss(folder, *options):
+    """The loss of a run's only step, with all samples in it, and what the run said."""
+    given = "train --model model --stages 2 --batch 16 --max-steps 1 --out"
+    found = run(folder, sys.executable, "-m", "pipecomp.cli", *given.split(), options[-1].strip("-"), *options)
+    assert found.status == 0, found.output
+    [line] = [line for line in metrics(folder / options[-1].strip("-")) if "loss" in line]
+    return line["loss"], found.output
+
+
+def mean_loss(folder, samples):
+    """The mean loss of transformers over all labels of (tokens, labels), each sample by itself."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    total = learned = 0.0
+    for ids, labels in samples:
+        labels = torch.tensor([labels])
+        count = int((labels[:, 1:] != -100).sum())
+        with torch.no_grad():
+            total += float(model(torch.tensor([ids]), labels=labels).loss) * count
+        learned += count
+    return total / learned
+
+
 @pytest.mark.ranks
 def test_a_chat_is_trained_with_the_loss_of_the_assistant(tmp_path):
     """Packed and padded, the losses are those of transformers on each sample."""
-    from transformers import AutoModelForCausalLM
-
-    own = tokenizers_for_tests.split("the cat sat on a mat and saw what it was " * 50)
-    own.chat_template = (
-        "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
-        "{{ eos_token }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
-    )
-    models.gpt2(vocab_size=len(own), n_positions=64).save_pretrained(tmp_path / "model")
-    own.save_pretrained(tmp_path / "model")
-    draw, words = random.Random(0), ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "what", "it", "was"]
-    texts = [[" ".join(draw.choices(words, k=draw.randint(1, most))) for most in (9, 5)] for _ in range(16)]
+    own = save_chat_model(tmp_path / "model", n_positions=64)
+    draw = random.Random(0)
+    texts = [[drawn(draw, most) for most in (9, 5)] for _ in range(16)]
     chats = [[{"role": "user", "content": a}, {"role": "assistant", "content": b}] for a, b in texts]
     (tmp_path / "chat.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
-    total = learned = 0.0
+    samples = []
     for chat in chats:
         made = own.apply_chat_template(chat, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-        ids = torch.tensor([made["input_ids"]])
-        labels = torch.where(torch.tensor([made["assistant_masks"]]) == 1, ids, -100)
-        with torch.no_grad():
-            count = int((labels[:, 1:] != -100).sum())
-            total += float(model(ids, labels=labels).loss) * count
-        learned += count
+        ids, mask = made["input_ids"], made["assistant_masks"]
+        samples.append((ids, [i if one else -100 for i, one in zip(ids, mask, strict=True)]))
+    expected = mean_loss(tmp_path / "model", samples)
     for option in ("--packing", "--no-packing"):
-        command = "-m pipecomp.cli train --model model --data chat.jsonl --stages 2 --batch 16 --max-steps 1 --out"
-        found = run(tmp_path, sys.executable, *command.split(), option.strip("-"), option)
-        assert found.status == 0, found.output
-        [line] = [line for line in metrics(tmp_path / option.strip("-")) if "loss" in line]
-        assert line["loss"] == pytest.approx(total / learned, rel=1e-5)
-        assert "what the assistant says" in found.output
+        loss, said = first_loss(tmp_path, "--data", "chat.jsonl", option)
+        assert loss == pytest.approx(expected, rel=1e-5)
+        assert "what the assistant says" in said
         sample = json.loads((tmp_path / option.strip("-") / "sample.json").read_text())
         assert sample == [[f"<|user|>{texts[0][0]}<|assistant|>", False], [f"{texts[0][1]}<|end|>", True]]
+
+
+@pytest.mark.ranks
+def test_documents_are_packed_whole(tmp_path):
+    """Packed and padded, the losses are those of transformers on each document; longer ones are divided."""
+    own = save_chat_model(tmp_path / "model", n_positions=24)
+    draw = random.Random(0)
+    texts = [drawn(draw, 20) for _ in range(15)] + [f"{WORDS} " * 4]
+    for number in range(2):
+        lines = [json.dumps({"text": text}) + "\n" for text in texts[number::2]]
+        (tmp_path / f"{number}.jsonl").write_text("".join(lines))
+    samples = []
+    for text in texts:
+        ids = [*own(text)["input_ids"], own.eos_token_id]
+        samples += [(ids[at : at + 24],) * 2 for at in range(0, len(ids), 24)]
+    expected = mean_loss(tmp_path / "model", samples)
+    for option in ("--packing", "--no-packing"):
+        data = ["--data", "0.jsonl", "--data", "1.jsonl", "--batch", str(len(samples))]
+        loss, _ = first_loss(tmp_path, *data, option)
+        assert loss == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.ranks
+def test_a_model_that_refuses_packing_pads_unless_packing_was_asked_for(tmp_path):
+    """BLOOM takes no position_ids."""
+    from transformers import BloomConfig, BloomForCausalLM
+
+    def bloom(**settings):
+        sizes = {"hidden_size": 32, "n_layer": 4, "n_head": 4, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+        return BloomForCausalLM(BloomConfig(**sizes, **settings))
+
+    save_chat_model(tmp_path / "model", bloom)
+    draw = random.Random(0)
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": drawn(draw, 20)}) + "\n" for _ in range(16)))
+    loss, said = first_loss(tmp_path, "--data", "a.jsonl", "--tokens", "32", "--tie")
+    padded, _ = first_loss(tmp_path, "--data", "a.jsonl", "--tokens", "32", "--no-packing")
+    assert loss == pytest.approx(padded, rel=1e-6)
+    assert "padding samples are padded, not packed: BloomForCausalLM takes no position_ids" in " ".join(said.split())
+    given = "train --model model --data a.jsonl --stages 2 --tokens 32 --packing"
+    found = run(tmp_path, sys.executable, "-m", "pipecomp.cli", *given.split())
+    assert found.status == 1
+    assert "packing: BloomForCausalLM takes no position_ids" in found.output
+    assert "Traceback" not in found.output

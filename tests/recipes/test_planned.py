@@ -112,16 +112,6 @@ def test_batches_that_cannot_be() -> None:
         planned.choose_batch(9, 8)
 
 
-def test_padding_is_neither_seen_nor_learned() -> None:
-    samples = [{"input_ids": torch.tensor(ids), "labels": torch.tensor(ids)} for ids in ([5, 6, 7], [8])]
-    batch = {key: value.tolist() for key, value in planned.pad_samples(samples, pad=9).items()}
-    assert batch == {
-        "input_ids": [[5, 6, 7], [8, 9, 9]],
-        "labels": [[5, 6, 7], [8, -100, -100]],
-        "attention_mask": [[1, 1, 1], [1, 0, 0]],
-    }
-
-
 def test_texts_of_all_forms_train_a_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one\n two")
     (tmp_path / "b.jsonl").write_text('{"body": "three"}\n')
