@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks import page
 from benchmarks.minilm import CHOSEN_BY, INSTALL, PARTS
 from benchmarks.page import Row, prose, spread, values
-from benchmarks.runner import SHARED, Runs, arguments, chosen, digest
+from benchmarks.runner import SHARED, Runs, arguments, beside, chosen, digest
 from benchmarks.training import adamw, byte_columns, in_memory, in_order, train_epochs
 
 EPOCHS, BATCH, MICRO_BATCH = 3, 16, 8
@@ -211,7 +211,8 @@ def main(argv: Sequence[str]) -> None:
         tasks=(list(METRICS), "one or both", METRICS),
         data=(SHARED, "folder with qnli/ and cola/"),
     )
-    Runs(given, "classification", SETUP, ("task", "method", "stages", "seed")).complete(
+    keys, exact = ("task", "method", "stages", "seed"), beside("FP32", "task", "seed")
+    Runs(given, "classification", SETUP, keys, exact=exact).complete(
         train,
         cases(given.tasks, given.stages, given.seeds, given.only),
         given.data,

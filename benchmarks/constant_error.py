@@ -21,7 +21,7 @@ from benchmarks import page, shootout
 from benchmarks.classification import METRICS
 from benchmarks.convergence import CHANGES_BACK, MICRO_BATCH, quantized
 from benchmarks.page import Row, prose, spread, values
-from benchmarks.runner import Runs, chosen, digest
+from benchmarks.runner import Runs, beside, chosen, digest
 from benchmarks.shootout import BACKWARD_ERROR, DROPOUT, FIRST_BITS, FORWARD_ERROR
 from benchmarks.training import in_order
 from pipecomp.config.activations import FEWEST
@@ -212,5 +212,6 @@ def main(argv: Sequence[str]) -> None:
     """See the top of the file."""
     rates = (RATES, "what the task's learning rate is multiplied by")
     given = shootout.task_arguments(argv, __doc__, stages=([4, 2], "K"), rates=rates)
-    runs = Runs(given, "constant_error", SETUP, KEYS, current=lambda row: row["method"] in METHODS)
+    exact = beside(EXACT, "task", "dropout", "rate", "seed")
+    runs = Runs(given, "constant_error", SETUP, KEYS, current=lambda row: row["method"] in METHODS, exact=exact)
     runs.complete(train, cases(given), given.folders, line=shootout.run_line, page=results)

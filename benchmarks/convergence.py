@@ -111,6 +111,7 @@ def fine_tune(method: Method, stages: int, seed: int, epochs: int, data: Path, c
     import torch
 
     torch.set_num_threads(1)
+    torch.manual_seed(seed)  # of dropout
     from benchmarks.wikitext import pretrained_model, wikitext_task
     from pipecomp.bench.training import products_in_float32
 
@@ -229,6 +230,12 @@ def results(rows: list[Row]) -> list[str]:
     return [*prose(text), *_gaps(rows), *prose(more), *_table(rows)]
 
 
+def exact_of(name: str) -> str:
+    """The line without compression that a method is compared with."""
+    dropped = next((suffix for suffix in DROPPED.values() if name.endswith(suffix)), "")
+    return "BF16" if name.startswith("BF16") else f"FP32{dropped}"
+
+
 def _of(rows: list[Row], method: str, stages: int | None = None) -> list[Row]:
     return [row for row in rows if row["method"] == method and stages in (None, row["stages"])]
 
@@ -239,7 +246,7 @@ def _gaps(rows: list[Row]) -> list[str]:
     for stages in sorted({row["stages"] for row in rows}, reverse=True):
         for bits in (f"fw{forward} bw{backward}" for forward, backward in BITS):
             three = (_of(rows, f"DirectQ {bits}", stages), _of(rows, f"AQ-SGD {bits}", stages), _of(rows, "FP32"))
-            by_seed = [{row["seed"]: row for row in group} for group in three]
+            by_seed = [{(row["seed"], row["weights"]): row for row in group} for group in three]
             seeds = sorted(set.intersection(*map(set, by_seed)))
             if seeds:
                 losses = [
@@ -259,8 +266,7 @@ def _table(rows: list[Row]) -> list[str]:
 
     def above(group: list[Row]) -> str:
         name = group[0]["method"]
-        dropped = next((suffix for suffix in DROPPED.values() if name.endswith(suffix)), "")
-        reference = "BF16" if name.startswith("BF16") else f"FP32{dropped}"
+        reference = exact_of(name)
         seeds = values(group, "seed")
         base = [row for row in _of(rows, reference) if row["seed"] in seeds]
         if name == reference or not base:
@@ -285,7 +291,12 @@ def main(argv: Sequence[str]) -> None:
     """See the top of the file."""
     stages = ([4, 2], "K; variants are run for the first only")
     given = arguments(argv, __doc__, "seeds", "only", "workers", "data", "cache", stages=stages)
-    Runs(given, "convergence", SETUP, ("method", "stages", "seed")).complete(
+    keys = ("method", "stages", "seed")
+
+    def exact(row: Row) -> Row:
+        return {"method": exact_of(row["method"]), "seed": row["seed"]}
+
+    Runs(given, "convergence", SETUP, keys, exact=exact).complete(
         train,
         cases(given.stages, given.seeds, given.only),
         given.data,

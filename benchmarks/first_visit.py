@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks import page
 from benchmarks.convergence import SETUP, Method, fine_tune
 from benchmarks.page import Row, prose, share, spread
-from benchmarks.runner import Runs, arguments, chosen
+from benchmarks.runner import Runs, arguments, beside, chosen
 from benchmarks.training import in_order
 
 STAGES, FORWARD, BACKWARD = 4, 2, 4
@@ -101,7 +101,8 @@ def main(argv: Sequence[str]) -> None:
     epochs = ([3, 1, 2, 10], "lengths of training")
     given = arguments(argv, __doc__, "seeds", "only", "workers", "data", "cache", epochs=epochs)
     names = chosen([m.name for m in methods()], given.only)
-    Runs(given, "first_visit", SETUP, ("method", "epochs", "seed")).complete(
+    keys, exact = ("method", "epochs", "seed"), beside("FP32", "epochs", "seed")
+    Runs(given, "first_visit", SETUP, keys, exact=exact).complete(
         train,
         [(name, epochs, seed) for epochs in given.epochs for seed in range(given.seeds) for name in names],
         given.data,

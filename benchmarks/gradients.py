@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gradient_report import results
-from benchmarks.runner import SHARED, Runs, arguments, chosen, digest
+from benchmarks.runner import SHARED, Runs, arguments, beside, chosen, digest, weights_digest
 
 METHODS: dict[str, dict[str, Any]] = {
     "FP32": {"method": "none"},
@@ -122,6 +122,7 @@ def run(task_name: str, name: str, n: int, seed: int, data: Path, cache: Path, r
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     task = TASKS[task_name](data, cache, seed)
+    weights = weights_digest(task.model)
     parameters = [p for p in task.model.parameters() if p.requires_grad]
     average, stats = averager(name, n, seed, ranks, [p.shape for p in parameters])
     losses = []
@@ -142,6 +143,7 @@ def run(task_name: str, name: str, n: int, seed: int, data: Path, cache: Path, r
         losses.append(loss)
     counters = stats()
     return {
+        "weights": weights,
         "train_loss": sum(losses[-task.steps_per_epoch :]) / task.steps_per_epoch,
         **task.evaluate(),
         "bytes_raw": counters["bytes_raw"],
@@ -200,8 +202,12 @@ def main(argv: Sequence[str]) -> None:
         jobs=(2, "runs at the same time, one thread each"),
         data=(SHARED, "folder with cifar10 and wikitext-2"),
     )
-    keys = ("task", "method", "n", "seed")
-    runs = Runs(given, "gradients", setup_digest(), keys, current=lambda x: x["options"] == METHODS.get(x["method"]))
+    keys, exact = ("task", "method", "n", "seed"), beside("FP32", "task", "n", "seed")
+
+    def current(row: dict[str, Any]) -> bool:
+        return row["options"] == METHODS.get(row["method"])
+
+    runs = Runs(given, "gradients", setup_digest(), keys, current=current, exact=exact)
     cases = [
         (task, method, n, seed)
         for seed in range(given.seeds)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from benchmarks.boundaries import Boundary, Coded, Coders, Packets
+from benchmarks.runner import weights_digest
 from pipecomp.buffers import open_environment
 from pipecomp.config import Config
 from pipecomp.data import MicroBatch, Sampler, ShardedSampler, TrainLoader
@@ -155,6 +156,7 @@ class InProcessPipeline:
         if num_stages == 1 and settings.activations.method != "none":
             raise ConfigError("activations.method", settings.activations.method, "'none' with one stage")
         own = model if isinstance(model, Modules) else copy.deepcopy(model)
+        self.weights = weights_digest(own.model if isinstance(own, Modules) else own)  # that training starts from
         split_plan = plan(own, num_stages, cuts, tie=settings.tie)
         self.stages = [build_stage(own, split_plan, index) for index in range(num_stages)]
         self._loss = loss_fn or default_loss(self.stages[-1].config)

@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks import classification, convergence, page
 from benchmarks.convergence import BATCH
 from benchmarks.page import Row, prose, spread, values
-from benchmarks.runner import SHARED, Runs, arguments, chosen, digest
+from benchmarks.runner import SHARED, Runs, arguments, beside, chosen, digest, weights_digest
 from benchmarks.training import adamw
 
 PLAIN = "FP32"
@@ -139,6 +139,7 @@ def train(task: str, name: str, local_steps: int, replicas: int, seed: int, fold
     every_step = sum(rank["every_step"] for rank in ranks.values())
     return {
         **dict(zip(KEYS, (task, name, local_steps, replicas, seed), strict=True)),
+        "weights": ranks[0]["weights"],
         "train_loss": statistics.fmean(rank["train_loss"] for rank in ranks.values()),
         **ranks[0]["judged"],
         "sent": sum(group["bytes_sent"] for group in groups) or every_step,  # what DeepSpeed sends is not counted
@@ -166,6 +167,7 @@ def one_rank(
 
     torch.set_num_threads(1)
     made, epochs = TASKS[task](seed, folders), EPOCHS[task]
+    weights = weights_digest(made.model)
     stages = world // replicas
     steps, micro_batch = epochs * (len(made.training) // BATCH), BATCH // replicas // stages
     config = adamw(
@@ -190,6 +192,7 @@ def one_rank(
     trained = sum(p.numel() for p in engine.stage.parameters() if p.requires_grad)
     engine.close()
     return {
+        "weights": weights,
         "train_loss": statistics.fmean(losses[-(steps // epochs) :]),
         "judged": judged,
         "groups": groups,
@@ -286,7 +289,12 @@ def main(argv: Sequence[str]) -> None:
     )
     preload_large_packages()
     folders = {"data": str(given.data), "cache": str(given.cache), "model": str(given.model)}
-    Runs(given, "local_steps", SETUP, KEYS, current=lambda row: row["method"] in LINES).complete(
+    same = beside(PLAIN, "task", "replicas", "seed")
+
+    def exact(row: Row) -> Row:
+        return {**same(row), "local_steps": 1}
+
+    Runs(given, "local_steps", SETUP, KEYS, current=lambda row: row["method"] in LINES, exact=exact).complete(
         train,
         cases(given),
         folders,

@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks import page
 from benchmarks.convergence import BATCH, LEARNING_RATE, MICRO_BATCH, WARM_UP
 from benchmarks.page import Row, prose, spread, values
-from benchmarks.runner import Runs, arguments, chosen, digest
+from benchmarks.runner import Runs, arguments, beside, chosen, digest
 from benchmarks.training import adamw, in_memory, in_order, sent, train_epochs
 from benchmarks.wikitext import HEADS, LENGTH, PRETRAINING, VOCABULARY, WIDTH
 
@@ -123,7 +123,7 @@ def one_pass(
     errors = [link["relative_error"] for link in links if link["relative_error"] is not None]
     pipeline.close()
     return {
-        **{"method": method, "stages": stages, "seed": seed},
+        **{"method": method, "stages": stages, "seed": seed, "weights": trained["weights"]},
         **{key: trained[key] for key in trained if "bytes" in key and "after" not in key},
         "train_loss": statistics.mean(losses[-max(1, steps // 4) :]),
         "eval_loss_before": before,
@@ -224,7 +224,7 @@ def main(argv: Sequence[str]) -> None:
         for task in given.tasks
         for name in names
     ]
-    Runs(given, "one_pass", SETUP, KEYS).complete(
+    Runs(given, "one_pass", SETUP, KEYS, exact=beside("FP32", "task", "stages", "seed")).complete(
         train,
         cases,
         given.data,

@@ -77,9 +77,10 @@ def spread(numbers: Sequence[float], digits: int = 4, sign: str = "") -> str:
 
 
 def above(rows: Iterable[Row], base: Iterable[Row], key: str) -> list[float]:
-    """Differences of each row to the row of `base` with the same seed, where there is one."""
-    by_seed = {row["seed"]: row[key] for row in base}
-    return [row[key] - by_seed[row["seed"]] for row in rows if row["seed"] in by_seed]
+    """Differences of each row to the row of `base` with the same seed and weights, where there is one."""
+    by_start = {(row["seed"], row.get("weights")): row[key] for row in base}
+    starts = [(row, (row["seed"], row.get("weights"))) for row in rows]
+    return [row[key] - by_start[start] for row, start in starts if start in by_start]
 
 
 def share(part: float, whole: float) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks import page
 from benchmarks.convergence import BATCH, LEARNING_RATE, SETUP, WARM_UP
 from benchmarks.page import Row, prose, spread, values
-from benchmarks.runner import Runs, arguments, chosen
+from benchmarks.runner import Runs, arguments, chosen, weights_digest
 from benchmarks.training import adamw, in_order
 
 STAGES, FREEZE_STEP = 2, 40
@@ -50,6 +50,11 @@ def replicas_of(name: str) -> int:
     return 1 if name.startswith(ALONE) else 2
 
 
+def exact_of(name: str) -> str:
+    """Return the method that a method is compared with."""
+    return f"{ALONE}FP32" if replicas_of(name) == 1 else "FP32"
+
+
 def train(name: str, seed: int, epochs: int, data: Path, cache: Path) -> Row:
     """One run, each of its processes on a node."""
     from pipecomp.netlab import Lab
@@ -77,6 +82,7 @@ def train(name: str, seed: int, epochs: int, data: Path, cache: Path) -> Row:
         "method": name,
         "seed": seed,
         "epochs": epochs,
+        "weights": ranks[0]["weights"],
         "train_loss": ranks[0]["train_loss"],
         "eval_loss": ranks[0]["eval_loss"],
         "sent": total("bytes_sent"),
@@ -99,6 +105,7 @@ def one_rank(
     torch.set_num_threads(1)
     task = wikitext_task(Path(data), Path(cache))
     model, _ = pretrained_model(task, Path(cache), seed)
+    weights = weights_digest(model)
     section: dict[str, Any] = {"seed": seed, **METHODS[name]}
     if "activations" in section:
         section["store"] = {"path": store}
@@ -114,7 +121,8 @@ def one_rank(
     eval_loss = float(engine.eval_batch(iter(held_out), num_micro_batches=len(held_out)))
     engine.close()
     counters = {key: stats[key] for key in ("stage", "links", "groups")}
-    return {"train_loss": statistics.fmean(losses[-(steps // epochs) :]), "eval_loss": eval_loss, **counters}
+    mean = statistics.fmean(losses[-(steps // epochs) :])
+    return {"weights": weights, "train_loss": mean, "eval_loss": eval_loss, **counters}
 
 
 def _between_steps(rank: int, note: Any) -> None:
@@ -143,18 +151,14 @@ def results(rows: list[Row]) -> list[str]:
         with TCP's headers and acknowledgements. quantized_adam sends float32 gradients for its first
         {FREEZE_STEP} steps.
     """
-
-    def exact(row: Row) -> str:
-        return f"{ALONE}FP32" if replicas_of(row["method"]) == 1 else "FP32"
-
     losses = {(row["method"], row["seed"]): row["train_loss"] for row in rows}
 
     def above(group: list[Row]) -> str:
-        pairs = [(row["train_loss"], losses.get((exact(row), row["seed"]))) for row in group]
+        pairs = [(row["train_loss"], losses.get((exact_of(row["method"]), row["seed"]))) for row in group]
         percentages = [100 * (loss / base - 1) for loss, base in pairs if base is not None]
         return (
             "–"
-            if group[0]["method"] == exact(group[0]) or not percentages
+            if group[0]["method"] == exact_of(group[0]["method"]) or not percentages
             else f"{statistics.mean(percentages):+.2f} %"
         )
 
@@ -180,7 +184,11 @@ def main(argv: Sequence[str]) -> None:
     epochs = (6, "passes over the training data")
     given = arguments(argv, __doc__, "seeds", "only", "data", "cache", epochs=epochs)
     keys, current = ("method", "seed", "epochs"), lambda row: row["epochs"] == given.epochs
-    Runs(given, "replicas", SETUP, keys, current=current).complete(
+
+    def exact(row: Row) -> Row:
+        return {"method": exact_of(row["method"]), "seed": row["seed"], "epochs": row["epochs"]}
+
+    Runs(given, "replicas", SETUP, keys, current=current, exact=exact).complete(
         train,
         [(name, seed, given.epochs) for seed in range(given.seeds) for name in chosen(METHODS, given.only)],
         given.data,

@@ -10,6 +10,12 @@ A benchmark is its cases, a function that runs one of them, and a function that 
 `run(method, seed)` returns a row of plain values, "method" and "seed" among them. Rows are in --out/NAME.jsonl, a line
 each, so that a benchmark that was stopped goes on, on any machine; --out/NAME.md is the page. A kept row is never
 measured again: to do so, delete its line.
+
+Note: [Runs that start from the same weights]
+    A pre-trained model is not the same on every processor, and a difference between two runs means nothing unless both
+    start from the same weights. Rows have their digest in "weights" (`weights_digest`). Rows that the page compares
+    with each other name the same exact run (`exact`), and it decides: rows with other weights are not on the page,
+    count as missing, and are not added. Delete the exact run's line to measure all again with the weights at hand.
 """
 
 from __future__ import annotations
@@ -77,9 +83,25 @@ def chosen(names: Iterable[str], only: Sequence[str]) -> list[str]:
     return [name for name in names if not only or any(part.lower() in name.lower() for part in only)]
 
 
+def weights_digest(model: Any) -> str:
+    """A short mark of a model's weights: parameters and buffers, by name."""
+    import torch
+
+    mark = hashlib.sha256()
+    for name, value in model.state_dict().items():
+        mark.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        mark.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return mark.hexdigest()[:12]
+
+
 def digest(settings: Any) -> str:
     """A short mark of plain settings, kept with every run so that runs with other settings are not mixed in."""
     return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:12]
+
+
+def beside(method: str, *keys: str) -> Callable[[Row], dict[str, Any]]:
+    """Return the `exact` of rows that are compared with the run of `method` that has the same values of `keys`."""
+    return lambda row: {"method": method, **{key: row[key] for key in keys}}
 
 
 class Kept:
@@ -121,6 +143,7 @@ class Runs(Kept):
         keys: Sequence[str],
         *,
         current: Callable[[Row], bool] = bool,
+        exact: Callable[[Row], dict[str, Any]] | None = None,
     ) -> None:
         """Read what is kept.
 
@@ -130,16 +153,35 @@ class Runs(Kept):
             setup: `digest` of what runs must have in common to stand on one page.
             keys: the row's values by which a case is known, in the case's order.
             current: whether a row still belongs to the page.
+            exact: values by which the run is known that a row is compared with; see the note on weights above.
+
+        Raises:
+            DataError: A row has no digest of its weights.
         """
         super().__init__(given.out / f"{name}.jsonl", setup)
         self.rows = [row for row in self.rows if current(row)]
+        self._exact = exact
+        if exact and (row := next((row for row in self.rows if "weights" not in row), None)):
+            case = {key: row[key] for key in keys}
+            raise DataError(f"{self.file}: the row of {case} has no digest of its weights; delete the line")
         self.page = given.out / f"{name}.md"
         self._keys, self._redraw, self._workers = keys, given.redraw, getattr(given, "workers", 1)
 
     def missing(self, cases: Iterable[Sequence[Any]]) -> list[tuple[Any, ...]]:
         """The cases that have no row; none with --redraw."""
-        done = [tuple(row[key] for key in self._keys) for row in self.rows]
+        done = [tuple(row[key] for key in self._keys) for row in self.matching()]
         return [tuple(case) for case in cases if not self._redraw and tuple(case) not in done]
+
+    def matching(self) -> list[Row]:
+        """The rows that start from the weights of the run that they are compared with, if there is one."""
+        return [row for row in self.rows if self._same_weights(row)]
+
+    def _same_weights(self, row: Row) -> bool:
+        if self._exact is None:
+            return True
+        known = self._exact(row)
+        base = [other["weights"] for other in self.rows if all(other[key] == value for key, value in known.items())]
+        return not base or row["weights"] == base[-1]
 
     def complete(
         self,
@@ -161,8 +203,10 @@ class Runs(Kept):
             workers: how many run at the same time (--workers, or one); 0: in this process.
 
         Raises:
+            DataError: A run starts from other weights than the kept run that it is compared with.
             SystemExit: At the end, if cases failed. They keep no other from running, and the next start tries again.
         """
+        cases = list(cases)
         missing, failed = self.missing(cases), []
         finished = _finished(run, missing, more, self._workers if workers is None else workers)
         for number, (case, row) in enumerate(finished, 1):
@@ -171,6 +215,11 @@ class Runs(Kept):
                 failed.append(case)
                 print(f"{name}  failed:\n{''.join(traceback.format_exception(row))}", flush=True)
                 continue
+            if not self._same_weights(row):
+                raise DataError(
+                    f"{self.page.stem}, {'  '.join(map(str, case))}: starts from the weights {row['weights']}, unlike "
+                    f"the kept run of {self._exact(row)}; delete its line in {self.file} to measure all again"
+                )
             self.add({**row, "machine": this_machine()})
             print(f"{name}  {line(row)}", flush=True)
             self.write(page)
@@ -178,11 +227,22 @@ class Runs(Kept):
             self.write(page)
         if failed:
             raise SystemExit(f"{len(failed)} of {len(missing)} cases failed: {failed}")
+        again = self.missing(cases)
+        if again and again != missing:  # kept ones, which an exact run that is new has made other models' runs
+            self.complete(run, cases, *more, line=line, page=page, workers=workers)
 
     def write(self, page: Callable[[list[Row]], Iterable[str]]) -> None:
-        """Write the page."""
+        """Write the page of the matching rows, and how many are left out."""
+        rows = self.matching()
+        lines = "\n".join(page(rows)).rstrip("\n").split("\n")
+        if len(rows) < len(self.rows):
+            lines += [
+                "",
+                f"Not shown: {len(self.rows) - len(rows)} runs that start from other weights than the run that they "
+                "would be compared with. The command measures them again.",
+            ]
         with atomic_write(self.page, synced=False) as part:
-            part.write_text("\n".join(page(self.rows)).rstrip("\n") + "\n", encoding="utf-8")
+            part.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _finished(
@@ -201,8 +261,11 @@ def _finished(
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_end_with_parent) as pool:
         waiting = {pool.submit(run, *case, *more): case for case in cases}
-        for ready in as_completed(waiting):
-            yield waiting[ready], ready.exception() or ready.result()
+        try:
+            for ready in as_completed(waiting):
+                yield waiting[ready], ready.exception() or ready.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def _end_with_parent() -> None:

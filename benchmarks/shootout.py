@@ -25,7 +25,7 @@ from benchmarks.convergence import Method
 from benchmarks.page import Row
 from benchmarks.rival_rows import LowRank, Product, Rows, TahQuant
 from benchmarks.rivals import Changes, Unchanged, Whole
-from benchmarks.runner import SHARED, Runs, arguments, chosen, digest
+from benchmarks.runner import SHARED, Runs, arguments, beside, chosen, digest
 from benchmarks.training import byte_counts, train_epochs
 from pipecomp.codecs.codecs import Quantized, TopK
 from pipecomp.plan.search import ERRORS
@@ -214,6 +214,7 @@ def trained_on(
     seconds = time.process_time() - began
     sent = [(count["forward_bytes_sent"], count["backward_bytes_sent"]) for count in counts]
     row = {
+        "weights": trained["weights"],
         "train_loss": trained["train_loss"],
         **evaluate(),
         "losses": losses,
@@ -318,5 +319,6 @@ def main(argv: Sequence[str]) -> None:
         shootout_page.draw(known, given.out / "shootout.png")
         return [*introduction(known), *shootout_page.tables(known)]
 
-    runs = Runs(given, "shootout", SETUP, KEYS, current=current)
+    exact = beside("FP32", "task", "dropout", "stages", "seed")
+    runs = Runs(given, "shootout", SETUP, KEYS, current=current, exact=exact)
     runs.complete(train, cases(given), given.folders, line=run_line, page=results)

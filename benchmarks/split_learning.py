@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks import page
 from benchmarks.page import Row, prose, share, spread, values
-from benchmarks.runner import SHARED, Runs, arguments, chosen, digest
+from benchmarks.runner import SHARED, Runs, arguments, beside, chosen, digest
 from benchmarks.training import byte_counts, in_memory, in_order
 
 CLIENTS, CONCENTRATION, LOCAL_EPOCHS, BATCH = 16, 0.5, 3, 64
@@ -85,7 +85,7 @@ def train(name: str, seed: int, data: Path, cache: Path) -> Row:
     if not pipeline.same_messages():
         raise AssertionError("the two ends of a link hold different cached activations")
     spent = {"store_bytes": pipeline.store_bytes(), "cpu_seconds": time.process_time() - began}
-    return {"method": name, "seed": seed, "start": start, "rounds": rounds, **spent}
+    return {"method": name, "seed": seed, "weights": pipeline.weights, "start": start, "rounds": rounds, **spent}
 
 
 def pretrained(images: Any, public: Any, cache: Path, seed: int) -> Any:
@@ -168,10 +168,11 @@ def results(rows: list[Row]) -> list[str]:
         brackets. Error: ‖a − m‖ / ‖a‖ on each link in the last round. ± is the standard deviation over seeds; above
         FP32 is the mean of the differences to FP32 with the same seed, and the smallest and the largest.
     """
-    exact = [{**row["rounds"][-1], "seed": row["seed"]} for row in rows if row["method"] == "FP32"]
 
     def last(group: list[Row]) -> list[Row]:
-        return [{**row["rounds"][-1], "seed": row["seed"]} for row in group]
+        return [{**row["rounds"][-1], "seed": row["seed"], "weights": row["weights"]} for row in group]
+
+    exact = last([row for row in rows if row["method"] == "FP32"])
 
     def above(group: list[Row]) -> str:
         differences = page.above(last(group), exact, "train_loss")
@@ -210,7 +211,7 @@ def main(argv: Sequence[str]) -> None:
     images = SHARED / "cifar10" / "cifar10_4k_1k.npz"
     data = (images, "an .npz with x_train, y_train, x_test and y_test")
     given = arguments(argv, __doc__, "seeds", "only", "workers", "cache", data=data)
-    Runs(given, "split_learning", SETUP, ("method", "seed")).complete(
+    Runs(given, "split_learning", SETUP, ("method", "seed"), exact=beside("FP32", "seed")).complete(
         train,
         [(name, seed) for seed in range(given.seeds) for name in chosen(METHODS, given.only)],
         given.data,

@@ -23,7 +23,7 @@ from benchmarks.constant_error import CONSTANT
 from benchmarks.constant_error import LINES as SETTINGS
 from benchmarks.convergence import CHANGES_BACK, quantized
 from benchmarks.page import Row, prose
-from benchmarks.runner import Runs, arguments, chosen, digest
+from benchmarks.runner import Runs, arguments, beside, chosen, digest, weights_digest
 from benchmarks.training import adamw, in_order
 from benchmarks.wikitext import PRETRAINING, VOCABULARY
 from pipecomp.demo.results import epoch_means as means_over_epochs
@@ -60,6 +60,7 @@ def train(name: str, epochs: int, rate: int | None, data: Path, cache: Path, ste
         "epochs": epochs,
         "rate": rate,
         "bytes": sent,
+        "weights": ranks[0]["weights"],
         "losses": ranks[0]["losses"],
         "seconds": ranks[0]["seconds"],
         "compute_s": statistics.fmean(compute) if compute else None,
@@ -73,7 +74,7 @@ def one_rank(
     import torch
 
     torch.set_num_threads(1)
-    engine = _engine(name, epochs, Path(data), Path(cache), store)
+    engine, weights = _engine(name, epochs, Path(data), Path(cache), store)
     losses, seconds = [], []
     began = time.perf_counter()
     for _ in range(stop or epochs * (TRAINING // BATCH)):
@@ -84,10 +85,11 @@ def one_rank(
         spent = engine.comm_stats()["seconds"]
         compute = (spent["forward"] + spent["backward"]) / (len(losses) * (BATCH // MICRO_BATCH))
         engine.close()
-    return {"losses": losses, "seconds": seconds, "compute_s": compute}
+    return {"weights": weights, "losses": losses, "seconds": seconds, "compute_s": compute}
 
 
-def _engine(name: str, epochs: int, data: Path, cache: Path, store: str) -> Any:
+def _engine(name: str, epochs: int, data: Path, cache: Path, store: str) -> tuple[Any, str]:
+    """The engine, and the digest of the weights that it starts from."""
     import pipecomp
     from benchmarks.wikitext import pretrained_model, wikitext_task
     from pipecomp.bench.training import stock_engine
@@ -95,6 +97,7 @@ def _engine(name: str, epochs: int, data: Path, cache: Path, store: str) -> Any:
 
     task = wikitext_task(data, cache, length=LENGTH, training=TRAINING)
     model, _ = pretrained_model(task, cache, 0, width=WIDTH)
+    weights = weights_digest(model)
     untie(model)  # stock DeepSpeed splits it without the tie
     steps, activations = epochs * (TRAINING // BATCH), METHODS[name]
     section: dict[str, Any] = {"tie": False, **({"activations": activations} if activations else {})}
@@ -109,9 +112,9 @@ def _engine(name: str, epochs: int, data: Path, cache: Path, store: str) -> Any:
         batches = _batches(task.training)
         one_batch = engine.train_batch
         engine.train_batch = lambda: one_batch(batches)
-        return engine
+        return engine, weights
     rows = Sequences(task.training.tolist())
-    return pipecomp.initialize(model, num_stages=STAGES, config=config, training_data=rows)
+    return pipecomp.initialize(model, num_stages=STAGES, config=config, training_data=rows), weights
 
 
 def _batches(training: Any) -> Iterator[tuple[Any, Any]]:
@@ -205,7 +208,7 @@ def main(argv: Sequence[str]) -> None:
     given = arguments(argv, __doc__, "only", "data", "cache", r=r, epochs=epochs)
     setup = digest([BATCH, MICRO_BATCH, TRAINING, LENGTH, WIDTH, LEARNING_RATE, PRETRAINING, VOCABULARY, given.r])
     name = "time_to_loss" if given.r == USUAL_R else f"time_to_loss_r{given.r:g}"
-    runs = Runs(given, name, setup, ("method", "epochs"))
+    runs = Runs(given, name, setup, ("method", "epochs"), exact=beside(REFERENCE, "epochs"))
     cases = [(name, epochs) for epochs in given.epochs for name in chosen(METHODS, given.only)]
     rate = runs.rows[0]["rate"] if runs.rows else None
     if rate is None and runs.missing(cases):

@@ -58,8 +58,8 @@ def train_epochs(
         each_step: is told each step's loss.
 
     Returns:
-        What `evaluate` returned after each epoch, and the part of a row that every such run has: mean losses of the
-        epochs, bytes over all links in all and after the first epoch, bytes of the stores.
+        What `evaluate` returned after each epoch, and the part of a row that every such run has: a digest of the first
+        weights, mean losses of the epochs, bytes over all links in all and after the first epoch, bytes of the stores.
     """
     losses, evaluations, counts = [], [], []
     for _ in range(epochs):
@@ -74,6 +74,7 @@ def train_epochs(
         raise AssertionError("the two ends of a link hold different messages")
     later = {f"{key}_after_first_epoch": total - counts[0][key] for key, total in counts[-1].items()}
     return evaluations, {
+        "weights": pipeline.weights,
         "train_loss": losses[-1],
         "train_losses": losses,
         **counts[-1],

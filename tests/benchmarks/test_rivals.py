@@ -263,7 +263,7 @@ def run(method: str, setting: str, share: float, loss: float, **more: Any) -> di
     sent = int(4_000_000 * share)
     return {
         "task": "GPT-2", "dropout": "without", "stages": 2, "method": method, "setting": setting, "seed": 0,
-        "train_loss": loss, "eval_loss": loss, "losses": [3.0, 2.5, loss, loss],
+        "weights": "one", "train_loss": loss, "eval_loss": loss, "losses": [3.0, 2.5, loss, loss],
         "bytes": [[sent, sent], [2 * sent] * 2], "raw_bytes": [8_000_000, 8_000_000],
         "store_bytes": 0, "micro_batches": 2, "cpu_seconds": 16.0, **more,
     }  # fmt: skip

@@ -7,10 +7,11 @@ import statistics
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import __main__ as command
 from benchmarks import page
-from benchmarks.runner import Runs, arguments, chosen, digest, read_rows
+from benchmarks.runner import Runs, arguments, beside, chosen, digest, read_rows, weights_digest
 from pipecomp.errors import DataError
 
 CASES = [(name, seed) for seed in range(2) for name in ("FP32", "AQ-SGD")]
@@ -104,6 +105,80 @@ def test_rows_of_other_settings_are_kept_apart(some):
     assert kept.missing(CASES) == [("AQ-SGD", 0), ("AQ-SGD", 1)]
 
 
+class PreTrained:
+    """A benchmark of runs from pre-trained weights; `weights` names those at hand, by seed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.weights, self.ran = folder, {0: "a", 1: "b"}, []
+
+    def run(self, method: str, seed: int) -> page.Row:
+        self.ran.append((method, seed))
+        return {"method": method, "seed": seed, "weights": self.weights[seed], "loss": seed + len(method)}
+
+    def __call__(self, cases=CASES, *options: str) -> Runs:
+        given = arguments(["--out", str(self.folder), *options], "doc")
+        self.runs = Runs(given, "some", "one", ("method", "seed"), exact=beside("FP32", "seed"))
+        self.ran.clear()
+        self.runs.complete(self.run, cases, line=str, page=page_of_all, workers=0)
+        return self.runs
+
+    def shown(self) -> list[str]:
+        return (self.folder / "some.md").read_text().splitlines()
+
+
+def page_of_all(rows: list[page.Row]) -> list[str]:
+    return [f"{row['method']} {row['seed']} {row['weights']}" for row in sorted(rows, key=str)]
+
+
+@pytest.fixture
+def pretrained(memory_folder) -> PreTrained:
+    return PreTrained(memory_folder)
+
+
+def test_a_page_has_only_runs_that_start_from_the_weights_of_their_exact_run(pretrained):
+    pretrained(CASES[:3])
+    pretrained.runs.add({"method": "AQ-SGD", "seed": 1, "weights": "another", "loss": 9})
+    pretrained([], "--redraw")
+    assert pretrained.shown()[:3] == ["AQ-SGD 0 a", "FP32 0 a", "FP32 1 b"]
+    assert "1 runs that start from other weights" in pretrained.shown()[-1]
+    pretrained()
+    assert pretrained.ran == [("AQ-SGD", 1)], "counts as missing"
+    assert pretrained.shown()[:4] == ["AQ-SGD 0 a", "AQ-SGD 1 b", "FP32 0 a", "FP32 1 b"]
+
+
+def test_a_run_from_other_weights_is_refused_until_the_exact_run_is_measured_again(pretrained):
+    pretrained(CASES[:3])
+    pretrained.weights[1] = "c"
+    with pytest.raises(DataError, match=r"AQ-SGD  1: starts from the weights c, .*'FP32', 'seed': 1.*delete its line"):
+        pretrained()
+    kept = pretrained.folder / "some.jsonl"
+    assert '"c"' not in kept.read_text()
+    pretrained.weights = {0: "d", 1: "c"}
+    kept.write_text("".join(line for line in kept.read_text().splitlines(True) if '"FP32"' not in line))
+    pretrained()
+    assert pretrained.ran == [("FP32", 0), ("FP32", 1), ("AQ-SGD", 1), ("AQ-SGD", 0)]
+    assert pretrained.shown()[:4] == ["AQ-SGD 0 d", "AQ-SGD 1 c", "FP32 0 d", "FP32 1 c"]
+
+
+def test_a_row_without_a_digest_is_an_error(pretrained):
+    pretrained(CASES[:1])
+    pretrained.runs.add({"method": "AQ-SGD", "seed": 0, "loss": 9})
+    with pytest.raises(DataError, match=r"some\.jsonl: the row of .*'AQ-SGD'.* has no digest"):
+        pretrained()
+
+
+def test_a_digest_is_that_of_names_shapes_and_bits():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    first = weights_digest(model)
+    assert weights_digest(model) == first
+    assert weights_digest(torch.nn.Sequential(model)) != first
+    with torch.no_grad():
+        model.bias[0] = torch.nextafter(model.bias[0], torch.tensor(9.0))
+    assert weights_digest(model) != first
+    assert weights_digest(model.to(torch.bfloat16)) != first
+
+
 @pytest.mark.parametrize("workers", [0, 1])  # in this process and in one that has to import torch first
 def test_a_case_that_fails_is_reported_and_the_others_go_on(some, capsys, workers):
     some.counter.write_text("not AQ-SGD 0\n")
@@ -143,6 +218,9 @@ def test_means_are_those_of_statistics():
     rows = [{"seed": seed, "loss": loss} for seed, loss in enumerate(losses)]
     base = [{"seed": 2, "loss": 4.0}, {"seed": 0, "loss": 3.0}, {"seed": 7, "loss": 1.0}]
     assert page.above(rows, base, "loss") == [0.25, 0.125], "pairs of the same seed, where there are both"
+    rows, base[0]["weights"] = [{**row, "weights": "a"} for row in rows], "b"
+    base[1]["weights"] = "a"
+    assert page.above(rows, base, "loss") == [0.25], "and of the same weights"
     assert page.share(1, 8) == "12.5 %"
 
 
