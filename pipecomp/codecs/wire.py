@@ -1,7 +1,8 @@
 """The wire format of links: one versioned little-endian packet per micro-batch and direction.
 
-    header   51 bytes   magic "PCMP", format version, kind, flags, method, bits, first-visit bits, dtype, payload dtype,
-                        link, step, micro-batch, samples B, padded tokens S, hidden size H, group size, payload bytes
+    header   59 bytes   magic "PCMP", format version, kind, flags, method, bits, first-visit bits, dtype, payload dtype,
+                        link, step, micro-batch, samples B, padded tokens S, hidden size H, group size, payload bytes,
+                        CRC-32 of the micro-batch's tokens and of its labels (0: not compared)
                         flags: 1 checksum, 2 packed (a row of S tokens holds several samples, one after another)
     samples  B × 33     id, form, first real token, real tokens n, version it builds on, version it makes
     payload
@@ -25,7 +26,7 @@ from pipecomp.errors import WireError
 from pipecomp.kernels import ops
 
 MAGIC = b"PCMP"
-VERSION = 1
+VERSION = 2
 MAX_PAYLOAD_BYTES = 1 << 34
 MAX_SAMPLES = (1 << 32) - 1  # of a u32
 
@@ -45,6 +46,8 @@ _FIELDS = {  # of the header, after magic and version; named as in PacketHeader,
     "hidden": "I",
     "group_size": "I",
     "payload_bytes": "Q",
+    "tokens_crc": "I",
+    "labels_crc": "I",
 }
 _HEADER = struct.Struct("<4sH" + "".join(_FIELDS.values()))
 _SAMPLE = struct.Struct("<QBIIQQ")
@@ -105,6 +108,14 @@ class Sample(NamedTuple):
     version: int = 0
 
 
+class BatchDigest(NamedTuple):
+    """CRC-32 of a micro-batch's tokens and labels as the first stage loaded them; 0 for what is not compared."""
+
+    tokens_crc: int = 0
+    labels_crc: int = 0
+
+
+NO_DIGEST = BatchDigest()
 _Code = TypeVar("_Code", bound=enum.IntEnum)
 _CODES: dict[str, type[enum.IntEnum]] = {
     "kind": PacketKind,
@@ -137,6 +148,8 @@ class PacketHeader:
     group_size: int = 0  # 0: a whole row
     samples: tuple[Sample, ...] = field(default=())
     packed: bool = False  # samples share rows of S tokens; one that starts at 0 begins a row
+    tokens_crc: int = 0
+    labels_crc: int = 0
 
     @property
     def rows(self) -> int:

@@ -8,17 +8,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
+from pipecomp.codecs.wire import BatchDigest
 from pipecomp.data import IGNORED, MicroBatch, as_micro_batch
 from pipecomp.engine.schedule import InFlightControl
 from pipecomp.errors import DataError, LinkError, require
 from pipecomp.interfaces import EngineState, StageContext
+from pipecomp.kernels import ops
 from pipecomp.stages.link.endpoint import Position
 from pipecomp.stages.link.layout import Layout, gradient_unit
 from pipecomp.stages.partition.splitting import assume_masks
@@ -72,7 +74,7 @@ class StageWork:
         batch = self._next_batch(micro_batch)
         if engine.is_first_stage():
             self._check_size(batch, micro_batch)
-            layout = stage.layout(batch.ids, batch.inputs, batch.lengths)
+            layout = replace(stage.layout(batch.ids, batch.inputs, batch.lengths), digest=batch_digest(batch))
             inputs: dict[str, Tensor | None] = {k: copy_async(v, device) for k, v in batch.inputs.items()}
             if layout.packed:
                 inputs["cu_seq_lens"] = layout.cu_seq_lens()
@@ -94,6 +96,7 @@ class StageWork:
                     f"here are of {'samples in rows of their own' if own is None else list(own)}: give every rank the "
                     "same data and collate_fn"
                 )
+            self._check_digest(layout, batch, micro_batch)
             if batch.labels is None and engine._compute_loss:
                 raise DataError(f"micro-batch {micro_batch} has no labels: the collate_fn must return 'labels'")
             engine.pipe_buffers["labels"][buffer_id] = None
@@ -103,6 +106,17 @@ class StageWork:
                     stage.check_labels(layout, labels)
                     self._count_labels(labels, micro_batch)
                 engine.pipe_buffers["labels"][buffer_id] = copy_async(labels, device)
+
+    def _check_digest(self, layout: Layout, batch: MicroBatch, micro_batch: int) -> None:
+        """Raise DataError if the first stage loaded other tokens or labels of the same samples than this one."""
+        for key, sent, own in zip(("tokens", "labels"), layout.digest, batch_digest(batch), strict=True):
+            if sent and own and sent != own:
+                raise DataError(
+                    f"step {self._engine.global_steps}, micro-batch {micro_batch}, samples {list(layout.ids)}: the "
+                    f"first stage loaded other {key} than this one (CRC-32 {sent:#010x} there, {own:#010x} here). Let "
+                    "dataset and collator draw from the generators of random, numpy.random and torch, which are seeded "
+                    "alike on both stages, and not from generators of their own, hash(), the time or os.urandom"
+                )
 
     def _count_labels(self, labels: Tensor, micro_batch: int) -> None:
         """Warn once of a training step without a label on this replica: its loss is 0 and its gradient too."""
@@ -234,6 +248,20 @@ class StageWork:
         if store is not None and engine.loader is not None and engine.module.training:
             for ahead in range(self._context.settings.store.prefetch):
                 store.prefetch(engine.loader.upcoming(ahead))
+
+
+def batch_digest(batch: MicroBatch) -> BatchDigest:
+    """Return the CRC-32 of a micro-batch's tokens and labels.
+
+    0 for what there is not, for images, and for tensors on a GPU, where reading waits for all work queued before.
+    """
+
+    def crc(x: Tensor | None) -> int:
+        if x is None or x.device.type != "cpu":
+            return 0
+        return ops.crc32(x.detach()) or 1
+
+    return BatchDigest(crc(batch.inputs.get("input_ids")), crc(batch.labels))
 
 
 def copy_async(x: Tensor, device: torch.device) -> Tensor:

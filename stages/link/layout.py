@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pipecomp.buffers.base import GRADIENT
-from pipecomp.codecs.wire import Form, PacketHeader, Sample
+from pipecomp.codecs.wire import NO_DIGEST, BatchDigest, Form, PacketHeader, Sample
 from pipecomp.errors import DataError, WireError
 from pipecomp.stages.link.crop_canvas import CropCanvas
 
@@ -37,6 +37,7 @@ class Layout:
     tokens: int  # S
     canvas: CropCanvas | None = None
     packed: bool = False
+    digest: BatchDigest = NO_DIGEST  # travels with the micro-batch to the last stage
 
     @property
     def batch_size(self) -> int:
@@ -172,7 +173,8 @@ class Layout:
                         f"least 1, from 0 or {end}"
                     )
                 end = x.start + x.count
-        return cls(ids, starts, counts, header.tokens, canvas, header.packed)
+        digest = BatchDigest(header.tokens_crc, header.labels_crc)
+        return cls(ids, starts, counts, header.tokens, canvas, header.packed, digest)
 
     @classmethod
     def of_lengths(cls, ids: tuple[int, ...], lengths: Sequence[Sequence[int]], tokens: int) -> Layout:

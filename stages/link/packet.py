@@ -99,6 +99,7 @@ class LinkContext:
             group_size=self.config.activations.group_size or 0,
             samples=tuple(samples),
             packed=layout.packed,
+            **layout.digest._asdict(),
         )
 
     def matching_codec(self, header: PacketHeader, codec: Codec) -> Codec:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -169,7 +169,7 @@ class ModuleStage(PipelineStage):
         shifts_B2 = None
         if layout.canvas is not None:
             shifts_B2 = torch.tensor([layout.canvas.shift(start) for start in layout.starts]).reshape(-1, 2)
-        return self._layout(layout.ids, shifts_B2)
+        return replace(self._layout(layout.ids, shifts_B2), digest=layout.digest)
 
     def _layout(self, ids: tuple[int, ...], shifts_B2: Tensor | None) -> Layout:
         if self.is_last:  # and the first: nothing crosses a link

@@ -24,11 +24,13 @@ HEADER = PacketHeader(
     tokens=5,
     hidden=6,
     group_size=4,
+    tokens_crc=0x0A0B0C0D,
+    labels_crc=0x01020304,
     samples=(Sample(7, Form.DELTA, 1, 4, 9, 10), Sample(2**40, Form.FULL, 0, 5, 0, 11)),
 )
 GOLDEN = (
     "50434d50"
-    "0100"
+    "0200"
     "01"
     "01"
     "02"
@@ -44,6 +46,8 @@ GOLDEN = (
     "06000000"
     "04000000"
     "0300000000000000"
+    "0d0c0b0a"
+    "04030201"
     "0700000000000000"
     "02"
     "01000000"
@@ -113,6 +117,8 @@ headers = st.builds(
     tokens=st.integers(1000, 2**32 - 1),
     hidden=st.integers(0, 2**32 - 1),
     group_size=st.integers(0, 2**32 - 1),
+    tokens_crc=st.integers(0, 2**32 - 1),
+    labels_crc=st.integers(0, 2**32 - 1),
     samples=st.lists(samples, max_size=5).map(tuple),
 )
 
@@ -128,7 +134,7 @@ def test_round_trip(header, parts, checksum):
 
 
 @settings(max_examples=200)
-@given(st.integers(0, 8 * (51 + 66 + 3 + 4) - 1))
+@given(st.integers(0, 8 * (59 + 66 + 3 + 4) - 1))
 def test_every_flipped_bit_is_refused(bit):
     message = encode(HEADER, payload("aabbcc"))
     message[bit // 8] ^= 1 << (bit % 8)
@@ -145,7 +151,7 @@ def test_foreign_bytes_are_refused(data):
 @given(st.binary(max_size=120))
 def test_foreign_bytes_with_our_beginning_are_refused(data):
     with pytest.raises(WireError):
-        decode(np.frombuffer(b"PCMP\x01\x00" + data, dtype=np.uint8))
+        decode(np.frombuffer(b"PCMP\x02\x00" + data, dtype=np.uint8))
 
 
 @pytest.mark.parametrize("cut", [0, 1, 50, 54, 60, 123])
@@ -158,7 +164,7 @@ def test_what_differed_is_named():
     message = encode(HEADER, payload(""))
     other_version = message.copy()
     other_version[4] = 9
-    with pytest.raises(WireError, match="version 9, this rank reads 1"):
+    with pytest.raises(WireError, match="version 9, this rank reads 2"):
         decode(other_version)
     with pytest.raises(WireError, match="not from pipecomp"):
         decode(np.full(200, 65, dtype=np.uint8))

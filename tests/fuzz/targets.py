@@ -129,18 +129,18 @@ def _tensor_limit() -> Iterator[None]:
 
 def _repaired_message(data: bytes) -> bytes:
     """`data` after the magic and the version, cut into samples and payload as long as they are, with a checksum."""
-    fixed, sample, check = 51, 33, 4
+    fixed, sample, check = 59, 33, 4
     if data[:4] == wire.MAGIC:
         data = data[6:-check]
-    body = bytearray(b"PCMP" + struct.pack("<H", wire.VERSION) + data[:45].ljust(45, b"\0"))
-    rest = data[45:]
+    body = bytearray(b"PCMP" + struct.pack("<H", wire.VERSION) + data[:53].ljust(53, b"\0"))
+    rest = data[53:]
     count = min(body[27], len(rest) // sample)
     body[6] = 1 + (body[6] - 1) % len(wire.PacketKind)
     body[7] &= 1
     body[8] = 1 + (body[8] - 1) % len(wire.PayloadMethod)
     body[11], body[12] = body[11] % 3, body[12] % 3
     struct.pack_into("<I", body, 27, count)
-    struct.pack_into("<Q", body, fixed - 8, len(rest) - count * sample)
+    struct.pack_into("<Q", body, fixed - 16, len(rest) - count * sample)
     body += rest
     for i in range(count):
         body[fixed + sample * i + 8] %= 4

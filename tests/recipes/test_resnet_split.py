@@ -98,7 +98,7 @@ def test_metrics_tell_rounds_accuracy_and_bytes(metrics: list[dict], ended: Ende
         assert link["forward_bytes_raw"] == link["backward_bytes_raw"] == raw
         # Of a line of 128 values 26 are kept: their places in 16 bytes, a scale, and a byte each.
         sent = raw // (128 * 4) * (16 + 4 + 26)
-        assert sent < link["backward_bytes_sent"] < sent + len(trained) * 2 * (60 + 4 * 33)
+        assert sent < link["backward_bytes_sent"] < sent + len(trained) * 2 * (64 + 4 * 33)
         last = link["forward_bytes_sent"] - trained[-2]["links"][name]["forward_bytes_sent"]
         assert last < 0.5 * BATCH * values * 4, "most images have been seen before"
 

@@ -34,7 +34,7 @@ def test_flips_in_messages_are_found(messages):
     assert flip_message(first, whole).missed == ()
     rng = np.random.default_rng(0)
     for name, message in others:
-        bits = {*rng.integers(0, 8 * message.size, 20).tolist(), *range(0, 8 * 51, 23)}
+        bits = {*rng.integers(0, 8 * message.size, 20).tolist(), *range(0, 8 * 59, 23)}
         for bit in bits:
             damaged = message.copy()
             damaged[bit // 8] ^= 1 << (bit % 8)
@@ -70,6 +70,6 @@ def test_what_goes_unnoticed_is_counted():
         checksum=False,
     )
     done = flip_message("unchecked", message)
-    assert set(range(8 * 51, 8 * 55)) <= set(done.missed)
+    assert set(range(8 * 59, 8 * 63)) <= set(done.missed)
     text = markdown([done, Flips("other", 1, 8, ())], "command")
     assert f"{done.flipped + 8:,} flips, {len(done.missed):,} not detected" in text
