@@ -428,6 +428,8 @@ def _json_value(line: bytes, where: str) -> Any:
         raise DataError(f"{where}: {_not_utf8(error, 0)}") from error
     try:
         value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where}: not JSON: {error.msg}, at character {error.pos + 1}") from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: not JSON: {error}") from error
     if b"\\ud" in line or b"\\uD" in line:

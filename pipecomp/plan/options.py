@@ -140,7 +140,9 @@ class TrainOptions:
         float | None, "AdamW's learning rate, after warm-up; it decays to 0. By default 2e-4 for adapters, else 5e-5."
     ] = None
     batch: Annotated[int | None, "Samples per step; by default 32, fewer if the run would have under 50 steps."] = None
-    tokens: Annotated[int | None, "Tokens per sample; by default the model's maximum, at most 1024."] = None
+    tokens: Annotated[
+        int | None, "Most tokens of a sample; by default the model's maximum, at most 1024.", "--tokens", "--max-length"
+    ] = None
     dtype: Annotated[str, "Training precision: fp32 or bf16."] = "fp32"
     gradients: _Gradients = None
     tie: _Tie = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,15 +87,42 @@ def causal_model(args: argparse.Namespace, tokenizer: Any) -> tuple[Any, Any]:
     )
     model_config(args.model)
     bits = standard_config(args.bits, args.compute_dtype)
+    if targets is not None and targets != ["all-linear"]:
+        _check_targets(targets, skeleton(pretrained(args.model)))
     source = pretrained(args.model, lora=lora, quantization_config=bits)
-    if targets is not None:
-        try:
-            skeleton(source)
-        except PipecompError:
-            raise
-        except ValueError as error:  # peft's
-            raise ConfigError("--lora-targets", targets, f"layers of the model ({error})") from error
+    if args.adapter is not None:
+        _check_adapter(args, source)
+        return source, source.config
+    try:
+        skeleton(source)
+    except PipecompError:
+        raise
+    except ValueError as error:  # of peft, for a model of which it knows no layers
+        raise ConfigError("--lora-targets", targets, f"layers of the model, or all-linear ({error})") from error
     return source, source.config
+
+
+def _check_adapter(args: argparse.Namespace, source: Any) -> None:
+    """Raise ConfigError unless the names and shapes of a saved adapter are those of the model."""
+    from pipecomp.stages.partition import adapters
+    from pipecomp.stages.partition.loading import skeleton
+
+    try:
+        whole = skeleton(source)
+        adapters.read_saved(source.adapter, whole, adapters.saved_names(whole, source.adapter), whole.state_dict())
+    except ValueError as error:  # of stages, and of peft for names of layers
+        allowed = f"an adapter of {args.model}, not of {source.adapter.config.base_model_name_or_path} ({error})"
+        raise ConfigError("--adapter", args.adapter, allowed) from error
+
+
+def _check_targets(targets: Sequence[str], model: Any) -> None:
+    """Raise ConfigError for a target that no layer's name ends with; peft refuses it only if no other one is found."""
+    names = [name for name, module in model.named_modules() if name and not list(module.children())]
+    linear = [name for name, module in model.named_modules() if type(module).__name__ in ("Linear", "Conv1D")]
+    ends = list(dict.fromkeys(name.rsplit(".", 1)[-1] for name in linear))
+    for target in targets:
+        found = any(f".{name}".endswith(f".{target}") for name in names)
+        require(found, "--lora-targets", target, f"all-linear, or ends of names of layers: {', '.join(ends)}")
 
 
 def meanings(args: argparse.Namespace, model: Any) -> dict[str, Any]:

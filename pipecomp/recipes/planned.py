@@ -40,6 +40,7 @@ from pipecomp.recipes.steps import AUTO_WARMUP
 from pipecomp.report.recorder import CHECKPOINTS, PLAN, SAMPLE
 from pipecomp.stages.partition.merging import merge_adapter
 from pipecomp.utils.files import atomic_write_text
+from pipecomp.utils.units import format_count
 
 _BATCH_KEYS = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _CONFIG_FILE = "ds_config.json"
@@ -60,7 +61,10 @@ def main(options: TrainOptions) -> None:
     rendezvous.start_processes(options.seed)
     with rendezvous.all_ranks().collective_errors():
         if options.model != "tiny":
-            text.model_config(options.model)  # before the tokenizer, which is in the same folder by default
+            config = text.model_config(options.model)  # before the tokenizer, which is in the same folder by default
+            hint = "Merge the adapter into the model that was quantized, with peft"
+            plain = not options.merge or getattr(config, "quantization_config", None) is None
+            require(plain, "--merge", True, f"only with plain weights, and {options.model} is quantized", hint)
 
     def configure(args: argparse.Namespace, model: Any, size: int, samples: int) -> tuple[dict[str, Any], list[int]]:
         made = plan_run(options, args, model, size, samples)
@@ -232,7 +236,8 @@ def plan_run(
         made = broadcast(made)
     ds_config = deepspeed_config(options, made["config"], folder)
     if first:
-        for line in describe_defaults(options, batch, samples):
+        saved = None if options.adapter is None else model.adapter.config
+        for line in describe_defaults(options, batch, samples, saved):
             Console(highlight=False, soft_wrap=True).print(line)
     with ranks.collective_errors(), writable("--out", folder):
         if first:
@@ -257,25 +262,25 @@ def choose_batch(
     With `epochs` it is the largest that makes at least `fewest` steps, or the smallest.
 
     Raises:
-        ConfigError: If the text has fewer samples than `batch`.
-        DataError: If the text has fewer samples than there are replicas.
+        ConfigError: If the data have fewer samples than `batch`.
+        DataError: If the data have fewer samples than there are replicas.
     """
     if batch is not None:
-        require(batch <= samples, "--batch", batch, f"at most {samples}, the number of samples in the text")
+        require(batch <= samples, "--batch", batch, f"at most {samples}, the number of samples in the data")
         return batch
     if samples < replicas:
-        raise DataError(f"the text has {samples} samples, too few for {replicas} replicas")
+        raise DataError(f"the data have {format_count(samples, 'sample')}, too few for {replicas} replicas")
     sizes = [max(n // replicas, 1) * replicas for n in (DEFAULT_BATCH, 16, 8, 4, 2, 1) if n <= samples]
     return next((n for n in sizes if epochs is None or epochs * samples // n >= fewest), sizes[-1])
 
 
-def describe_defaults(options: TrainOptions, batch: int, samples: int) -> list[str]:
-    """Return lines about the values that this program has chosen."""
+def describe_defaults(options: TrainOptions, batch: int, samples: int, saved: Any = None) -> list[str]:
+    """Return lines about the values that this program has chosen. saved: configuration of the adapter to continue."""
     lines = []
     if options.batch is None:
         usual = min(DEFAULT_BATCH, samples)
         why = "" if batch >= usual else f": {usual} would make {options.epochs * samples // usual} steps"
-        lines.append(f"batch     {batch} samples per step{why} (--batch)")
+        lines.append(f"batch     {format_count(batch, 'sample')} per step{why} (--batch)")
     if options.lr is None:
         kind = "adapters" if options.trains_adapter else "all weights"
         lines.append(f"rate      {options.rate:g}, the default for {kind} (--lr); it warms up, then decays")
@@ -283,6 +288,11 @@ def describe_defaults(options: TrainOptions, batch: int, samples: int) -> list[s
         alpha = 2 * options.lora if options.lora_alpha is None else options.lora_alpha
         targets = options.lora_targets or ALL_LINEAR
         lines.append(f"adapters  LoRA of rank {options.lora}, alpha {alpha:g}, layers: {targets}")
+    if saved is not None:
+        base = saved.base_model_name_or_path
+        same = base is None or Path(base).name == Path(options.model).absolute().name
+        other = "" if same else f". It was trained on {base}: check that this is the same model"
+        lines.append(f"adapters  {options.adapter} continued, LoRA of rank {saved.r}{other}")
     if options.bits is not None:
         lines.append(f"model     linear layers in {options.bits} bits, quantized while they are read")
     return lines

@@ -65,7 +65,7 @@ def standard_config(bits: int | None, compute_dtype: str = "float32") -> Any:
     """Return a BitsAndBytesConfig as QLoRA's: NF4 with quantized scales, or 8 bits; None for no bits."""
     if bits is None:
         return None
-    _require_bitsandbytes()
+    _require_bitsandbytes(f"weights of {bits} bits need")
     from transformers import BitsAndBytesConfig
 
     if bits == 8:
@@ -136,10 +136,10 @@ def quantizer_for(config: Any, given: Any = None) -> Any:
     return quantizer
 
 
-def _require_bitsandbytes() -> None:
+def _require_bitsandbytes(what: str = f"{_KEY} needs") -> None:
     for package in ("bitsandbytes", "accelerate"):
         if importlib.util.find_spec(package) is None:
-            raise SplitError(f"{_KEY}: needs {package}, which is not installed: pip install pipecomp[qlora]")
+            raise SplitError(f"{what} {package}, which is not installed: pip install 'pipecomp[qlora]'")
 
 
 def dequantizes(quantizer: Any) -> bool:

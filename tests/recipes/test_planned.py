@@ -106,7 +106,7 @@ def test_a_file_that_has_no_options_is_refused(tmp_path: Path, text: str, messag
 
 
 def test_batches_that_cannot_be() -> None:
-    with pytest.raises(DataError, match="the text has 2 samples, too few for 3 replicas"):
+    with pytest.raises(DataError, match="the data have 2 samples, too few for 3 replicas"):
         planned.choose_batch(None, 2, 3)
     with pytest.raises(ConfigError, match="--batch: got 9, allowed: at most 8"):
         planned.choose_batch(9, 8)
