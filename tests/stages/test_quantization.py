@@ -357,7 +357,7 @@ class TestRefused:
     def test_without_bitsandbytes(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         find = importlib.util.find_spec
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else find(name))
-        with pytest.raises(SplitError, match=r"needs bitsandbytes.*pip install pipecomp\[qlora\]"):
+        with pytest.raises(SplitError, match=r"needs bitsandbytes.*pip install 'pipecomp\[qlora\]"):
             pretrained(str(folder), quantization_config=bits())
 
     def test_options(self, folder: Path, tmp_path: Path) -> None:
