@@ -40,7 +40,15 @@ from pipecomp.kernels.gradient_ops import (
     tree_depth,
 )
 from pipecomp.kernels.reference import batches, layout, rows
-from pipecomp.kernels.reference.batches import ALL_FINITE, DecodeItem, EncodeItem, FiniteFlag, payload_bytes
+from pipecomp.kernels.reference.batches import (
+    ALL_FINITE,
+    DecodeItem,
+    EncodeItem,
+    FiniteFlag,
+    batch_bytes,
+    payload_bytes,
+)
+from pipecomp.kernels.reference.channels import block_bytes
 from pipecomp.kernels.reference.gradients import Sketch
 from pipecomp.kernels.reference.layout import QuantizerOptions, groups, quantized_row_bytes, row_bytes
 from pipecomp.kernels.reference.reproducible import halved_sum, mix_seed
@@ -270,7 +278,7 @@ def encode_batch(
     """Encode a micro-batch's samples, of different lengths, into one payload.
 
     The bytes are those of `quantize` and `delta_quantize_` sample by sample: scales, then codes; or the values
-    themselves.
+    themselves. Scales of channels, if any, come first; see `reference.channels`.
 
     Args:
         items: The samples; see `EncodeItem`.
@@ -286,7 +294,7 @@ def encode_batch(
         >>> payload = torch.empty(ops.payload_bytes(64, 256, options, x.dtype), dtype=torch.uint8)
         >>> ops.encode_batch([ops.EncodeItem(x, None, options)], payload).check()
     """
-    size, others = 0, [packet]
+    size, others = batches.head_bytes(items), [packet]
     for x, m, options, delta in items:
         layout.check_input(x, "x")
         shape = x.shape
@@ -316,8 +324,7 @@ def decode_batch(payload: Tensor, items: Sequence[DecodeItem], *, backend: str =
     """
     for item in items:
         layout.check_float32(item.m, item.m.shape, "m", contiguous=True)
-    sizes = (payload_bytes(item.m.shape[0], item.m.shape[1], item.options, item.dtype) for item in items)
-    _check_payload(payload, sum(sizes))
+    _check_payload(payload, batch_bytes(items))
     dispatch.implementation(batches.decode_batch, backend, payload, *(item.m for item in items))(payload, items)
 
 
@@ -456,7 +463,7 @@ def _measurable(items: Sequence[EncodeItem]) -> list[Tensor]:
 
 def _quantized_bytes(items: Sequence[EncodeItem], bits: int) -> int:
     """Count the bytes of all samples at `bits` bits."""
-    total = 0
+    total = batches.head_bytes(items)
     for x, _, options, _ in items:
         if options is None or x.dim() != 2 or not x.shape[1]:
             raise ShapeError(f"x: {tuple(x.shape)}, allowed: [n, H], H >= 1, with options")

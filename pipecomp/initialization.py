@@ -46,7 +46,14 @@ from pipecomp.engine.validation import RunSetup, validate
 from pipecomp.kernels import ops
 from pipecomp.kernels.staging import staging_for
 from pipecomp.netlab.software import VARIABLE, ThrottleSettings, throttle_to
-from pipecomp.plan.auto_bits import BatchShape, choose_auto_bits, needs_measuring, sample_length, warn_of_dropout
+from pipecomp.plan.auto_bits import (
+    BatchShape,
+    choose_auto_bits,
+    needs_measuring,
+    sample_length,
+    settle_gain,
+    warn_of_dropout,
+)
 from pipecomp.plan.simulation import TCP_SHARE, Channel, LinkNetwork
 from pipecomp.stages.partition.splitting import Stage
 from pipecomp.tls.process_group import current_mesh
@@ -177,10 +184,11 @@ def _connect(
     transports = open_transports(engine, settings.transport.timeout_s, throttle_to)
     if engine.local is not None:
         engine.local.give_way(transports.values())
+    settled = engine.pipecomp_config = settle_gain(settings, engine.stage)
     if needs_measuring(settings):
         assert isinstance(engine.stage, Stage), "validation refuses plain modules"
         batch = BatchShape(engine.micro_batch_size, count_tokens(engine.stage), engine.micro_batches)
-        engine.pipecomp_config = choose_auto_bits(settings, engine.stage, batch, **transports, staging=staging)
+        engine.pipecomp_config = choose_auto_bits(settled, engine.stage, batch, **transports, staging=staging)
     if engine.global_rank == 0:
         warn_of_dropout(engine.stage, engine.pipecomp_config)
     engine.open_links(*open_links(engine, settings, transports, all_ranks, staging), heartbeat)

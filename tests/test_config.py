@@ -66,6 +66,22 @@ BAD = [
     ({"activations": {"method": "aqsgd", "backward_top_k": 1.5}}, "activations.backward_top_k", "at most 1"),
     ({"activations": {"method": "aqsgd", "eval": "delta"}}, "activations.eval", "full"),
     ({"activations": {"method": "aqsgd", "rounding": "stochastic", "scale": "rms"}}, "activations.scale", "max"),
+    ({"activations": {"method": "aqsgd", "rounding": "stochastic", "scale": "channels"}}, "activations.scale", "max"),
+    ({"activations": {"method": "direct", "scale": "cached_channels"}}, "activations.scale", "'aqsgd'"),
+    (
+        {"activations": {"method": "aqsgd", "scale": {"backward": "cached_channels"}}},
+        "activations.scale.backward",
+        "'delta'",
+    ),
+    (
+        {"activations": {"method": "aqsgd", "scale": {"backward": "channels"}, "backward_top_k": 0.2}},
+        "activations.scale.backward",
+        "backward_top_k",
+    ),
+    ({"activations": {"method": "aqsgd", "scale": {"forward": "rows"}}}, "activations.scale.forward", "channels"),
+    ({"activations": {"method": "aqsgd", "scale": "channels", "gain": "none"}}, "activations.gain", "least_error"),
+    ({"activations": {"method": "aqsgd", "gain": "unbiased"}}, "activations.gain", "channels"),
+    ({"activations": {"method": "none", "gain": "unbiased"}}, "activations.gain", "only with"),
     (
         {"activations": {"method": "aqsgd", "forward_bits": [4, {"error": 2}]}},
         "activations.forward_bits[1].error",
@@ -208,6 +224,7 @@ DELTA = {**AQSGD, "backward_method": "delta"}
                 ("first_visit", 8),
                 ("rounding", "stochastic"),
                 ("scale", "rms"),
+                ("scale", {"forward": "channels"}),
                 ("group_size", 32),
             )
         ),
@@ -222,6 +239,25 @@ def test_ends_of_a_link_agree_on_all_that_changes_what_is_cached(one, other):
 def test_a_value_too_large_to_show():
     with pytest.raises(ConfigError, match=r"seed: got a int too large to show, allowed: "):
         Config.from_dict({"seed": 10**5000})
+
+
+def test_scale_and_gain_of_each_direction():
+    of = Config.from_dict({"activations": {**AQSGD, "scale": {"forward": "channels"}}}).activations
+    assert [of.scale_of(direction) for direction in ("forward", "backward")] == ["channels", "max"]
+    for dropout, gain in ((True, "least_error"), (False, "unbiased")):
+        settled = of.with_dropout(dropout)
+        assert [settled.gain_of(direction) for direction in ("forward", "backward")] == [gain, "least_error"]
+    both = Config.from_dict(
+        {"activations": {**AQSGD, "scale": "channels", "gain": {"forward": "unbiased"}}}
+    ).activations
+    settled = both.with_dropout(True)
+    assert [settled.gain_of(direction) for direction in ("forward", "backward")] == ["unbiased", "unbiased"]
+
+
+def test_settings_without_new_keys_compare_with_checkpoints_from_before():
+    shared = Config.from_dict({"activations": AQSGD}).shared()
+    assert "gain" not in shared["activations"]
+    assert shared["activations"]["scale"] == "max"
 
 
 def test_direct_evaluation_may_set_forward_bits_without_a_quantized_method():

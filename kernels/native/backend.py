@@ -25,8 +25,9 @@ from pipecomp.kernels.native.library import (
     QuantizeArgs,
     struct_of,
 )
-from pipecomp.kernels.reference import gradients, layout, rows
+from pipecomp.kernels.reference import batches, gradients, layout, rows
 from pipecomp.kernels.reference.batches import ALL_FINITE, ALL_FINITE_FLAG, DecodeItem, EncodeItem, payload_bytes
+from pipecomp.kernels.reference.channels import channel_groups
 from pipecomp.kernels.reference.gradients import LinearCodes, Sketch
 from pipecomp.kernels.reference.layout import QuantizerOptions
 from pipecomp.kernels.reference.reproducible import MASK64
@@ -121,6 +122,8 @@ class NativeBackend(Library):
         return values, index
 
     def encode_batch(self, items: Sequence[EncodeItem], payload: Tensor, packet: Tensor | None) -> Tensor:
+        if channel_groups(items):
+            return batches.encode_batch(items, payload, packet)
         table, values = _quantize_table(items, payload.data_ptr())
         checked = (None, 0) if packet is None else (packet.data_ptr(), packet.numel())
         call = self.library.pipecomp_encode_batch
@@ -128,6 +131,9 @@ class NativeBackend(Library):
         return ALL_FINITE_FLAG if flag == ALL_FINITE else torch.tensor([flag])
 
     def decode_batch(self, payload: Tensor, items: Sequence[DecodeItem]) -> None:
+        if channel_groups(items):
+            batches.decode_batch(payload, items)
+            return
         table = (DequantizeArgs * len(items))()
         at, values = payload.data_ptr(), 0
         for i, (m, o, delta, dtype) in enumerate(items):
@@ -144,6 +150,8 @@ class NativeBackend(Library):
         self.library.pipecomp_decode_batch(table, len(items), values, self.isa_index, self.threads)
 
     def distortion(self, items: Sequence[EncodeItem], bits: Sequence[int]) -> Tensor:
+        if channel_groups(items):
+            return batches.distortion(items, bits)
         table, values = _quantize_table(items)
         out = torch.empty(1 + len(bits), sum(item.x.shape[0] for item in items), dtype=torch.float64)
         numbers = (c_int32 * len(bits))(*bits)
@@ -153,6 +161,8 @@ class NativeBackend(Library):
 
     def fit(self, items: Sequence[EncodeItem], error: float, low: int, high: int, payload: Tensor | None) -> int:
         # Only max scales and nearest rounding; the kernel returns 0 for others.
+        if channel_groups(items):
+            return 0
         table, values = _quantize_table(items)
         call = self.library.pipecomp_fewest_bits
         out = None if payload is None else payload.data_ptr()

@@ -1,7 +1,8 @@
 """A micro-batch's samples of different lengths in plain torch: encoded into one payload, decoded, measured.
 
 A payload holds the samples one after the other: of a quantized one the float32 scales, then the packed codes; of one in
-full precision the values themselves. All lie dense, at any address.
+full precision the values themselves. Before them are the scales of channels, if any: a block for all changes, then a
+block for all other values. All lie dense, at any address.
 
 Squared errors are summed by halves (`reproducible.halved_sum`), so that the order of the additions, and with it the
 result, is the same in every backend.
@@ -18,8 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pipecomp.errors import NonFiniteError
-from pipecomp.kernels.reference import layout, rows
+from pipecomp.errors import NonFiniteError, ShapeError
+from pipecomp.kernels.reference import channels, layout, rows
 from pipecomp.kernels.reference.layout import QuantizerOptions
 from pipecomp.kernels.reference.reproducible import MASK32, halved_sum
 
@@ -72,15 +73,41 @@ class DecodeItem(NamedTuple):
 
 
 def payload_bytes(n: int, H: int, options: QuantizerOptions | None, dtype: torch.dtype) -> int:
-    """Count the bytes of one sample's part of a payload."""
+    """Count the bytes of one sample's part of a payload, without scales of channels."""
     if options is None:
         return n * H * dtype.itemsize
     return n * layout.quantized_row_bytes(H, options.bits, options.group_size)
 
 
-def split_payload(payload: Tensor, items: Sequence[EncodeItem] | Sequence[DecodeItem]) -> Iterator[Tensor]:
+def batch_bytes(items: Sequence[EncodeItem | DecodeItem]) -> int:
+    """Count the bytes of a payload."""
+    size = head_bytes(items)
+    for item in items:
+        shape, dtype = (item.x.shape, item.x.dtype) if isinstance(item, EncodeItem) else (item.m.shape, item.dtype)
+        size += payload_bytes(shape[0], shape[1], item.options, dtype)
+    return size
+
+
+def head_bytes(items: Sequence[EncodeItem | DecodeItem]) -> int:
+    """Count the bytes of the scales of channels at the beginning of a payload."""
+    return sum(
+        channels.block_bytes(items[members[0]][0].shape[1])
+        for delta, members in channels.channel_groups(items).items()
+        if channels.is_sent(scale_kind(items, members), delta)
+    )
+
+
+def scale_kind(items: Sequence[EncodeItem | DecodeItem], members: Sequence[int]) -> str:
+    """Return the kind of scale of samples that share scales of channels; ShapeError if they cannot share them."""
+    kinds = {(item.options.scale if item.options else "", item[0].shape[1]) for item in (items[i] for i in members)}
+    if len(kinds) > 1:
+        raise ShapeError(f"samples with scales of channels: {sorted(kinds)}, allowed: one kind and one width")
+    return kinds.pop()[0]
+
+
+def split_payload(payload: Tensor, items: Sequence[EncodeItem | DecodeItem]) -> Iterator[Tensor]:
     """Cut a payload, uint8 [bytes], into the samples' parts."""
-    start = 0
+    start = head_bytes(items)
     for item in items:
         shape, dtype = (item.x.shape, item.x.dtype) if isinstance(item, EncodeItem) else (item.m.shape, item.dtype)
         size = payload_bytes(shape[0], shape[1], item.options, dtype)
@@ -120,9 +147,58 @@ def encode_batch(items: Sequence[EncodeItem], payload: Tensor, packet: Tensor | 
     return torch.full((1,), flag, dtype=torch.int64, device=payload.device)
 
 
+def values_of(item: EncodeItem) -> Tensor:
+    """Compute the values that are quantized, float32 [n, H]."""
+    x = item.x.float()
+    return x - item.m if item.delta and item.m is not None else x
+
+
+def measure_channels(items: Sequence[EncodeItem], payload: Tensor | None = None) -> list[Tensor | None]:
+    """Compute the scales of channels of samples, float32 [H] each, and write their blocks into the payload, if any.
+
+    None for samples without scales of channels.
+    """
+    scales: list[Tensor | None] = [None] * len(items)
+    start = 0
+    for delta, members in channels.channel_groups(items).items():
+        kind = scale_kind(items, members)
+        sent = channels.is_sent(kind, delta)
+        rows_H = [values_of(items[i]) for i in members] if sent else [_cached(items[i]) for i in members]
+        block, c_H = channels.scales_of(rows_H, channels.SENT if sent else kind)
+        if sent and payload is not None:
+            payload[start : start + len(block)] = block
+            start += len(block)
+        for i in members:
+            scales[i] = c_H
+    return scales
+
+
+def read_channels(items: Sequence[DecodeItem], payload: Tensor) -> list[Tensor | None]:
+    """Compute the scales of channels of samples that are decoded, float32 [H] each; None without."""
+    scales: list[Tensor | None] = [None] * len(items)
+    start = 0
+    for delta, members in channels.channel_groups(items).items():
+        kind = scale_kind(items, members)
+        if channels.is_sent(kind, delta):
+            size = channels.block_bytes(items[members[0]].m.shape[1])
+            c_H = channels.decode_block(payload[start : start + size])
+            start += size
+        else:
+            c_H = channels.scales_of([items[i].m for i in members], kind)[1]
+        for i in members:
+            scales[i] = c_H
+    return scales
+
+
+def _cached(item: EncodeItem) -> Tensor:
+    assert item.m is not None
+    return item.m
+
+
 def _encode_all(items: Sequence[EncodeItem], payload: Tensor) -> int:
+    scales = measure_channels(items, payload)
     for i, (item, part) in enumerate(zip(items, split_payload(payload, items), strict=True)):
-        bad = (~torch.isfinite(item.x)).any(1) if item.options is None else _encode_quantized(item, part)
+        bad = (~torch.isfinite(item.x)).any(1) if item.options is None else _encode_quantized(item, part, scales[i])
         if bool(bad.any()):
             return i << 32 | (int(bad.int().argmax()) if item.options else 0)
         if item.options is None:
@@ -132,31 +208,44 @@ def _encode_all(items: Sequence[EncodeItem], payload: Tensor) -> int:
     return ALL_FINITE
 
 
-def _encode_quantized(item: EncodeItem, part: Tensor) -> Tensor:
+def _encode_quantized(item: EncodeItem, part: Tensor, c_H: Tensor | None) -> Tensor:
     """Write one sample's part and change its m, unless a row cannot be encoded. Returns the bad rows, bool [n]."""
-    x, m, o = item.x, item.m, item.options
+    m, o = item.m, item.options
     assert o is not None
-    y = x.float() - m if item.delta and m is not None else x.float()
+    y = values_of(item)
     bad = ~(y.abs() <= layout.SCALE_MAX).all(1)
+    if c_H is not None:
+        y, o = y * torch.reciprocal(c_H), o.in_channels
+        bad |= ~(y.abs() <= layout.SCALE_MAX).all(1)
     if not bool(bad.any()):
         codes, scale = rows.quantize(y, o)
         part.copy_(torch.cat([scale.reshape(-1).view(torch.uint8), codes.reshape(-1)]))
         if m is not None:
-            rows.dequantize(codes, scale, o, tuple(x.shape), m, item.delta)
+            _move(m, codes, scale, o, item.delta, c_H)
     return bad
+
+
+def _move(m: Tensor, codes: Tensor, scale: Tensor, options: QuantizerOptions, delta: bool, c_H: Tensor | None) -> None:
+    """Add decoded values to m, or set m to them."""
+    if c_H is None:
+        rows.dequantize(codes, scale, options, tuple(m.shape), m, delta)
+        return
+    y = rows.dequantize(codes, scale, options, tuple(m.shape), None, False).mul_(c_H)
+    m.add_(y) if delta else m.copy_(y)
 
 
 @torch.no_grad()
 def decode_batch(payload: Tensor, items: Sequence[DecodeItem]) -> None:
     """Move or set every sample's m."""
-    for (m, o, delta, dtype), part in zip(items, split_payload(payload, items), strict=True):
+    scales = read_channels(items, payload)
+    for (m, o, delta, dtype), part, c_H in zip(items, split_payload(payload, items), scales, strict=True):
         if o is None:
             m.copy_(part.clone().view(dtype).view(m.shape))
         elif m.numel():
             cut = 4 * m.shape[0] * layout.groups(m.shape[1], o.group_size)
             scale = part[:cut].clone().view(torch.float32)
             codes = part[cut:].view(m.shape[0], -1)
-            rows.dequantize(codes, scale, o, tuple(m.shape), m, delta)
+            _move(m, codes, scale, o, delta, c_H)
 
 
 def distortion(items: Sequence[EncodeItem], bits: Sequence[int]) -> Tensor:
@@ -165,7 +254,8 @@ def distortion(items: Sequence[EncodeItem], bits: Sequence[int]) -> Tensor:
     Of a sample with `delta` the change x - m is quantized. With stochastic rounding it is the expected squared error.
     Returns float64 [1 + len(bits), R] with the rows of all samples; NaN where a row cannot be quantized.
     """
-    return torch.cat([_item_distortion(item, bits) for item in items], 1)
+    scales = measure_channels(items)
+    return torch.cat([_item_distortion(item, bits, c_H) for item, c_H in zip(items, scales, strict=True)], 1)
 
 
 def fit(items: Sequence[EncodeItem], error: float, low: int, high: int, payload: Tensor | None) -> int:
@@ -194,12 +284,24 @@ def step(options: QuantizerOptions) -> float:
     return 2.0 / ((1 << options.bits) - (options.rounding == "stochastic"))
 
 
-def _item_distortion(item: EncodeItem, bits: Sequence[int]) -> Tensor:
+def _item_distortion(item: EncodeItem, bits: Sequence[int], c_H: Tensor | None) -> Tensor:
     assert item.options is not None
-    x_RH = item.x.float()
-    v_RH = x_RH - item.m if item.delta and item.m is not None else x_RH
+    x_RH, v_RH = item.x.float(), values_of(item)
     power_R = halved_sum(x_RH * x_RH).double()
-    return torch.stack([power_R, *_row_errors(v_RH, item.options, bits)])
+    if c_H is None and item.options.gain == "least_error":
+        return torch.stack([power_R, *_row_errors(v_RH, item.options, bits)])
+    return torch.stack([power_R, *(_decoded_errors(v_RH, item.options._replace(bits=b), c_H) for b in bits)])
+
+
+def _decoded_errors(v_RH: Tensor, options: QuantizerOptions, c_H: Tensor | None) -> Tensor:
+    """Squared norm of what each row differs from its decoded values, float64 [R]."""
+    bad_R = ~(v_RH.abs() <= layout.SCALE_MAX).all(1)
+    z_RH, o = (v_RH, options) if c_H is None else (v_RH * torch.reciprocal(c_H), options.in_channels)
+    bad_R |= ~(z_RH.abs() <= layout.SCALE_MAX).all(1)
+    codes, scale = rows.quantize(torch.where(bad_R[:, None], 0.0, z_RH), o)
+    y_RH = rows.dequantize(codes, scale, o, tuple(v_RH.shape), None, False)
+    off_RH = v_RH - (y_RH if c_H is None else y_RH * c_H)
+    return torch.where(bad_R, torch.nan, halved_sum(off_RH * off_RH).double())
 
 
 def _row_errors(v_RH: Tensor, options: QuantizerOptions, bits: Sequence[int]) -> list[Tensor]:
@@ -210,7 +312,7 @@ def _row_errors(v_RH: Tensor, options: QuantizerOptions, bits: Sequence[int]) ->
         for i, b in enumerate(bits):
             o = options._replace(bits=b)
             if i == 0 or o.scale == "rms":  # a max scale is the same for all bits
-                scale_RG = rows.group_scales(v_RGn, o)
+                scale_RG, _ = rows.group_scales(v_RGn, o)
                 zero_RG = scale_RG == 0
                 inverse_RG1 = torch.reciprocal(torch.where(zero_RG, 1.0, scale_RG)).unsqueeze(-1)
                 u_RGn = (v_RGn * inverse_RG1).add_(1.0)

@@ -42,9 +42,15 @@ class QuantizerOptions(NamedTuple):
 
     bits: int
     group_size: int | None
-    scale: str = "max"
+    scale: str = "max"  # "max" or "rms"; in a batch also "channels" or "cached_channels", see channels.py
     rounding: str = "nearest"
     seed: int = 0
+    gain: str = "least_error"  # or "unbiased", not with "max"
+
+    @property
+    def in_channels(self) -> QuantizerOptions:
+        """The options of rows that are divided by their channels' scales."""
+        return self._replace(scale="rms")
 
 
 def check_bits(bits: int, *, low: int = 1, high: int = 8, key: str = "bits") -> None:

@@ -26,6 +26,8 @@ from pipecomp.kernels.reference import layout, reproducible
 from pipecomp.kernels.reference.layout import QuantizerOptions
 
 RMS_FIXED_POINT = 2.0**30
+GAIN_FIXED_POINT = 2.0**14
+MAX_GAIN = 4.0
 
 
 def pack_bits(values: Tensor, bits: int) -> Tensor:
@@ -108,15 +110,37 @@ def finish_scales(most: Tensor, squares: Tensor, count: Tensor | int, options: Q
     return torch.where(scale < layout.SCALE_MIN, 0.0, scale)
 
 
-def group_scales(x_RGn: Tensor, options: QuantizerOptions) -> Tensor:
-    """Compute the scale of each group, float32 [R, G]."""
+def group_scales(x_RGn: Tensor, options: QuantizerOptions) -> tuple[Tensor, Tensor]:
+    """Compute the scale of each group for its codes, and the one that is sent; float32 [R, G] each."""
     most_RG = x_RGn.abs().amax(-1)
     squares_RG = torch.zeros_like(most_RG, dtype=torch.int64)
     if options.scale == "rms":
         usable = (most_RG >= layout.SCALE_MIN) & (most_RG <= layout.SCALE_MAX)
         t_RGn = x_RGn * torch.reciprocal(torch.where(usable, most_RG, 1.0)).unsqueeze(-1)
         squares_RG = (t_RGn * t_RGn * RMS_FIXED_POINT).round().to(torch.int64).sum(-1)
-    return finish_scales(most_RG, squares_RG, x_RGn.shape[-1], options)
+    scale_RG = finish_scales(most_RG, squares_RG, x_RGn.shape[-1], options)
+    if options.gain != "unbiased":
+        return scale_RG, scale_RG
+    zero_RG = scale_RG == 0
+    t_RGn = x_RGn * torch.reciprocal(torch.where(zero_RG, 1.0, scale_RG)).unsqueeze(-1)
+    table = torch.tensor(code_values(options.bits, options.rounding), device=x_RGn.device)
+    w_RGn = table[group_codes(x_RGn, scale_RG, options, None).to(torch.int64)]
+    along_RG = (t_RGn * (w_RGn * GAIN_FIXED_POINT)).round().to(torch.int64).sum(-1)
+    return scale_RG, unbiased_scales(scale_RG, most_RG, squares_RG, along_RG)
+
+
+def unbiased_scales(scale: Tensor, most: Tensor, squares: Tensor, along: Tensor) -> Tensor:
+    """Compute the scales with which decoded groups are as long along their values as these are.
+
+    scale: of the codes. most, squares: as for `finish_scales`. along: sum of x / scale times the codes' values, int64
+    in units of 2**-14. Scales change by a factor of at most 4; at most 2**100.
+    """
+    scale64, most64, along64 = scale.to(torch.float64), most.to(torch.float64), along.to(torch.float64)
+    one = torch.ones_like(scale64)
+    share = (squares.to(torch.float64) / RMS_FIXED_POINT) / torch.where(along64 > 0, along64 / GAIN_FIXED_POINT, one)
+    sent = most64 * most64 * share / torch.where(scale64 > 0, scale64, one)
+    sent = torch.minimum(torch.maximum(sent, scale64 / MAX_GAIN), scale64 * MAX_GAIN)
+    return sent.clamp(max=layout.SCALE_MAX).to(torch.float32)
 
 
 def group_codes(x_RGn: Tensor, scale_RG: Tensor, options: QuantizerOptions, r_RGn: Tensor | None) -> Tensor:
@@ -143,16 +167,15 @@ def quantize_rows(x_RH: Tensor, options: QuantizerOptions, name: str) -> tuple[T
     runs = layout.segments(H, options.bits, options.group_size)
     grouped = [segment_values(x_RH, run) for run in runs]
     scales = [group_scales(x_RGn, options) for x_RGn in grouped]
-    scale_RG = torch.cat(scales, 1)
-    bad_R = ~(scale_RG <= layout.SCALE_MAX).all(-1)
+    bad_R = ~(torch.cat([of_codes for of_codes, _ in scales], 1) <= layout.SCALE_MAX).all(-1)
     if bool(bad_R.any()):
         raise non_finite(name, int(bad_R.nonzero()[0]))
     codes = []
-    for run, x_RGn, s_RG in zip(runs, grouped, scales, strict=True):
+    for run, x_RGn, (s_RG, _) in zip(runs, grouped, scales, strict=True):
         r_RGn = None if random_RH is None else segment_values(random_RH, run)
         packed = pack_bits(group_codes(x_RGn, s_RG, options, r_RGn), options.bits)
         codes.append(packed.reshape(rows, run.groups * run.group_bytes))
-    return torch.cat(codes, 1), scale_RG
+    return torch.cat(codes, 1), torch.cat([sent for _, sent in scales], 1)
 
 
 def dequantize_rows(codes_Rk: Tensor, scale_RG: Tensor, H: int, options: QuantizerOptions) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor
 from pipecomp.kernels.reference import batches as reference
 from pipecomp.kernels.reference import reproducible
 from pipecomp.kernels.reference.batches import ALL_FINITE, DecodeItem, EncodeItem
+from pipecomp.kernels.reference.channels import channel_groups
 from pipecomp.kernels.reference.layout import QuantizerOptions, group_length
 from pipecomp.kernels.reference.rows import code_values
 from pipecomp.kernels.triton.rows import (
@@ -217,6 +218,8 @@ def decode_kernel(
 @torch.no_grad()
 def encode_batch(items: Sequence[EncodeItem], payload: Tensor, packet: Tensor | None) -> Tensor:
     # One launch for all samples with the same options.
+    if channel_groups(items):
+        return reference.encode_batch(items, payload, packet)
     bad = torch.full((1,), ALL_FINITE, dtype=torch.int64, device=payload.device)
     batches: dict[object, list[tuple[int, EncodeItem, Tensor]]] = {}
     for i, (item, part) in enumerate(zip(items, reference.split_payload(payload, items), strict=True)):
@@ -274,6 +277,9 @@ def launch_encode(
 @torch.no_grad()
 def decode_batch(payload: Tensor, items: Sequence[DecodeItem]) -> None:
     # One launch for all samples with the same options.
+    if channel_groups(items):
+        reference.decode_batch(payload, items)
+        return
     batches: dict[tuple[QuantizerOptions, bool, int], list[tuple[int, Tensor, Tensor, Tensor, int]]] = {}
     for i, (item, part) in enumerate(zip(items, reference.split_payload(payload, items), strict=True)):
         if item.options is None:

@@ -21,10 +21,15 @@ from pipecomp.config.activations import ConstantError
 from pipecomp.errors import NonFiniteError, ShapeError, WireError
 from pipecomp.kernels import ops
 from pipecomp.kernels.ops import FiniteFlag
+from pipecomp.kernels.reference.channels import CACHED, SENT, block_bytes
 from pipecomp.kernels.reference.reproducible import random_bits
 
 _TORCH = {DType.FLOAT32: torch.float32, DType.FLOAT16: torch.float16, DType.BFLOAT16: torch.bfloat16}
 _WIRE = {v: k for k, v in _TORCH.items()}
+_METHODS = {  # by scale
+    **dict.fromkeys(("max", "rms"), PayloadMethod.QUANTIZED),
+    **{SENT: PayloadMethod.CHANNELS, CACHED: PayloadMethod.CACHED_CHANNELS},
+}
 _ROTATION_SEED = 0x5EED
 _LARGEST_TILE = 1024
 
@@ -121,9 +126,10 @@ class Cast:
 
 @dataclass(frozen=True)
 class Quantized:
-    """Q_b (docs/algorithms.md, 1.2): scales (float32) of all groups, then the packed codes.
+    """Q_b (docs/algorithms.md, 1.2): scales of channels, if any; scales (float32) of all groups; the packed codes.
 
     error: if given, each packet takes the fewest bits that keep it, at most `bits`; None: `bits` for every packet.
+    gain: "least_error" or "unbiased"; with scales of channels only.
     """
 
     bits: int
@@ -131,8 +137,12 @@ class Quantized:
     scale: str = "max"
     group_size: int | None = None
     error: ConstantError | None = None
-    method: PayloadMethod = PayloadMethod.QUANTIZED
+    gain: str = "least_error"
     payload_dtype: DType = DType.FLOAT32
+
+    @property
+    def method(self) -> PayloadMethod:
+        return _METHODS[self.scale]
 
     def allows(self, bits: int) -> bool:
         """Return True if a packet may have so many bits."""
@@ -157,12 +167,16 @@ class Quantized:
         assert self.error is not None
         return ops.encode_fewest(visits, payload, self.error.error, self.error.min, self.error.max)
 
-    def payload_bytes(self, tokens: int, hidden: int) -> int:
-        return tokens * ops.quantized_row_bytes(hidden, self.bits, self.group_size)
+    def payload_bytes(self, tokens: int, hidden: int, *, changes: bool = False) -> int:
+        """Return the bytes of an encoded [tokens, hidden]. changes: from cached activations, which both ends hold."""
+        sent = tokens and (self.scale == SENT or (self.scale == CACHED and not changes))
+        return (block_bytes(hidden) if sent else 0) + tokens * ops.quantized_row_bytes(
+            hidden, self.bits, self.group_size
+        )
 
     def options(self, seed: int = 0) -> ops.QuantizerOptions:
         """Return the kernels' options."""
-        return ops.QuantizerOptions(self.bits, self.group_size, self.scale, self.rounding, seed)
+        return ops.QuantizerOptions(self.bits, self.group_size, self.scale, self.rounding, seed, self.gain)
 
     def before(self, x_TH: Tensor) -> Tensor:
         """Transform rows before they are quantized."""
@@ -322,6 +336,18 @@ class DeltaCodecs:
         first = None if self.first is None else self.first.with_bits(first_bits)
         return DeltaCodecs(self.change.with_bits(bits), first, self.flags)
 
+    def payload_bytes(self, changed: int, new: int, hidden: int, dtype: torch.dtype) -> int:
+        """Return the bytes of samples that are encoded together, without flags.
+
+        Args:
+            changed: Their tokens that are sent as changes.
+            new: Their tokens that are first visits.
+            hidden: H.
+            dtype: Of the stages.
+        """
+        first = self.first_visit(dtype).payload_bytes(new, hidden)
+        return self.change.payload_bytes(changed, hidden, changes=True) + first
+
     def fitted(self, changes: list[ops.EncodeItem], firsts: list[ops.EncodeItem]) -> DeltaCodecs:
         """Return the codecs of a packet with these samples, with the fewest bits allowed where it has none."""
         first_bits = 0 if self.first is None else self.first.fewest_bits(firsts)
@@ -382,7 +408,12 @@ class Clustered:
 
     change: Quantized
     clusters: int
-    method: PayloadMethod = PayloadMethod.CLUSTERED
+
+    @property
+    def method(self) -> PayloadMethod:
+        """Coding of the values."""
+        plain = self.change.method is PayloadMethod.QUANTIZED
+        return PayloadMethod.CLUSTERED if plain else PayloadMethod.CLUSTERED_CHANNELS
 
     @property
     def number_bits(self) -> int:
@@ -395,7 +426,7 @@ class Clustered:
 
     def payload_bytes(self, tokens: int, hidden: int) -> int:
         """Return the bytes of an encoded [tokens, hidden]."""
-        return self.head_bytes(tokens) + self.change.payload_bytes(tokens, hidden)
+        return self.head_bytes(tokens) + self.change.payload_bytes(tokens, hidden, changes=True)
 
     def with_bits(self, bits: int) -> Clustered:
         """Return the codec of one packet, after the bits of its changes are chosen."""

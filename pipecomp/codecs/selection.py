@@ -27,24 +27,23 @@ class LinkCodecs:
 
     def __init__(self, a: Activations, link: int, clusters: int | None = None) -> None:
         self._method, self._eval = a.method, "none" if a.eval == "full" else a.eval
-        options = (a.rounding, a.scale, a.group_size)
-        forward, backward = (_bits_and_error(bits) for bits in a.bits(link))
+        forward_bits, backward_bits = a.bits(link)
         plain_rows = Rotated if a.rotation else Quantized  # of activations themselves
-        self.forward = (plain_rows if a.method == "direct" else Quantized)(forward[0], *options, forward[1])
+        self.forward = _quantized(plain_rows if a.method == "direct" else Quantized, a, "forward", forward_bits)
         first = None
         if not isinstance(a.first_visit, str):
-            bits, error = _bits_and_error(a.first_visit)
-            first = plain_rows(bits, *options, error)
+            first = _quantized(plain_rows, a, "forward", a.first_visit)
         self.activations = DeltaCodecs(self.forward, first)
         self.clustered = None if clusters is None else Clustered(self.forward, clusters)
-        of_gradients = Quantized(backward[0], *options, backward[1])
+        of_gradients = _quantized(Quantized, a, "backward", backward_bits)
         self.backward: Codec = of_gradients
         self.gradients: DeltaCodecs | None = None
         if a.backward_method == "delta":
-            bits, error = _bits_and_error(a.backward_first_visit)
-            self.gradients = DeltaCodecs(of_gradients, Quantized(bits, *options, error), flags=True)
+            first = _quantized(Quantized, a, "backward", a.backward_first_visit)
+            self.gradients = DeltaCodecs(of_gradients, first, flags=True)
         if a.backward_top_k is not None:
-            self.backward = TopK(backward[0], a.backward_top_k, *options)
+            of = of_gradients
+            self.backward = TopK(of.bits, a.backward_top_k, of.rounding, of.scale, of.group_size)
 
     def activation(self, dtype: torch.dtype) -> Codec:
         """Return the codec of a training packet forward; with "aqsgd" of a change. dtype: of the stages."""
@@ -59,9 +58,10 @@ class LinkCodecs:
         return _select(self._eval, self.forward, dtype)
 
 
-def _bits_and_error(bits: int | ConstantError) -> tuple[int, ConstantError | None]:
-    """Return the most bits, and the error that fewer must keep."""
-    return (bits.max, bits) if isinstance(bits, ConstantError) else (bits, None)
+def _quantized(kind: type[Quantized], a: Activations, direction: str, bits: int | ConstantError) -> Quantized:
+    """Make a quantizing codec of one direction, with these bits or this error."""
+    most, error = (bits.max, bits) if isinstance(bits, ConstantError) else (bits, None)
+    return kind(most, a.rounding, a.scale_of(direction), a.group_size, error, a.gain_of(direction))
 
 
 def _select(method: str, quantized: Codec, dtype: torch.dtype) -> Codec:

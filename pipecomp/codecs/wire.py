@@ -76,6 +76,9 @@ class PayloadMethod(enum.IntEnum):
     TOP_K = 3  # positions, scales, then packed codes of the kept values
     TABLE = 4  # an inventory
     CLUSTERED = 5  # numbers of cluster centers, then the changes from them as QUANTIZED
+    CHANNELS = 6  # scales of channels, then as QUANTIZED
+    CACHED_CHANNELS = 7  # as QUANTIZED, with scales of channels that both ends compute; first visits as CHANNELS
+    CLUSTERED_CHANNELS = 8  # numbers of cluster centers, then the changes from them as CHANNELS or CACHED_CHANNELS
 
 
 @enum.unique
@@ -158,7 +161,7 @@ class PacketHeader:
 
     def quantized(self) -> tuple[int, int]:
         """Count the quantized values and the bits of their codes."""
-        if self.method not in (PayloadMethod.QUANTIZED, PayloadMethod.CLUSTERED):
+        if self.method in (PayloadMethod.CAST, PayloadMethod.TOP_K, PayloadMethod.TABLE):
             return 0, 0
         values = total = 0
         for s in self.samples:

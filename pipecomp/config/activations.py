@@ -24,7 +24,7 @@ BITS_KEYS = ("forward_bits", "backward_bits", "first_visit", "backward_first_vis
 
 _BITS = "a whole number from 1 to 8"
 _ERROR = "an object with 'error'"
-_QUANTIZED_ONLY = ("forward_bits", "backward_bits", "rounding", "scale", "group_size", "backward_top_k")
+_QUANTIZED_ONLY = ("forward_bits", "backward_bits", "rounding", "scale", "gain", "group_size", "backward_top_k")
 _Rate = Annotated[int | float, Field(gt=0, le=1e6)]
 
 
@@ -64,6 +64,39 @@ class ConstantError(Section):
         return self.min if most <= self.min else self.replace(max=most, mbit_per_s=None)
 
 
+SCALES = ("max", "rms", "channels", "cached_channels")
+GAINS = ("auto", "least_error", "unbiased")
+
+
+@serializable
+class Scales(Section):
+    """Kinds of scale, one for each direction.
+
+    Attributes:
+        forward: of activations.
+        backward: of gradients.
+    """
+
+    forward: Annotated[str, OneOf(SCALES)] = "max"
+    backward: Annotated[str, OneOf(SCALES)] = "max"
+
+    def __str__(self) -> str:
+        return f"{self.forward} forward, {self.backward} back"
+
+
+@serializable
+class Gains(Section):
+    """Kinds of gain, one for each direction.
+
+    Attributes:
+        forward: of activations.
+        backward: of gradients.
+    """
+
+    forward: Annotated[str, OneOf(GAINS)] = "auto"
+    backward: Annotated[str, OneOf(GAINS)] = "auto"
+
+
 Bits = int | str | tuple[int | ConstantError, ...] | ConstantError
 _LinkBits = Annotated[int, Field(ge=1, le=8)] | ConstantError
 _BitsField = (
@@ -84,7 +117,10 @@ class Activations(Section):
         first_visit: encoding of a sample's first activation: "full" is the training dtype (the paper), 1 to 8 bits or a
             ConstantError quantize it.
         rounding: "nearest" or "stochastic".
-        scale: "max" or "rms".
+        scale: "max", "rms", "channels" (scales of channels are sent with each packet) or "cached_channels" (both ends
+            compute them from cached activations); one of these, or an object with `forward` and `backward`.
+        gain: with scales of channels, "least_error" or "unbiased"; one of these, or an object with `forward` and
+            `backward`. "auto": least error forward if the model trains with dropout, else unbiased.
         group_size: values that share a scale; None for a token's whole row.
         backward_top_k: share of gradient values kept per group, the rest is zero (paper, H.6).
         backward_method: "direct" quantizes gradients themselves, "delta" their change since the sample's last visit.
@@ -105,7 +141,12 @@ class Activations(Section):
         default="full", description=f"'full', {_BITS} or {_ERROR}"
     )
     rounding: Annotated[str, OneOf(("nearest", "stochastic"))] = "nearest"
-    scale: Annotated[str, OneOf(("max", "rms"))] = "max"
+    scale: Annotated[str, OneOf(SCALES)] | Scales = Field(
+        default="max", description=f"{OneOf(SCALES)}, or an object with 'forward' and 'backward'"
+    )
+    gain: Annotated[str, OneOf(GAINS)] | Gains = Field(
+        default="auto", description=f"{OneOf(GAINS)}, or an object with 'forward' and 'backward'"
+    )
     group_size: int | None = Field(
         default=None, ge=1, lt=2**32, description="null or a whole number of at least 1, below 2**32"
     )
@@ -135,9 +176,48 @@ class Activations(Section):
         rotates = self.method == "direct" or (self.method == "aqsgd" and self.first_visit != "full")
         allowed = "false; true with 'direct', or with 'aqsgd' and a quantized first_visit"
         require(rotates or not self.rotation, "rotation", True, allowed)
-        hint = "Clipping at an rms scale would bias stochastic rounding."
-        require(self.scale == "max" or self.rounding != "stochastic", "scale", self.scale, "'max'", hint)
+        self._check_scales()
         return self
+
+    def _check_scales(self) -> None:
+        """Reject scales that do not suit the other settings."""
+        for direction in ("forward", "backward"):
+            scale = self.scale_of(direction)
+            key = "scale" if isinstance(self.scale, str) else f"scale.{direction}"
+            hint = "Clipping at an rms scale would bias stochastic rounding."
+            require(scale == "max" or self.rounding != "stochastic", key, scale, "'max'", hint)
+            if direction == "backward" and self.backward_top_k is not None:
+                hint = "backward_top_k keeps other channels of each row, so they share no scale."
+                require("channels" not in scale, key, scale, "'max' or 'rms' of gradients", hint)
+        hint = "Scales of cached activations need method 'aqsgd'."
+        cached = isinstance(self.scale, str) and self.scale == "cached_channels"
+        require(self.method == "aqsgd" or not cached, "scale", self.scale, "'max', 'rms' or 'channels'", hint)
+        if isinstance(self.scale, Scales):
+            ok = self.method == "aqsgd" or self.scale.forward != "cached_channels"
+            require(ok, "scale.forward", self.scale.forward, "'max', 'rms' or 'channels'", hint)
+            ok = self.backward_method == "delta" or self.scale.backward != "cached_channels"
+            hint = "Scales of cached gradients need backward_method 'delta'."
+            require(ok, "scale.backward", self.scale.backward, "'max', 'rms' or 'channels'", hint)
+
+    def scale_of(self, direction: str) -> str:
+        """Return the kind of scale of "forward" or "backward"."""
+        scale = self.scale
+        return scale if isinstance(scale, str) else str(getattr(scale, direction))
+
+    def gain_of(self, direction: str) -> str:
+        """Return the gain of "forward" or "backward", for kernels: "auto" that no model has settled is unbiased."""
+        if "channels" not in self.scale_of(direction):
+            return "least_error"
+        gain = self.gain if isinstance(self.gain, str) else str(getattr(self.gain, direction))
+        return "unbiased" if gain == "auto" else gain
+
+    def with_dropout(self, dropout: bool) -> Self:
+        """Return the settings with `gain` settled. dropout: whether activations differ from visit to visit by it."""
+        given = self.gain if isinstance(self.gain, Gains) else Gains(forward=self.gain, backward=self.gain)
+        forward = given.forward
+        if forward == "auto":
+            forward = "least_error" if dropout else "unbiased"
+        return self.replace(gain=Gains(forward=forward, backward=given.backward))
 
     def _check_rates(self) -> None:
         """Reject rates that have no effect."""
@@ -200,6 +280,11 @@ class Activations(Section):
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
         values = {name: getattr(self, name) for name in type(self).model_fields}
+        for key in ("scale", "gain"):
+            if isinstance(values[key], Section):
+                values[key] = values[key].model_dump()
+        if values["gain"] == "auto":  # checkpoints without this key compare with it
+            values.pop("gain")
         return values | {key: plain_bits(values[key]) for key in BITS_KEYS}
 
     def check_given(self) -> None:
@@ -207,6 +292,8 @@ class Activations(Section):
         if self.method not in self.QUANTIZED:
             keys = _QUANTIZED_ONLY[1:] if self.eval == "direct" else _QUANTIZED_ONLY
             self.refuse_given(keys, f"only with method 'direct' or 'aqsgd', not {self.method!r}")
+        if not any("channels" in self.scale_of(direction) for direction in ("forward", "backward")):
+            self.refuse_given(("gain",), "only with scale 'channels' or 'cached_channels'")
         if self.backward_method != "delta":
             self.refuse_given(("backward_first_visit",), "only with backward_method 'delta'")
         if self.method != "aqsgd":

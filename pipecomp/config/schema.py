@@ -80,6 +80,8 @@ class Config(Section):
             "backward_method": a.backward_method,
             "backward_first_visit": plain_bits(a.backward_first_visit),
         }
+        if a.scale_of("backward") != a.scale_of("forward"):
+            gradients["backward_scale"] = a.scale_of("backward")
         return {
             **(gradients if a.backward_method == "delta" else {}),  # otherwise stores hold no gradients
             **({} if self.store.clusters is None else {"clusters": self.store.clusters}),
@@ -88,7 +90,7 @@ class Config(Section):
             "first_visit": plain_bits(a.first_visit),
             "rotation": a.rotation,
             "rounding": a.rounding,
-            "scale": a.scale,
+            "scale": a.scale_of("forward"),
             "group_size": a.group_size,
             "store_bits": self.store.bits,
             "max_bytes": self.store.max_bytes,

@@ -102,6 +102,18 @@ def warn_of_dropout(module: nn.Module, settings: Config) -> None:
         _log.warning("%s", text)
 
 
+def settle_gain(settings: Config, module: nn.Module) -> Config:
+    """Return the settings with "auto" of `activations.gain` settled; all ranks call it. module: this rank's stage.
+
+    With dropout in any stage, least error averages masks; else an unbiased gain keeps what evaluation expects.
+    """
+    a = settings.activations
+    if a.method not in a.QUANTIZED or "channels" not in a.scale_of("forward"):
+        return settings
+    dropout = max(gathered(dropout_of(module))) >= _NEGLIGIBLE_DROPOUT
+    return settings.replace(activations=a.with_dropout(dropout))
+
+
 # -- measuring
 
 

@@ -39,10 +39,11 @@ def activation_bytes(
     """
     codecs = LinkCodecs(config.activations, link, config.store.clusters)
     if codecs.clustered is not None:
-        return _size(codecs.clustered.change, counts, hidden, mean_bits) + codecs.clustered.head_bytes(sum(counts))
-    first_visit = first_visit and config.activations.method == "aqsgd"
-    codec = codecs.activations.first_visit(dtype) if first_visit else codecs.activation(dtype)
-    return _size(codec, counts, hidden, mean_bits)
+        head = codecs.clustered.head_bytes(sum(counts))
+        return _size(codecs.clustered.change, counts, hidden, mean_bits, changes=True) + head
+    cached = config.activations.method == "aqsgd"
+    codec = codecs.activations.first_visit(dtype) if first_visit and cached else codecs.activation(dtype)
+    return _size(codec, counts, hidden, mean_bits, changes=cached and not first_visit)
 
 
 def gradient_bytes(
@@ -60,7 +61,8 @@ def gradient_bytes(
     if codecs.gradients is None:
         return _size(codecs.gradient(dtype), counts, hidden, mean_bits)
     codec = codecs.gradients.first_visit(dtype) if first_visit else codecs.gradients.change
-    return _size(codec, counts, hidden, mean_bits) + codecs.gradients.head_bytes(sum(counts))
+    head = codecs.gradients.head_bytes(sum(counts))
+    return _size(codec, counts, hidden, mean_bits, changes=not first_visit) + head
 
 
 def with_bits(config: Config, forward: Bits, backward: Bits) -> Config:
@@ -68,9 +70,13 @@ def with_bits(config: Config, forward: Bits, backward: Bits) -> Config:
     return config.replace(activations=config.activations.replace(forward_bits=forward, backward_bits=backward))
 
 
-def _size(codec: Codec, counts: Sequence[int], hidden: int, mean_bits: float | None = None) -> int:
-    if mean_bits is not None and isinstance(codec, Quantized) and codec.error is not None:
+def _size(
+    codec: Codec, counts: Sequence[int], hidden: int, mean_bits: float | None = None, *, changes: bool = False
+) -> int:
+    if not isinstance(codec, Quantized):
+        return packet_bytes(len(counts), codec.payload_bytes(sum(counts), hidden))
+    if mean_bits is not None and codec.error is not None:
         low = min(int(mean_bits), codec.bits - 1)  # bytes are interpolated between two whole numbers of bits
-        fewer, more = (_size(codec.with_bits(bits), counts, hidden) for bits in (low, low + 1))
+        fewer, more = (_size(codec.with_bits(bits), counts, hidden, changes=changes) for bits in (low, low + 1))
         return round(fewer + (mean_bits - low) * (more - fewer))
-    return packet_bytes(len(counts), sum(codec.payload_bytes(count, hidden) for count in counts))
+    return packet_bytes(len(counts), codec.payload_bytes(sum(counts), hidden, changes=changes))

@@ -5,7 +5,6 @@ Shapes: H hidden size, T real tokens of a micro-batch, n of one sample.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -178,19 +177,20 @@ class DeltaCoder:
         codecs, smaller = self.codecs, dict[int, Tensor]()
         if choosing is None and not codecs.fixed:
             codecs, smaller = self._choose_bits(x, samples, changes)
-        head, ends = _offsets(codecs, samples, hidden, dtype)
+        runs, head = layout.runs(), codecs.head_bytes(layout.total)
+        ends = _ends(codecs, runs, samples, hidden, dtype)
         named = codecs if choosing is None else codecs.fitted([], [])
         header = context.header(
             self._kind, named.change, samples, at, layout, hidden=hidden, dtype=dtype, first_bits=named.first_bits
         )
         deferred = None
         if choosing is not None:
-            deferred = DeferredHeader(header, choosing, "bits" if deltas[0] else "first_bits", head)
+            deferred = DeferredHeader(header, choosing, changes=deltas[0], first=not deltas[0], head_bytes=head)
 
         packet = Packet(context, header, ends[-1], deferred)
         flags, bits, decoded = list[ops.FiniteFlag](), None, list[Tensor]()
         flag_T = torch.zeros(layout.total if head else 0, dtype=torch.uint8, device=x_TH.device)
-        for run in layout.runs():
+        for run, begin, end in zip(runs, ends, ends[1:], strict=False):
             bases = [self._base(changes, samples[i], hidden, at) for i in run]
             m = [self._working_m(base, samples[i], hidden) for i, base in zip(run, bases, strict=True)]
             if head:
@@ -205,7 +205,7 @@ class DeltaCoder:
                 codecs.visit(x[i], m_nH, delta=deltas[i], seed=context.seed(self._kind, at, i))
                 for i, m_nH in zip(run, m, strict=True)
             ]
-            part = packet.payload[ends[run.start] : ends[run.stop]]
+            part = packet.payload[begin:end]
             if choosing is not None:  # there is one run
                 bits, flag = choosing.encode_fewest(visits, part)
             else:
@@ -248,7 +248,8 @@ class DeltaCoder:
         for s in samples:
             if s.form is Form.PLAIN:
                 raise LinkError(context.error(at, f"sample {s.id} came without a version"))
-        head, ends = _offsets(codecs, samples, hidden, dtype)
+        runs, head = layout.runs(), codecs.head_bytes(layout.total)
+        ends = _ends(codecs, runs, samples, hidden, dtype)
         if ends[-1] != payload.numel():
             what = f"payload of {payload.numel()} bytes where its samples need {ends[-1]}"
             raise WireError(context.error(at, what))
@@ -257,7 +258,7 @@ class DeltaCoder:
         rows, deltas = layout.rows(), [s.form is Form.DELTA for s in samples]
         direct_T = ops.unpack_bits(payload[None, :head], 1, layout.total)[0] == 0 if head else None
         decoded, kept = list[Tensor](), 0
-        for run in layout.runs():
+        for run, begin, end in zip(runs, ends, ends[1:], strict=False):
             bases = [self._base(changes, samples[i], hidden, at) for i in run]
             m = [self._working_m(base, samples[i], hidden) for i, base in zip(run, bases, strict=True)]
             if direct_T is not None:
@@ -265,7 +266,7 @@ class DeltaCoder:
                     if deltas[i]:
                         m_nH.masked_fill_(direct_T[rows[i], None], 0.0)
             arriving = [codecs.arriving(m_nH, dtype, delta=deltas[i]) for i, m_nH in zip(run, m, strict=True)]
-            ops.decode_batch(payload[ends[run.start] : ends[run.stop]], arriving)
+            ops.decode_batch(payload[begin:end], arriving)
             for i, base, m_nH in zip(run, bases, m, strict=True):
                 s = samples[i]
                 keep = deltas[i] or (s.form is Form.FULL and changes.keeps(s.id))
@@ -379,12 +380,16 @@ class DeltaCoder:
         return canvas.canvas_lines, hidden // canvas.columns * canvas.canvas_columns
 
 
-def _offsets(codecs: DeltaCodecs, samples: Sequence[Sample], hidden: int, dtype: torch.dtype) -> tuple[int, list[int]]:
-    """Return the bytes of the flags, and where each sample's part of the payload begins; the last is the end."""
-    head = codecs.head_bytes(sum(s.count for s in samples))
-    first = codecs.first_visit(dtype)
-    sizes = ((codecs.change if s.form is Form.DELTA else first).payload_bytes(s.count, hidden) for s in samples)
-    return head, list(itertools.accumulate(sizes, initial=head))
+def _ends(
+    codecs: DeltaCodecs, runs: Sequence[range], samples: Sequence[Sample], hidden: int, dtype: torch.dtype
+) -> list[int]:
+    """Return where the first run's part of the payload begins, after the flags, and where each run's part ends."""
+    ends = [codecs.head_bytes(sum(s.count for s in samples))]
+    for run in runs:
+        total = sum(samples[i].count for i in run)
+        changed = sum(samples[i].count for i in run if samples[i].form is Form.DELTA)
+        ends.append(ends[-1] + codecs.payload_bytes(changed, total - changed, hidden, dtype))
+    return ends
 
 
 def check_finite(context: LinkContext, x_TH: Tensor, at: Position, values: str) -> PutCheck | None:

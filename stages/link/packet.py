@@ -139,14 +139,24 @@ class DeferredHeader:
     Args:
         header: With any bits.
         codec: Of all rows.
-        field: Field of the header that holds the chosen bits, "bits" or "first_bits".
+        changes: Whether all rows are changes of cached values.
+        first: Whether all rows are first visits of samples: the chosen bits go into the header's `first_bits`.
         head_bytes: Of the payload, before the rows.
     """
 
-    def __init__(self, header: PacketHeader, codec: Quantized, field: str = "bits", head_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        header: PacketHeader,
+        codec: Quantized,
+        *,
+        changes: bool = False,
+        first: bool = False,
+        head_bytes: int = 0,
+    ) -> None:
         self.header = header
         self.bits: Copy | None = None  # int64 [1]
-        self._codec, self._field, self._head_bytes = codec, field, head_bytes
+        self._codec, self._changes, self._head_bytes = codec, changes, head_bytes
+        self._field = "first_bits" if first else "bits"
         self._resolved: tuple[PacketHeader, int] | None = None
 
     @property
@@ -161,7 +171,8 @@ class DeferredHeader:
             bits = int(self.bits.wait())
             header = replace(self.header, **{self._field: bits})  # type: ignore[arg-type]
             rows = sum(s.count for s in header.samples)
-            payload = self._head_bytes + self._codec.with_bits(bits).payload_bytes(rows, header.hidden)
+            codec = self._codec.with_bits(bits)
+            payload = self._head_bytes + codec.payload_bytes(rows, header.hidden, changes=self._changes)
             self._resolved = header, packet_bytes(len(header.samples), payload)
         return self._resolved
 

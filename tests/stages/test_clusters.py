@@ -209,6 +209,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"forward_bits": 2},
     {"rounding": "stochastic"},
     {"scale": "rms"},
+    {"scale": "channels"},
+    {"scale": {"forward": "cached_channels"}},
     {"group_size": 5},
     {"group_size": 3, "rounding": "stochastic"},
     {"forward_bits": {"error": 0.1}},
@@ -220,7 +222,8 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_both_ends_hold_the_same_and_lose_less_than_direct(options: dict[str, Any], dtype: torch.dtype) -> None:
     up, down = link(options)
-    ends = link_fixtures.link({"method": "direct", **options})
+    cached = isinstance(options.get("scale"), dict)
+    ends = link_fixtures.link({"method": "direct", **options} | ({"scale": "channels"} if cached else {}))
     errors = []
     for number, x_BSH in enumerate(texts(12, dtype)):
         y_BSH, z_BSH = step(up, down, x_BSH, layout(), number), step(*ends, x_BSH, layout(), number)
@@ -258,7 +261,13 @@ def test_no_row_loses_more_than_its_own_scale_allows(bits: int) -> None:
 
 def test_packets_are_as_long_as_planned_and_bounded() -> None:
     exact = {"error": 1e-4, "max": 4}  # takes the most
-    for options in ({"forward_bits": 3}, {"group_size": 5}, {"backward_top_k": 0.2}, {"forward_bits": exact}):
+    for options in (
+        {"forward_bits": 3},
+        {"group_size": 5},
+        {"backward_top_k": 0.2},
+        {"forward_bits": exact},
+        {"scale": "channels"},
+    ):
         up, down = link(options)
         where = layout((1, 2, 3), (8, 3, 5))
         before = up.stats.forward.bytes_sent
@@ -289,7 +298,7 @@ def test_padding_costs_nothing_and_stays_zero() -> None:
     assert up._clusters._book._rows == 3 * 8
 
 
-@pytest.mark.parametrize("options", [{}, {"group_size": 5}, {"scale": "rms"}])
+@pytest.mark.parametrize("options", [{}, {"group_size": 5}, {"scale": "rms"}, {"scale": "channels"}])
 def test_empty_samples_and_whole_micro_batches_of_them(options: dict[str, Any]) -> None:
     up, down = link(options)
     for number, counts in enumerate(((0, 0), (0, 1), (0, 0), (8, 0))):

@@ -153,7 +153,17 @@ def test_first_visits_in_full_are_no_quantized_values() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"group_size": 24}, {"scale": "rms"}, {"rounding": "stochastic"}, {"rotation": True}, {"first_visit": "full"}],
+    [
+        {},
+        {"group_size": 24},
+        {"scale": "rms"},
+        {"rounding": "stochastic"},
+        {"rotation": True},
+        {"first_visit": "full"},
+        {"scale": "channels"},
+        {"scale": "channels", "group_size": 24, "gain": "least_error"},
+        {"scale": "cached_channels"},
+    ],
     ids=str,
 )
 def test_both_ends_hold_the_same_whatever_comes(options: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from pipecomp.buffers.base import GRADIENT
 from pipecomp.config import Config
 from pipecomp.errors import ConfigError, NonFiniteError
+from pipecomp.plan.packet_sizes import activation_bytes, gradient_bytes
 from pipecomp.stages.link.layout import Layout, gradient_unit
 from tests.lazy_staging import on_both
 from tests.link_fixtures import S, layout, link, quantized, stored, train_step
@@ -61,6 +62,8 @@ def test_changes_are_sent_where_they_are_smaller_and_gradients_elsewhere() -> No
         {},
         {"group_size": 5},
         {"scale": "rms"},
+        {"scale": "channels"},
+        {"scale": "cached_channels"},
         {"rounding": "stochastic"},
         {"backward_first_visit": 2},
         {"first_visit": 8, "rotation": True},
@@ -74,6 +77,21 @@ def test_both_ends_hold_the_same(options: dict[str, Any], bits: int) -> None:
         visit(up, down, torch.randn(len(where.ids), S, H), where, step, 4096.0)
         assert stored(up, GRADIENT) == stored(down, GRADIENT) != {}
         assert [h.digest for h in up.store.inventory()] == [h.digest for h in down.store.inventory()]
+
+
+@pytest.mark.parametrize("scale", ["max", "channels", "cached_channels"])
+def test_sizes_are_predicted_exactly(scale: str) -> None:
+    up, down = link({**DELTA, "first_visit": 4, "scale": scale})
+    where = layout((1, 2), (8, 5))
+    for step in range(2):
+        before = [getattr(up.stats, way).bytes_sent for way in ("forward", "backward")]
+        visit(up, down, torch.randn(2, S, H), where, step, 4096.0)
+        sent = [getattr(up.stats, way).bytes_sent for way in ("forward", "backward")]
+        sizes = [
+            f(up._config, 0, where.counts, H, torch.float32, first_visit=not step)
+            for f in (activation_bytes, gradient_bytes)
+        ]
+        assert [b - a for a, b in zip(before, sent, strict=True)] == sizes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
