@@ -29,12 +29,14 @@ class MethodOptions(Section):
         by_matrix: the method compresses matrices, and needs the shapes of parameters.
         in_optimizer: an optimizer exchanges its momentum with the method, so that gradients stay local.
         measured: options that `pipecomp bench allreduce` measures.
+        added: options that older checkpoints lack, with their defaults.
     """
 
     section: ClassVar[str] = "gradients"
     by_matrix: ClassVar[bool] = False
     in_optimizer: ClassVar[bool] = False
     measured: ClassVar[Sequence[Mapping[str, Any]]] = ({},)
+    added: ClassVar[Mapping[str, Any]] = {}
 
     def adaptable(self) -> Adaptable | None:
         """Return the option that may differ between layers (`gradients.adaptive`), and the default values to try."""
@@ -80,6 +82,16 @@ def _one_norm(value: Any) -> str | float:
     return "inf" if math.isinf(value) else value
 
 
+_Norm = Annotated[Any, BeforeValidator(_norm)]
+_MAX_OF_L2 = (2, "inf")
+
+
+def _exponents(norm: Any) -> tuple[float, float]:
+    """Return (q, p): q within a worker, p over workers."""
+    q, p = norm if isinstance(norm, tuple) else (norm, norm)
+    return float(q), float(p)
+
+
 class NoOptions(MethodOptions):
     """`none`, `fp16` and `terngrad`."""
 
@@ -96,7 +108,7 @@ class GlobalQsgdOptions(MethodOptions):
 
     levels: Annotated[str, OneOf(("linear", "exponential"))] = "exponential"
     bits: int = _width(8)
-    norm: Annotated[Any, BeforeValidator(_norm)] = "inf"
+    norm: _Norm = "inf"
     sparse: bool = False
 
     measured: ClassVar = (
@@ -130,8 +142,7 @@ class GlobalQsgdOptions(MethodOptions):
     @property
     def exponents(self) -> tuple[float, float]:
         """(q, p): q within a worker, p over workers."""
-        q, p = self.norm if isinstance(self.norm, tuple) else (self.norm, self.norm)
-        return float(q), float(p)
+        return _exponents(self.norm)
 
     def adaptable(self) -> Adaptable | None:
         if self.sparse:  # the size of sparse codes depends on the values
@@ -167,11 +178,23 @@ class NuQsgdOptions(MethodOptions):
 
 
 class MultiScaleOptions(MethodOptions):
-    """`qsgd_mn_ts`. bits: width of each scale, ascending; codes have the first width."""
+    """`qsgd_mn_ts`.
+
+    Attributes:
+        bits: width of each scale, ascending; codes have the first width.
+        norm: as for `global_qsgd`.
+    """
 
     bits: _ScaleWidths = (4, 8)
+    norm: _Norm = _MAX_OF_L2
 
     measured: ClassVar = ({"bits": (4, 8)},)
+    added: ClassVar = {"norm": _MAX_OF_L2}
+
+    @property
+    def exponents(self) -> tuple[float, float]:
+        """(q, p): q within a worker, p over workers."""
+        return _exponents(self.norm)
 
 
 class RandomKOptions(MethodOptions):
@@ -181,6 +204,9 @@ class RandomKOptions(MethodOptions):
         k: coordinates, a number or a share below 1.
         rescale: multiply by d/k, which makes the mean unbiased.
         error_feedback: add dropped values to later gradients.
+        coordinates: "random": drawn anew in every call; "walk": the next k of a random order of all, which is drawn
+            anew at its end.
+        norm: of the k values, as for `global_qsgd`.
     """
 
     k: Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, lt=1)] = Field(
@@ -188,14 +214,24 @@ class RandomKOptions(MethodOptions):
     )
     rescale: bool = False
     error_feedback: bool = False
+    coordinates: Annotated[str, OneOf(("random", "walk"))] = "random"
+    norm: _Norm = _MAX_OF_L2
 
     measured: ClassVar = ({"k": 10_000},)
+    added: ClassVar = {"coordinates": "random", "norm": _MAX_OF_L2}
+
+    @property
+    def exponents(self) -> tuple[float, float]:
+        """(q, p): q within a worker, p over workers."""
+        return _exponents(self.norm)
 
     def adaptable(self) -> Adaptable | None:
-        """Only a share scales with the size of a group of layers; a number of coordinates would not."""
-        return ("k", (self.k / 4, self.k / 2, min(2 * self.k, 0.99))) if isinstance(self.k, float) else None
+        """Only a share scales with the size of a group of layers, and a walk needs the same layers in every call."""
+        if not isinstance(self.k, float) or self.coordinates == "walk":
+            return None
+        return "k", (self.k / 4, self.k / 2, min(2 * self.k, 0.99))
 
-    def coordinates(self, d: int) -> int:
+    def count_of(self, d: int) -> int:
         """Return K for a bucket of d values."""
         return min(d, max(1, round(self.k * d)) if isinstance(self.k, float) else self.k)
 
@@ -223,15 +259,28 @@ class CasqOptions(MethodOptions):
 
     Attributes:
         bits: bits per cluster number.
-        buckets: number of means as a share of the values.
+        buckets: number of means as a share of the values; 0: each cluster's values become its center.
+        allocation: buckets of a cluster: "entropy" of its histogram times its share of the values, or "equal".
         interval: steps between clusterings.
+        sample: share of the values that are clustered.
+        error_feedback: add what the means leave out to later gradients.
     """
 
     bits: int = _width(4, least=1)
-    buckets: _Share = 0.005
+    buckets: float = Field(default=0.005, ge=0, le=1, description="a share from 0 to 1")
+    allocation: Annotated[str, OneOf(("entropy", "equal"))] = "entropy"
     interval: int = Field(default=100, ge=1)
+    sample: _Share = 0.1
+    error_feedback: bool = True
 
     measured: ClassVar = ({"bits": 4},)
+    added: ClassVar = {"allocation": "entropy", "sample": 0.1, "error_feedback": True}
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        ok = self.buckets > 0 or self.allocation == "entropy"
+        require(ok, "allocation", self.allocation, "'entropy' with 0 buckets", "There are none to allocate.")
+        return self
 
 
 class DoubleSqueezeOptions(MethodOptions):
@@ -452,6 +501,7 @@ class LocalSteps(Section):
 # -- the section
 
 _OPTIONS = tuple(dict.fromkeys(name for options in METHODS.values() for name in options.model_fields))
+_ADDED_KEYS = ("coordinates", "allocation", "sample")  # no older method had options of these names
 
 if TYPE_CHECKING:
     _Flat = Any
@@ -550,7 +600,10 @@ class Gradients(_Flat):
             Checkpoints and stores compare these values, so keys that were added later are absent by default.
         """
         values = self.model_dump()
-        for name in ("adaptive", *_LOCAL_KEYS):
+        for name, default in METHODS[self.method].added.items():
+            if values[name] == default:
+                values[name] = None
+        for name in ("adaptive", *_LOCAL_KEYS, *_ADDED_KEYS):
             if values[name] is None:
                 del values[name]
         return values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 from pipecomp.allreduce import State, allreduce_mean
 from pipecomp.allreduce.loopback import LoopbackGroup, run_threads
 from pipecomp.allreduce.methods.casq import k_means, share_buckets
+from pipecomp.kernels import ops
 
 Options = dict[str, Any]
 SQUEEZE: Options = {"method": "double_squeeze", "bits": 8, "group_size": 16}
@@ -56,6 +58,10 @@ def is_whole(x: Tensor) -> bool:
         ({"method": "global_qsgd", "levels": "linear", "bits": 3, "norm": ["inf", 1]}, 3, 5.2),  # largest, then summed
         ({"method": "global_qsgd", "levels": "linear", "bits": 3, "norm": 2}, 3, math.sqrt(25 + 2.25)),
         ({"method": "global_qsgd", "levels": "linear", "bits": 3}, 3, 4.0),
+        ({"method": "qsgd_mn_ts", "bits": [3, 3 + 1], "norm": 1}, 3 * 7, 7.0 + 2.1),  # levels are multiples of both
+        ({"method": "grandk_mn", "k": 2, "bits": 3}, 3, 5.0),
+        ({"method": "grandk_mn", "k": 2, "bits": 3, "norm": "inf"}, 3, 4.0),
+        ({"method": "grandk_mn_ts", "k": 2, "bits": [3, 4], "norm": "inf"}, 3 * 7, 4.0),
     ],
     ids=lambda value: name(value) if isinstance(value, dict) else "",
 )
@@ -120,6 +126,22 @@ def test_every_call_draws_anew_and_every_rank_for_itself(options: Options) -> No
         for a, b in ((0, 1), (0, 2), (1, 2)):
             assert not torch.equal(means[a], means[b])
     assert not torch.equal(alone[0], both[0])  # two ranks with one noise would give what one gives
+
+
+@pytest.mark.parametrize("k", [30, 0.29])
+def test_a_walk_takes_every_coordinate_once_before_any_again(k: int | float) -> None:
+    """Of each key for itself; rescaling makes each call's mean unbiased, also that of the shorter last part."""
+    state = State(group=LoopbackGroup(0, 1, {}), method="grandk_mn", k=k, coordinates="walk", rescale=True)
+    chosen = []
+    for _ in range(8):
+        chosen.append(allreduce_mean(state, torch.ones(100), "one").nonzero().flatten().tolist())
+        allreduce_mean(state, torch.ones(77), "another")
+    state.close()
+    length = 30 if k == 30 else 29
+    assert [len(part) for part in chosen] == 2 * [length, length, length, 100 - 3 * length]
+    first, second = chosen[:4], chosen[4:]
+    assert sorted(itertools.chain(*first)) == sorted(itertools.chain(*second)) == list(range(100))
+    assert first != second, "another order"
 
 
 def test_what_exponential_codes_are_reduced_with_is_drawn_anew() -> None:
@@ -271,8 +293,51 @@ def test_casq_has_a_center_on_each_side_of_zero(sign: int) -> None:
 
 def test_casq_shares_buckets_by_entropy_and_number() -> None:
     """H · μ: 5 bits times a half, 1 bit times a quarter, and one value that repeats, which needs no bucket."""
-    spread = torch.linspace(10.0, 41.0, 32)  # one value in each bin of the histogram: 5 bits
+    spread = torch.linspace(8.0, 70.0, 32)  # values of different bins of the histogram: 5 bits
     two = torch.tensor([100.0, 104.0]).repeat(8)  # 1 bit
     same = torch.full((16,), 200.0)
-    centers = torch.tensor([25.0, 102.0, 200.0])
-    assert share_buckets(torch.cat([spread, two, same]), centers, 110).tolist() == [100, 10, 0]
+    centers = torch.tensor([39.0, 102.0, 200.0])
+    values = torch.cat([spread, two, same])
+    assert share_buckets(values, centers, 111).tolist() == [100, 10, 0]
+    assert share_buckets(values, centers, 111, equal=True).tolist() == [37, 37, 37]
+    assert share_buckets(values, centers, 0).tolist() == [0, 0, 0]
+    assert share_buckets(torch.ones(9), centers, 10).tolist() == [0, 0, 0], "one value for all: no means are needed"
+
+
+@pytest.mark.parametrize("bits", [2, 3])
+@pytest.mark.parametrize("tail", ["normal", "Laplace"])
+def test_casq_gives_wide_clusters_more_buckets_for_each_value(tail: str, bits: int) -> None:
+    """The paper's section 3.2: a large interval requires many buckets, a small one few."""
+    torch.manual_seed(0)
+    values = torch.randn(50_000) if tail == "normal" else torch.distributions.Laplace(0.0, 1.0).sample((50_000,))
+    centers = k_means(values, 1 << bits)
+    counts = share_buckets(values, centers, 500)
+    cluster = ops.kmeans_assign(values, centers).long()
+    members = [values[cluster == k] for k in range(1 << bits)]
+    by_width = sorted(range(1 << bits), key=lambda k: float(members[k].max() - members[k].min()))
+    each = [float(counts[k]) / len(members[k]) for k in by_width]
+    half = len(each) // 2
+    assert max(each[:half]) < min(each[half:])
+    assert 480 <= int(counts.sum()) <= 500
+
+
+def test_casq_without_error_feedback_keeps_nothing() -> None:
+    """All of the paper's results on CIFAR; the mean is then that of one call, whatever came before."""
+    x = randn(3000, 3)
+    state = State(group=LoopbackGroup(0, 1, {}), method="casq", bits=2, error_feedback=False)
+    first, second = (allreduce_mean(state, x).clone() for _ in range(2))
+    assert torch.equal(first, second)
+    assert state.memory.norm() == 0
+    state.close()
+    kept = State(group=LoopbackGroup(0, 1, {}), method="casq", bits=2)
+    assert torch.equal(allreduce_mean(kept, x), first), "the first call has no residual"
+    assert not torch.equal(allreduce_mean(kept, x), first)
+    kept.close()
+
+
+def test_casq_without_buckets_decodes_to_centers() -> None:
+    x = randn(2000, 4)
+    state = State(group=LoopbackGroup(0, 1, {}), method="casq", bits=2, buckets=0)
+    centers = k_means(x, 4)
+    assert torch.equal(allreduce_mean(state, x), centers[ops.kmeans_assign(x, centers).long()])
+    state.close()

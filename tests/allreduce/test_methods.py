@@ -32,6 +32,8 @@ UNBIASED: list[Options] = [
     {"method": "qsgd_mn_ts", "bits": [2, 4, 6, 12]},
     {"method": "grandk_mn", "k": 0.25, "rescale": True},
     {"method": "grandk_mn_ts", "k": 0.25, "rescale": True},
+    {"method": "qsgd_mn_ts", "bits": [2, 6], "norm": "inf"},
+    {"method": "grandk_mn", "k": 0.3, "rescale": True, "coordinates": "walk", "norm": "inf"},
     {"method": "qsgd", "bits": 4},
     {"method": "terngrad"},
     {"method": "nuqsgd", "bits": 4},
@@ -39,7 +41,10 @@ UNBIASED: list[Options] = [
 BIASED: list[Options] = [
     {"method": "grandk_mn", "k": 100},
     {"method": "grandk_mn_ts", "k": 0.1, "error_feedback": True},
+    {"method": "grandk_mn_ts", "k": 0.1, "error_feedback": True, "coordinates": "walk"},
     {"method": "casq", "bits": 3, "interval": 5},
+    {"method": "casq", "bits": 3, "interval": 5, "allocation": "equal", "sample": 0.5},
+    {"method": "casq", "bits": 2, "error_feedback": False},
     {"method": "double_squeeze", "bits": 4, "group_size": 64},
     {"method": "double_squeeze", "bits": 1, "group_size": 16},
 ]
@@ -240,7 +245,10 @@ def test_nan_reaches_every_rank_and_no_memory(options: Options, bad: float) -> N
         assert torch.equal(after, without)
 
 
-@pytest.mark.parametrize("options", [o for o in BIASED if o["method"] != "grandk_mn"], ids=name)
+REMEMBERING = [o for o in BIASED if o.get("error_feedback", o["method"] != "grandk_mn")]
+
+
+@pytest.mark.parametrize("options", REMEMBERING, ids=name)
 def test_error_memories_send_what_was_left_out(options: Options) -> None:
     """The mean of many calls on one input comes near the true mean, and the memory does not grow."""
     n, calls = 3, 150
@@ -285,6 +293,7 @@ RESTORED: list[Options] = [
     {"method": "casq", "interval": 3},
     {"method": "global_qsgd"},
     {"method": "grandk_mn", "k": 0.1},
+    {"method": "grandk_mn", "k": 0.15, "coordinates": "walk"},
 ]
 
 
@@ -303,6 +312,18 @@ def test_restored_memories_continue_alike(options: Options) -> None:
 
     for went_on, restored in run_threads(2, work):
         assert torch.equal(went_on, restored)
+
+
+def test_options_that_were_added_later_are_not_in_files_of_defaults() -> None:
+    """A file from before they were there is loaded, and one with another value is another state's."""
+    for method, more in (("casq", {"sample": 0.5}), ("grandk_mn", {"norm": "inf"}), ("qsgd_mn_ts", {"norm": 2})):
+        file = State(method).state_dict()
+        assert file["options"]["norm"] is None
+        assert not {"coordinates", "sample", "allocation"} & file["options"].keys()
+        assert method != "casq" or file["options"]["error_feedback"] is None
+        State(method).load_state_dict(file)
+        with pytest.raises(ConfigError, match="options"):
+            State(method, **more).load_state_dict(file)
 
 
 def test_a_state_of_another_method_is_refused() -> None:
@@ -324,6 +345,10 @@ def test_a_state_of_another_method_is_refused() -> None:
         ({"method": "grandk_mn", "k": 0}, "gradients.k"),
         ({"method": "grandk_mn", "rescale": True, "error_feedback": True}, "gradients.rescale"),
         ({"method": "casq", "interval": 0}, "gradients.interval"),
+        ({"method": "casq", "sample": 0}, "gradients.sample"),
+        ({"method": "casq", "buckets": 0, "allocation": "equal"}, "gradients.allocation"),
+        ({"method": "grandk_mn", "coordinates": "first"}, "gradients.coordinates"),
+        ({"method": "qsgd_mn", "norm": "inf"}, "gradients.norm"),
         ({"method": "terngrad", "bits": 2}, "gradients.bits"),
         ({"method": "quantized_adam"}, "gradients.freeze_step"),
         ({"method": "quantized_adam", "freeze_step": 5}, "method"),

@@ -31,6 +31,7 @@ EXACT: list[Options] = [
     {"method": "grandk_mn", "k": 0.25, "rescale": True},
     {"method": "grandk_mn", "k": 100},
     {"method": "grandk_mn_ts", "k": 0.1, "error_feedback": True},
+    {"method": "grandk_mn", "k": 0.25, "norm": "inf"},
     {"method": "qsgd", "bits": 5},
     {"method": "terngrad"},
     {"method": "nuqsgd", "bits": 4},

@@ -69,7 +69,6 @@ IN_ENGINE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"zero_optimization": {"stage": 1}},
     ),
     "quantized_adam": ({"method": "quantized_adam", "freeze_step": 2, "bits": 8, "group_size": 64}, {}),
-    "casq, BF16": ({"method": "casq", "interval": 2}, {"bf16": {"enabled": True}}),
 }
 
 

@@ -3,27 +3,29 @@
 Every `interval` steps rank 0 computes centers by k-means on a tenth of its values (with the error-feedback residual)
 and broadcasts them. A value belongs to the nearest center on its side of zero, in b bits; within its cluster a hash of
 its coordinate selects one of the cluster's buckets, and it is decoded to the mean of that bucket. Clusters share the
-buckets in proportion to their number of values and entropy. The error stays in an error-feedback residual. Source:
-docs/algorithms.md, 2.5, with the paper's line 8 corrected: the value *with* its residual is compressed.
+buckets in proportion to their number of values and entropy. The error stays in an error-feedback residual, unless
+`error_feedback` is false. Source: docs/algorithms.md, 2.5, with the paper's line 8 corrected: the value *with* its
+residual is compressed.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipecomp.allreduce.call import SAMPLE, Call, Slices
+from pipecomp.allreduce.call import SAMPLE, Call, Slices, all_within
 from pipecomp.allreduce.error_feedback import Residuals
 from pipecomp.allreduce.method import FLOAT, Average, Exchange, ExchangePlan, GradientMethod, PiecePlan, Shapes, to_all
 from pipecomp.allreduce.reduce_scatter import packed_bytes
 from pipecomp.config.gradients import CasqOptions
 from pipecomp.kernels import ops
 
-SHARE = 0.1  # of the values, for clustering
+FEWEST = 4096  # values that are clustered, if there are so many
 ROUNDS = 10  # of k-means
-_BINS = 32  # of a cluster's histogram
+BINS = 32  # of the histogram, for each cluster
 _SAMPLING, _HASH = 3, 4  # purposes of random draws
 LARGEST_SUM = 2.0**120  # of a value and its residual
 
@@ -41,7 +43,7 @@ class Casq(GradientMethod):
         clusters = 1 << self.options.bits
         centers = 12 * clusters * (n - 1) / self.options.interval
         broadcast = Exchange((centers, *[0.0] * (n - 1)), centers)
-        means = clusters + max(1, round(self.options.buckets * d))
+        means = clusters + bucket_count(self.options.buckets, d)
         everything = PiecePlan(to_all(FLOAT * means + packed_bytes(d, self.options.bits), n))
         return ExchangePlan((to_all(16, n), broadcast), ((everything,),), exact=False)
 
@@ -52,21 +54,26 @@ class CasqAverage:
     saved_as = "casq"
 
     def __init__(self, options: CasqOptions, residuals: Residuals) -> None:
-        self._clusters, self._bits = 1 << options.bits, options.bits
-        self._share, self._interval, self._residuals = options.buckets, options.interval, residuals
+        self._clusters, self._options, self._residuals = 1 << options.bits, options, residuals
         # By key: uses, centers, buckets of each cluster, and the slices of the bucket at the last clustering.
         self._plans: dict[str, tuple[int, Tensor, Tensor, Slices | None]] = {}
 
     def mean(self, x_d: Tensor, out_d: Tensor, call: Call) -> None:
         """Average. If any rank has NaN or Inf, all ranks get NaN and residuals are unchanged."""
-        with self._residuals.added_to(x_d, out_d, call, LARGEST_SUM) as sums:
-            if sums is not None:
-                self._mean(*sums, out_d, call)
+        if self._options.error_feedback:
+            with self._residuals.added_to(x_d, out_d, call, LARGEST_SUM) as sums:
+                if sums is not None:
+                    self._mean(*sums, out_d, call)
+        elif all_within(x_d, call, LARGEST_SUM):
+            g_d = x_d.to(torch.float32, memory_format=torch.contiguous_format)
+            self._mean(torch.empty_like(g_d), g_d, out_d, call)
+        else:
+            out_d.fill_(math.nan)
 
     def _mean(self, e_d: Tensor, sum_d: Tensor, out_d: Tensor, call: Call) -> None:
         """Average x + e; the residual becomes the error."""
         centers, counts = self._plan(sum_d, call)
-        sketch = ops.Sketch(counts, self._bits, ops.mix_seed(call.seed, _HASH))
+        sketch = ops.Sketch(counts, self._options.bits, ops.mix_seed(call.seed, _HASH))
         with call.counters.part("quantize"):
             codes, means = ops.sketch_encode_(sum_d, e_d, centers, sketch)
             call.counters.add_error(sum_d[:SAMPLE], sum_d[:SAMPLE] - e_d[:SAMPLE])
@@ -88,13 +95,14 @@ class CasqAverage:
         """Return centers (float32 [K], ascending) and buckets of each cluster (int64 [K]), the same on all ranks."""
         nothing = torch.empty(0, dtype=torch.float32)
         uses, centers, counts, slices = self._plans.get(call.key, (0, nothing, nothing, None))
-        if uses % self._interval == 0 or slices != call.slices:
+        if uses % self._options.interval == 0 or slices != call.slices:
             data = torch.empty(12 * self._clusters, dtype=torch.uint8)
             if call.group.rank == 0:
                 with call.counters.part("quantize"):
-                    sample = take_sample(sum_d, call.draw(_SAMPLING)).cpu()
+                    sample = take_sample(sum_d, self._options.sample, call.draw(_SAMPLING)).cpu()
                     centers = k_means(sample, self._clusters)
-                    counts = share_buckets(sample, centers, max(1, round(self._share * sum_d.numel())))
+                    buckets = bucket_count(self._options.buckets, sum_d.numel())
+                    counts = share_buckets(sample, centers, buckets, equal=self._options.allocation == "equal")
                     data = torch.cat([centers.view(torch.uint8), counts.view(torch.uint8)])
             with call.counters.part("wait"):
                 data = call.group.broadcast(data)
@@ -112,10 +120,15 @@ class CasqAverage:
         self._plans = {key: plan if len(plan) == 4 else (*plan, None) for key, plan in state.items()}
 
 
-def take_sample(x_d: Tensor, seed: int) -> Tensor:
-    """Draw a tenth of the values with replacement, or 4,096 if that is more; all values if there are no more."""
+def bucket_count(share: float, d: int) -> int:
+    """Return the buckets of d values, at least one unless the share is 0."""
+    return max(1, round(share * d)) if share else 0
+
+
+def take_sample(x_d: Tensor, share: float, seed: int) -> Tensor:
+    """Draw a share of the values with replacement, or FEWEST if that is more; all values if there are no more."""
     d = x_d.numel()
-    count = min(d, max(4096, int(d * SHARE)))
+    count = min(d, max(FEWEST, int(d * share)))
     if count == d:
         return x_d
     index = torch.randint(d, (count,), generator=torch.Generator().manual_seed(seed))
@@ -153,20 +166,29 @@ def _one_side(values: Tensor, k: int) -> Tensor:
     return centers.to(torch.float32)
 
 
-def share_buckets(sample: Tensor, centers: Tensor, buckets: int) -> Tensor:
+def share_buckets(sample: Tensor, centers: Tensor, buckets: int, *, equal: bool = False) -> Tensor:
     """Distribute `buckets` over clusters in proportion to H_k · μ_k (entropy, share of values); int64 [K].
 
-    A cluster with no bucket uses its center.
+    H_k is the entropy over the bins of one histogram of all values, in which a wide cluster covers many bins and a
+    narrow one few: of two clusters with as many values, the wide one gets more buckets. A cluster with no bucket uses
+    its center.
+
+    Args:
+        sample: values, float32 on the CPU.
+        centers: of the clusters, float32 [K].
+        buckets: number of all.
+        equal: give every cluster that has values as many.
     """
-    cluster = ops.kmeans_assign(sample, centers).long()
     K = centers.numel()
-    weight = torch.zeros(K, dtype=torch.float64)
-    for k in range(K):
-        values = sample[cluster == k]
-        if values.numel() > 1 and float(values.max()) > float(values.min()):
-            share = torch.histc(values, _BINS).double() / values.numel()
-            share = share[share > 0]
-            weight[k] = float(-(share * share.log2()).sum()) * values.numel() / sample.numel()
-    if float(weight.sum()) == 0:
-        return torch.zeros(K, dtype=torch.int64)
-    return (buckets * weight / weight.sum()).floor().long()
+    cluster = ops.kmeans_assign(sample, centers).long()
+    sizes = torch.bincount(cluster, minlength=K).double()
+    weight = (sizes > 0).double()
+    low, high = (float(limit) for limit in torch.aminmax(sample))
+    if not equal and high > low:
+        bins = BINS * K
+        number = ((sample.double() - low) * (bins / (high - low))).long().clamp_(max=bins - 1)
+        counts = torch.bincount(cluster * bins + number, minlength=K * bins).view(K, bins)
+        entropy = torch.special.entr(counts / sizes.clamp(min=1)[:, None]).sum(1)
+        weight = entropy * sizes
+    total = float(weight.sum())
+    return (buckets * weight / total).floor().long() if total and high > low else torch.zeros(K, dtype=torch.int64)

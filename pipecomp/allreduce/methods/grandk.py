@@ -7,6 +7,8 @@ Coordinates are drawn by a generator of their own, seeded by run and call, which
 from __future__ import annotations
 
 import math
+import zlib
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,15 +17,15 @@ from pipecomp.allreduce.call import LARGEST, Call, all_within, squared_norm
 from pipecomp.allreduce.error_feedback import Residuals
 from pipecomp.allreduce.method import Average, ExchangePlan, GradientMethod, Shapes, to_all
 from pipecomp.allreduce.methods.qsgd import (
-    MAX_OF_L2,
     DitheredAverage,
     MultiScaleAverage,
     linear_pieces,
     multi_scale_passes,
 )
 from pipecomp.config.gradients import GrandKMultiScaleOptions, GrandKOptions, RandomKOptions
+from pipecomp.kernels import ops
 
-_COORDINATES = 2  # purpose of random draws
+_COORDINATES, _ORDER = 2, 5  # purposes of random draws
 SUMMABLE = 2.0**100  # magnitude up to which float32 holds the L2 norm of any number of values
 
 
@@ -33,15 +35,17 @@ class GrandK(GradientMethod):
     options: GrandKOptions | GrandKMultiScaleOptions
 
     def average(self, residuals: Residuals) -> Average:
-        bits = self.options.bits
-        inner = MultiScaleAverage(bits) if isinstance(bits, tuple) else DitheredAverage(bits, MAX_OF_L2)
-        return RandomKAverage(inner, self.options, residuals)
+        bits, exponents = self.options.bits, self.options.exponents
+        inner = MultiScaleAverage(bits, exponents) if isinstance(bits, tuple) else DitheredAverage(bits, exponents)
+        kind = WalkingKAverage if self.options.coordinates == "walk" else RandomKAverage
+        return kind(inner, self.options, residuals)
 
     def plan(self, d: int, n: int, shapes: Shapes | None = None) -> ExchangePlan:
         """Exchange the smallest and the largest value, then the norm, then codes."""
-        bits, count = self.options.bits, self.options.coordinates(d)
+        bits, count = self.options.bits, self.options.count_of(d)
         passes = multi_scale_passes(count, n, bits) if isinstance(bits, tuple) else (linear_pieces(count, n, bits),)
-        return ExchangePlan((to_all(16, n), to_all(8, n)), passes)
+        exact = self.options.coordinates == "random" or d % count == 0
+        return ExchangePlan((to_all(16, n), to_all(8, n)), passes, exact=exact)
 
 
 def random_coordinates(d: int, count: int, seed: int) -> Tensor:
@@ -84,10 +88,11 @@ class RandomKAverage:
     def _mean(self, e_d: Tensor | None, sum_d: Tensor, out_d: Tensor, call: Call) -> None:
         """Average x + e; the residual, if there is one, becomes what is left out."""
         d = sum_d.numel()
-        count = self._options.coordinates(d)
+        count = self._options.count_of(d)
         with call.counters.part("quantize"):
-            index = random_coordinates(d, count, call.draw(_COORDINATES)).to(sum_d.device)
+            index = self._coordinates(d, count, call).to(sum_d.device)
             chosen = sum_d[index]
+        count = index.numel()
         mean = torch.empty(count, device=sum_d.device, dtype=torch.float32)
         sent = torch.zeros_like(mean)
         self._inner.mean(chosen, mean, call, sent_d=None if e_d is None else sent)
@@ -98,8 +103,45 @@ class RandomKAverage:
             out_d.zero_()
             out_d[index] = mean * (d / count) if self._options.rescale else mean
 
+    def _coordinates(self, d: int, count: int, call: Call) -> Tensor:
+        """Choose `count` of d coordinates, int64."""
+        return random_coordinates(d, count, call.draw(_COORDINATES))
+
     def squared_error(self, x_d: Tensor, call: Call) -> float:
         """Return the squared error of dropped coordinates, the mean over all sets; quantization adds little."""
-        share = self._options.coordinates(x_d.numel()) / x_d.numel()
+        share = self._options.count_of(x_d.numel()) / x_d.numel()
         left_out = 1 / share - 1 if self._options.rescale else 1 - share
         return left_out * squared_norm(x_d)
+
+
+class WalkingKAverage(RandomKAverage):
+    """The next K coordinates of a random order of all, as in the code of the paper (arXiv:2109.12497).
+
+    Every coordinate is chosen once before any is chosen again. The last part of an order may be shorter.
+    """
+
+    saved_as = "walks"
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._taken: dict[str, int] = {}  # calls by key
+        self._orders: dict[str, tuple[int, Tensor]] = {}  # number of a key's order, and the order
+
+    def _coordinates(self, d: int, count: int, call: Call) -> Tensor:
+        taken = self._taken.get(call.key, 0)
+        self._taken[call.key] = taken + 1
+        number, place = divmod(taken, -(-d // count))
+        known, order = self._orders.get(call.key, (-1, torch.empty(0, dtype=torch.int64)))
+        if known != number or order.numel() != d:
+            seed = ops.mix_seed(call.seed, _ORDER, zlib.crc32(call.key.encode()), number)
+            order = torch.randperm(d, generator=torch.Generator().manual_seed(seed))
+            self._orders[call.key] = number, order
+        return order[place * count : (place + 1) * count]
+
+    def state_dict(self) -> dict[Any, Any]:
+        """Return the calls by key, from which the orders follow."""
+        return dict(self._taken)
+
+    def load_state_dict(self, state: dict[Any, Any], device: torch.device) -> None:
+        """Restore the calls by key."""
+        self._taken, self._orders = dict(state), {}

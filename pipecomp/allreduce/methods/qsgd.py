@@ -196,8 +196,8 @@ class DitheredAverage:
 class MultiScaleAverage:
     """Dithering with several scales: each value has the finest scale that fits it on every worker."""
 
-    def __init__(self, bits: tuple[int, ...]) -> None:
-        self._bits = bits[0]
+    def __init__(self, bits: tuple[int, ...], exponents: tuple[float, float]) -> None:
+        self._bits, self._exponents = bits[0], exponents
         self._levels = tuple(levels_of(b) for b in bits)
 
     def mean(self, x_d: Tensor, out_d: Tensor, call: Call, sent_d: Tensor | None = None) -> None:
@@ -206,7 +206,7 @@ class MultiScaleAverage:
         Note:
             Scales are selected before anything is rounded; a selection that depends on rounding would bias the mean.
         """
-        norm = shared_norm(x_d, MAX_OF_L2, call)
+        norm = shared_norm(x_d, self._exponents, call)
         if finish_without_codes(norm, out_d):
             return
         with call.counters.part("quantize"):
@@ -255,7 +255,7 @@ class QsgdMnTs(GradientMethod):
     options: MultiScaleOptions
 
     def average(self, residuals: Residuals) -> Average:
-        return MultiScaleAverage(self.options.bits)
+        return MultiScaleAverage(self.options.bits, self.options.exponents)
 
     def plan(self, d: int, n: int, shapes: Shapes | None = None) -> ExchangePlan:
         return ExchangePlan((to_all(8, n),), multi_scale_passes(d, n, self.options.bits))
