@@ -11,6 +11,7 @@ PipecompError
   StoreError           the message store: damaged, full, or of another run
   OutputError          a file that a run writes cannot be written; raised on every rank
     CheckpointError    a checkpoint
+  StalledError         this rank's own data, callback or disk did not answer in time
   KeysError            keys and certificates: missing, expired, revoked, of another run or rank
   LinkError            the exchange between two stages
     BaseMismatchError  a delta against a cached activation that the receiver does not have
@@ -113,6 +114,10 @@ class CheckpointError(OutputError):
     """A checkpoint cannot be written; no part of it remains on disk."""
 
 
+class StalledError(PipecompError, TimeoutError):
+    """A rank has waited too long for something of its own: data, a callback, a tracker, a disk."""
+
+
 class KeysError(PipecompError, RuntimeError):
     """A key or certificate is missing, expired, revoked, or issued for another run or rank."""
 
@@ -130,7 +135,14 @@ class DriftError(LinkError):
 
 
 class LinkTimeoutError(LinkError, TimeoutError):
-    """Nothing arrived on the link in time."""
+    """Nothing arrived in time. `rank` is the global rank that is silent, None if it is not known."""
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.rank)
 
 
 class PeerLostError(LinkError, ConnectionError):

@@ -35,7 +35,7 @@ from pipecomp.data import (
 )
 from pipecomp.distributed.collectives import open_groups
 from pipecomp.distributed.consistency import AllRanks
-from pipecomp.distributed.heartbeat import Heartbeat, process_heartbeat
+from pipecomp.distributed.heartbeat import Heartbeat, RankPlace, process_heartbeat
 from pipecomp.distributed.rendezvous import join_processes
 from pipecomp.engine.build import RunArguments, build_engine, open_links, open_transports
 from pipecomp.engine.deepspeed_patches import attach_deepspeed, deepspeed_groups
@@ -57,6 +57,7 @@ from pipecomp.plan.auto_bits import (
 from pipecomp.plan.simulation import TCP_SHARE, Channel, LinkNetwork
 from pipecomp.stages.partition.splitting import Stage
 from pipecomp.tls.process_group import current_mesh
+from pipecomp.utils.activity import limits, waiting_for_data
 
 
 def initialize(
@@ -123,11 +124,14 @@ def initialize(
             model, num_stages, cuts, config, all_ranks, own_loss=loss_fn is not None, given=arguments.given()
         )
         heartbeat.timeout_s = setup.settings.transport.timeout_s
+        limits.data_s = setup.settings.transport.data_timeout_s
         engine = build_engine(setup, arguments, all_ranks)
+        heartbeat.places = [RankPlace(*place) for place in all_ranks.all_gather_object(RankPlace.here(engine.stage_id))]
         facts = optimizer_facts(engine)
         with all_ranks.collective_errors():
             if training_data is not None:
-                facts |= _set_training_data(engine, training_data, collate_fn, setup.settings.seed, shuffle)
+                with waiting_for_data(training_data):
+                    facts |= _set_training_data(engine, training_data, collate_fn, setup.settings.seed, shuffle)
         all_ranks.assert_same_where_known(facts)  # middle stages may have no data
         count_tokens = partial(sample_length, training_data) if tokens is None else lambda stage: tokens
         _connect(engine, setup, count_tokens, all_ranks, heartbeat)

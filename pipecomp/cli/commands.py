@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -297,6 +298,7 @@ def up(
         shown = up_launcher.own_address(bind.port) if bind.is_wildcard else bind
         reached = shown if address is None else Address.parse(address, "address")
     else:
+        at = at if re.search(r":\d+$", at) else f"{at}:{_UP_PORT}"
         reached = Address.parse(address or at, "at" if address is None else "address")
     run = up_launcher.UpRun(address=reached, machines=machines, procs=procs, command=tuple(command))
     checks = up_launcher.Checks(doctor=doctor, plan=plan, anyway=anyway)

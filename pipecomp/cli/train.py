@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -24,8 +24,6 @@ _PACKAGE = Path(pipecomp.__file__).parent
 _README = "README.md"
 _OUTSIDE_LINK = re.compile(r"\[([^\]]+)\]\((?:\.\./)[^)]*\)")  # links to pages outside the copy
 _SHARED_FILE = re.compile(r"recipes/((?:\w+/)?\w+\.(?:py|json))")  # files of other recipes that its commands need
-_SECRET = re.compile("TOKEN|PASSWORD|SECRET|API_KEY")
-_CREDENTIALS = re.compile(r"://[^/\s]*@")
 
 
 # -- init
@@ -138,7 +136,7 @@ def train(
     every process runs this command with --out and becomes one rank.
     """
     from pipecomp.distributed.launch_env import read_launch
-    from pipecomp.distributed.ssh_launcher import assign_ranks, launch_ranks, working_directory
+    from pipecomp.distributed.ssh_launcher import assign_ranks, check_hosts, launch_ranks, working_directory
     from pipecomp.report.recorder import default_folder
     from pipecomp.utils.processes import python_module_command
 
@@ -157,21 +155,16 @@ def train(
     read_launch(os.environ)  # refuses srun's tasks that have no rank
     hosts = [] if options.peers is None else [host.strip() for host in options.peers.split(",")]
     ranks = assign_ranks(command, options.stages or len(hosts) or 2, hosts)
-    if dry_run or any(rank.host for rank in ranks):
-        shown = os.environ if dry_run else hide_secrets(os.environ)  # a dry run's lines are for pasting
+    if dry_run:
         for rank in ranks:
-            print_line(f"{rank.host or 'here'}: {rank.shell_line(working_directory(), shown)}")
-    if not dry_run:
+            print_line(f"{rank.host or 'here'}: {rank.shell_line(working_directory(), os.environ)}")
+    else:
+        if any(rank.host for rank in ranks):
+            places = [f"rank {rank.rank} on {rank.host or 'this machine'}" for rank in ranks]
+            print_status(f"Starting {', '.join(places)}.")
+            check_hosts(ranks)
         print_status("Measuring with 1 process." if len(ranks) == 1 else f"Measuring between {len(ranks)} processes.")
         raise typer.Exit(launch_ranks(ranks))
-
-
-def hide_secrets(environment: Mapping[str, str]) -> dict[str, str]:
-    """Replace tokens, and passwords in addresses, by dots: output is kept in logs."""
-    return {
-        name: "..." if _SECRET.search(name) else _CREDENTIALS.sub("://...@", value)
-        for name, value in environment.items()
-    }
 
 
 def check_sources(key: str, paths: Sequence[Path]) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from pipecomp.config.checks import OneOf, Section
+from pipecomp.utils.activity import DATA_TIMEOUT_S
 
 
 class TransportConfig(Section):
@@ -18,6 +19,8 @@ class TransportConfig(Section):
         checksum: protect every packet by a CRC-32.
         timeout_s: seconds of silence after which a peer counts as lost; three quarters of that in a collective over
             gloo.
+        data_timeout_s: seconds after which a rank that waits for its own data ends the run, in a callback, at a disk or
+            in reading the model three times as long; None for no limit.
         keys: this machine's folder of keys, for "tls"; None: PIPECOMP_KEYS.
         trusted_network: allow "gloo" at an address that is reachable from the internet.
     """
@@ -27,6 +30,9 @@ class TransportConfig(Section):
     backend: Annotated[str, OneOf(("auto", "gloo", "tls"))] = "auto"
     checksum: bool = True
     timeout_s: int | float = Field(default=120.0, ge=1, le=86400, description="seconds from 1 to 86400")
+    data_timeout_s: int | float | None = Field(
+        default=DATA_TIMEOUT_S, ge=1, le=86400, description="null or seconds from 1 to 86400"
+    )
     keys: str | None = Field(default=None, min_length=1, description="null or a folder")
     trusted_network: bool = False
 

@@ -1,8 +1,11 @@
 """Heartbeats and failure reports of all ranks.
 
-Each rank writes one entry to torch's key-value store at least once a second and reads those of the others. A rank whose
-entry does not change for the configured time, over gloo for three quarters of it, is stopped, dead, or unreachable. A
-rank that fails adds a report of the first failed rank and the reason.
+Each rank writes one entry to torch's key-value store at least once a second and reads those of the others: its step,
+and what it does. A rank whose entry does not change for the configured time, over gloo for three quarters of it, is
+stopped, dead, or unreachable. A rank that fails adds a report of the first failed rank and the reason.
+
+The heartbeat also watches this process's own activities (`pipecomp/utils/activity.py`): it prints those that take long,
+and interrupts those that take longer than their limit.
 
 Note:
     A rank that waits in a link gets an error from the link. A rank that waits in a gloo collective cannot be woken:
@@ -17,20 +20,25 @@ import contextlib
 import math
 import os
 import re
+import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from pipecomp.errors import LinkTimeoutError, PeerLostError, PipecompError
+from pipecomp.distributed.preemption import say_here
+from pipecomp.distributed.supervisor import GO_ON
+from pipecomp.errors import LinkTimeoutError, PeerLostError, PipecompError, StalledError
 from pipecomp.tls.process_group import current_mesh
+from pipecomp.utils.activity import NOTICE_S, Activity, current_activity, progress
+from pipecomp.utils.cgroups import count_oom_kills
 
 LOST_STATUS = 13  # exit status of a rank that ends its own process
 DEFAULT_TIMEOUT_S = 120.0
@@ -46,8 +54,12 @@ _JOIN_S = 5.0
 _LEFT, _STOPPED = "left", "stopped"
 _KEY = "pipecomp/alive/{}"
 _ENTRY = re.compile(
-    rf"\d{{1,18}} (\d{{1,18}}) (|{_LEFT}|{_STOPPED})(?:(?<={_STOPPED}) (\d{{1,9}}) (.*))?", re.ASCII | re.DOTALL
+    r"\d{1,18} (?P<engine>\d{1,18}) (?P<step>\d{1,18}) (?P<seconds>\d{1,9}) (?P<doing>[^|]{0,80})\|"
+    rf"(?P<state>|{_LEFT}|{_STOPPED})(?:(?<={_STOPPED}) (?P<rank>\d{{1,9}}) (?P<reason>.*))?",
+    re.DOTALL,
 )
+_FRESH_S = 5.0  # age of a heartbeat that still arrives
+_INTERRUPT_S = 8.0  # for an interrupted activity to end; DataLoader looks for its workers every 5 s
 _STORE_THREAD = "pipecomp-store"
 _T = TypeVar("_T")
 
@@ -112,6 +124,28 @@ class FailureReport:
     reason: str
 
 
+class RankPlace(NamedTuple):
+    """Host and stage of a rank, and the file that its output goes to, "" if there is none."""
+
+    host: str
+    stage: int
+    log: str
+
+    @classmethod
+    def here(cls, stage: int) -> RankPlace:
+        """Return this process's place."""
+        return cls(socket.gethostname(), stage, log_file())
+
+
+def log_file() -> str:
+    """Return the regular file that standard error goes to, "" if it is a terminal, a pipe or a deleted file."""
+    try:
+        path = os.readlink("/proc/self/fd/2")
+    except OSError:
+        return ""
+    return path if os.path.isfile(path) else ""
+
+
 @dataclass(frozen=True)
 class HeartbeatEntry:
     """The latest entry of a rank.
@@ -122,6 +156,9 @@ class HeartbeatEntry:
         state: "" while the engine runs, "left" without one, "stopped" after a failure.
         report: The failure, once its cause is known.
         since: Monotonic time in seconds when this process first read the entry.
+        step: Optimizer steps that the rank has begun.
+        doing: Its activity, such as "waits for its data"; "" for none.
+        seconds: Since when, before `since`.
     """
 
     text: str
@@ -129,6 +166,9 @@ class HeartbeatEntry:
     state: str
     report: FailureReport | None
     since: float
+    step: int = 0
+    doing: str = ""
+    seconds: int = 0
 
     @classmethod
     def parse(cls, value: bytes, rank: int, engine: int) -> HeartbeatEntry:
@@ -138,8 +178,9 @@ class HeartbeatEntry:
         if match is None:
             reason = f"rank {rank} wrote an invalid heartbeat: {text[:60]!r}"
             return cls(text, engine, _STOPPED, FailureReport(rank, reason), now)
-        report = None if match[3] is None else FailureReport(int(match[3]), match[4])
-        return cls(text, int(match[1]), match[2], report, now)
+        report = None if match["rank"] is None else FailureReport(int(match["rank"]), match["reason"])
+        doing = match["step"], match["doing"], match["seconds"]
+        return cls(text, int(match["engine"]), match["state"], report, now, int(doing[0]), doing[1], int(doing[2]))
 
 
 class Heartbeat:
@@ -157,6 +198,7 @@ class Heartbeat:
         on_report: Called with the error that another rank reports.
         lost: The error for a lost rank, None while all are alive.
         engine: Number of engines that this process has begun to make.
+        places: Of all ranks, by rank, once an engine is made.
     """
 
     on_report: Callable[[Exception], None]
@@ -169,6 +211,9 @@ class Heartbeat:
         self._reset_callbacks()
         self.lost: PipecompError | None = None
         self.engine = 0
+        self.places: Sequence[RankPlace] = ()
+        self._oom_kills = count_oom_kills()
+        self._notices: dict[int, float] = {}  # of another rank's activity: seconds until the next
         self._beats = 0
         self._state = _LEFT
         self._waiting_since: float | None = None  # since when this rank depends on the others
@@ -178,11 +223,13 @@ class Heartbeat:
         self._ended = threading.Event()
         self._writing = threading.Lock()
         self._threads: list[threading.Thread] = []
+        threads = [(self._watch, "pipecomp-watch")]
         if self._others:
             self._beat()
-            for target, name in ((self._keep_beating, "pipecomp-beat"), (self._watch, "pipecomp-watch")):
-                self._threads.append(threading.Thread(target=target, name=name, daemon=True))
-                self._threads[-1].start()
+            threads.append((self._keep_beating, "pipecomp-beat"))
+        for target, name in threads:
+            self._threads.append(threading.Thread(target=target, name=name, daemon=True))
+            self._threads[-1].start()
 
     def _reset_callbacks(self) -> None:
         self.timeout_s, self.on_exit, self.on_report = DEFAULT_TIMEOUT_S, lambda: None, lambda error: None
@@ -232,6 +279,15 @@ class Heartbeat:
     def last_sign(self, rank: int) -> float:
         """Return the monotonic time of the last beat that was read from a rank, 0 without one."""
         return self._entries[rank].since if rank in self._entries else 0.0
+
+    def explain_silence(self, rank: int) -> str:
+        """Return the end of an error about a silent link to a rank whose heartbeats still arrive, else ""."""
+        if time.monotonic() - self.last_sign(rank) > _FRESH_S or rank >= len(self.places):
+            return ""
+        return (
+            f". Its heartbeats still arrive: between {self.places[self._rank].host} and {self.places[rank].host} small "
+            "packets pass and large ones do not (MTU), or something stops this connection alone; see pipecomp doctor"
+        )
 
     def stop(self, report: FailureReport | None = None) -> None:
         """Report to the other ranks that training has ended here; `report` follows once the first cause is known."""
@@ -306,7 +362,9 @@ class Heartbeat:
     def _beat(self) -> None:
         with self._writing:  # an earlier beat must not overwrite a new state
             self._beats += 1
-            self._store.set(_KEY.format(self._rank), f"{self._beats} {self.engine} {self._state}".encode())
+            doing = _doing()
+            entry = f"{self._beats} {self.engine} {progress.step} {doing[1]} {doing[0]}|{self._state}"
+            self._store.set(_KEY.format(self._rank), entry.encode())
 
     def _read(self) -> None:
         present = [r for r in self._others if r in self._entries or self._store.check([_KEY.format(r)])]
@@ -332,9 +390,8 @@ class Heartbeat:
         silence_s = self._silence * self.timeout_s
         if now - entry.since <= silence_s:
             return None
-        return LinkTimeoutError(
-            f"no heartbeat from rank {rank} for {silence_s:g} s: it is stopped, or its machine cannot be reached"
-        )
+        silent = f"no heartbeat from rank {rank} for {silence_s:g} s: it is stopped, or its machine cannot be reached"
+        return LinkTimeoutError(silent, rank)
 
     # -- threads
 
@@ -355,6 +412,10 @@ class Heartbeat:
         noticed: float | None = None
         while not self._ended.wait(min(_BEAT_S, self.timeout_s / 4)):
             now = time.monotonic()
+            self._watch_activity(now)
+            if not self._others:
+                continue
+            self._report_others()
             engine = self.engine
             problem = self._problem(now)
             if engine != self.engine:  # the problem is the previous engine's
@@ -368,7 +429,66 @@ class Heartbeat:
             if problem is None or noticed is None or waiting is None or not self._still_waiting():
                 continue
             if now > max(noticed, waiting) + (1 - self._silence) * self.timeout_s + _GRACE_S:
-                self._end_process(problem)
+                text = self.describe(getattr(problem, "rank", None) or 0)
+                why = "This rank waits for the others in a collective that cannot be interrupted"
+                self._end_process(problem, f"{text}. {why}" if text else why)
+
+    def _watch_activity(self, now: float) -> None:
+        """Report this process's activity if it takes long; interrupt it after its limit, and then end the process."""
+        activity = current_activity()
+        if activity is None or activity.limit_s is None:
+            return
+        passed_s = now - activity.since
+        if passed_s >= activity.next_notice_s:
+            activity.next_notice_s *= 2
+            say_here(f"{activity.text} since {passed_s:.0f} s, on {socket.gethostname()}")
+        if passed_s > activity.limit_s and activity.error is None:
+            activity.interrupt(self._stalled(activity, activity.limit_s))
+        end_s = activity.limit_s + _INTERRUPT_S if activity.end_s is None else activity.end_s
+        if passed_s > end_s and current_activity() is activity:
+            error = self._stalled(activity, passed_s)
+            self.stop(FailureReport(self._rank, f"rank {self._rank} stopped: {type(error).__name__}: {error}"))
+            self._end_process(error, "It cannot be interrupted")
+
+    def _stalled(self, activity: Activity, limit_s: float) -> StalledError:
+        place = activity.place()
+        where = f" at {place}" if place else ""
+        explained = activity.explain()
+        return StalledError(
+            f"rank {self._rank} on {socket.gethostname()} {activity.text} since {limit_s:.0f} s{where}, step "
+            f"{progress.step}" + (f". {explained}" if explained else "")
+        )
+
+    def _report_others(self) -> None:
+        """Print what ranks on other machines do if it takes long: here nothing else tells why this one waits."""
+        for rank, entry in dict(self._entries).items():
+            if rank >= len(self.places) or self.places[rank].host == self.places[self._rank].host:
+                continue
+            if not entry.doing or entry.seconds < NOTICE_S:
+                self._notices.pop(rank, None)
+            elif entry.seconds >= self._notices.setdefault(rank, NOTICE_S):
+                self._notices[rank] = 2.0 * entry.seconds
+                say_here(f"rank {rank} on {self.places[rank].host} {entry.doing} since {entry.seconds} s")
+
+    def describe(self, rank: int) -> str:
+        """Describe a rank for an error: host, stage, step, latest activity, log; "" if nothing is known."""
+        if rank >= len(self.places):
+            return ""
+        place, entry = self.places[rank], self._entries.get(rank)
+        step, doing = (progress.step, _doing()) if rank == self._rank else (0, ("", 0))
+        if entry is not None:
+            step, doing = entry.step, (entry.doing, entry.seconds)
+        text = f"Last report of rank {rank} on {place.host}, stage {place.stage}: step {step}"
+        if doing[0]:
+            text += f", {doing[0]}" + (f" since {doing[1]} s" if doing[1] >= 1 else "")
+        text += f". Its output is in {place.log}" if place.log else ". Its own output may say more"
+        if rank != self._rank and place.host == self.places[self._rank].host:
+            killed = count_oom_kills() - self._oom_kills
+            if killed > 0:
+                text += (
+                    f". Out of memory: the kernel has killed {killed} process(es) of this control group since the start"
+                )
+        return f"{text}. {GO_ON}"
 
     def _problem(self, now: float) -> PipecompError | None:
         if self._state == _LEFT or self._state.startswith(f"{_STOPPED} "):
@@ -386,18 +506,22 @@ class Heartbeat:
                 return silence
         return None
 
-    def _end_process(self, problem: PipecompError) -> None:
-        print(
-            f"pipecomp: rank {self._rank}: {type(problem).__name__}: {problem}. This rank waits for the others in a "
-            "collective that cannot be interrupted: its process ends",
-            file=sys.stderr,
-            flush=True,
-        )
+    def _end_process(self, problem: PipecompError, why: str) -> None:
+        """Print the problem, finish the stores and end the process."""
+        say_here(f"{type(problem).__name__}: {problem}. {why}: its process ends")
         finishing = threading.Thread(target=self.on_exit, daemon=True)
         finishing.start()
         finishing.join(_ON_EXIT_S)
         sys.stdout.flush()
         os._exit(LOST_STATUS)
+
+
+def _doing() -> tuple[str, int]:
+    """Return this process's activity and its seconds so far; without one the part of the step."""
+    activity = current_activity()
+    if activity is None or activity.limit_s is None:
+        return progress.part, 0
+    return activity.text.replace("|", " ")[:80], int(time.monotonic() - activity.since)
 
 
 def process_heartbeat(store: Any = None, rank: int = 0, world: int = 1, *, resumable: bool = False) -> Heartbeat:

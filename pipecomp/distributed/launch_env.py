@@ -167,6 +167,15 @@ _CLOSE_S = 2.0
 _watching = threading.Lock()
 
 
+def is_first_of_machine(environ: Mapping[str, str]) -> bool:
+    """Return whether this rank is the first of its machine, and its output is not shown together with rank 0's.
+
+    ssh brings the output of ranks that this package starts there to rank 0's machine, and srun that of all.
+    """
+    together = environ.get(LAUNCHER) == STDIN or "SLURM_PROCID" in environ
+    return environ.get("RANK") == "0" or (environ.get("LOCAL_RANK") == "0" and not together)
+
+
 def watch_launcher() -> None:
     """End this process within 10 s of its launcher's end; may be called again.
 

@@ -32,7 +32,7 @@ from torch.distributed.rendezvous import rendezvous
 from pipecomp.config import read_json_object
 from pipecomp.distributed.collectives import exchange_objects_as_json
 from pipecomp.distributed.consistency import JOIN_TIMEOUT_S, AllRanks, check_byte_order, differences, versions
-from pipecomp.distributed.heartbeat import call_store, process_heartbeat
+from pipecomp.distributed.heartbeat import StoreSilentError, call_store, process_heartbeat
 from pipecomp.distributed.launch_env import compared_variables, master_address, read_launch, watch_launcher
 from pipecomp.distributed.placement import (
     GLOO_VARIABLE,
@@ -61,6 +61,7 @@ _NAME = "pipecomp/name"
 _PORT_IN_USE = "EADDRINUSE"  # in torch's message
 _POLL_S, _ASK_AGAIN_S = 0.02, 10.0
 _CONNECT_S = 60.0  # for connections between ranks that have reached the store
+_LARGE_BYTES, _LARGE_S = 10_000, 20.0  # more than a packet of 9000 bytes
 _PROBE_S, _ANSWER_S = 5.0, 10.0
 _END_S = 20.0  # torch checks its timeout only between attempts
 _PATIENCE_S = 30.0
@@ -247,6 +248,8 @@ def _meet(rank: int, world: int) -> tuple[Any, str]:
     address, backend, gpu = "127.0.0.1", "gloo", None
     with together.collective_errors():
         check_byte_order()
+        if machines[rank] != machines[0]:
+            check_large_packets(store, rank)
         address, backend = gloo_address(), collective_backend()
         gpu = own_gpu(int(os.environ["LOCAL_RANK"])) if backend == "nccl" else None
     together.assert_same_on_all_ranks(versions())
@@ -260,6 +263,26 @@ def _meet(rank: int, world: int) -> tuple[Any, str]:
             "interface towards the others"
         )
     return store, common_backend([chosen for _, chosen, _ in places], [taken for *_, taken in places])
+
+
+def check_large_packets(store: Any, rank: int) -> None:
+    """Raise LinkError if a value larger than a packet does not pass between this rank and rank 0, which has the store.
+
+    The message itself must fit into a small packet: it goes to the other ranks through the same store.
+    """
+    own = store.clone()  # the connection that stands still is of no use afterwards
+
+    def send_and_read() -> None:
+        own.set(f"{_NAME}/large/{rank}", "." * _LARGE_BYTES)
+        own.get(f"{_NAME}/large/{rank}")
+
+    try:
+        call_store(send_and_read, _LARGE_S)
+    except StoreSilentError as error:
+        raise LinkError(
+            f"between {socket.gethostname()} (rank {rank}) and {os.environ['MASTER_ADDR']} (rank 0) small packets pass "
+            "and large ones do not (MTU): ip link set dev NAME mtu 1280, on both machines; pipecomp doctor measures it"
+        ) from error
 
 
 def _take_places(together: AllRanks) -> list[str]:

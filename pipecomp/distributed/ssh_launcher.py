@@ -6,6 +6,7 @@ working directory, and must let this one log in without a password.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import shutil
@@ -13,11 +14,13 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from pipecomp.distributed.launch_env import COMMON_VARIABLES, LAUNCHER, MACHINE_VARIABLES, STDIN, without_brackets
 from pipecomp.distributed.placement import address_towards, free_port, is_loopback, list_interfaces
-from pipecomp.distributed.supervisor import ProcessSpec, Supervisor
+from pipecomp.distributed.preemption import stop_signals
+from pipecomp.distributed.supervisor import GO_ON, ProcessSpec, Supervisor, describe_status
 from pipecomp.errors import ConfigError, require
 
 PORT = 29500  # default MASTER_PORT for several machines, as of other launchers
@@ -199,6 +202,71 @@ def _resolve(name: str) -> list[str]:
     return [address for address in addresses if "%" not in address]  # fe80::1%eth0 is valid on this machine only
 
 
+# Words of ssh's last line, and what to try. HOST is the host.
+_SSH_REMEDIES = {
+    "resolve": "Look at the name, or give the address instead",
+    "Permission denied": "This machine must log in without a password: ssh-copy-id HOST",
+    "verification failed": "This machine does not know the other's key: log in once by hand, ssh HOST",
+    "refused": "Start its ssh server, or name its port in ~/.ssh/config",
+    "No such file": "Every machine needs the same folder and the same Python",
+    "can't cd": "Every machine needs the same folder and the same Python",
+    "CONNECT": "Its connection to this machine fails: open the port here for HOST, or set MASTER_PORT to an open one",
+}
+_CHECK_S = 12.0  # for the login to another machine
+_CONNECT = """import socket, sys
+try:
+    socket.create_connection((sys.argv[1], int(sys.argv[2])), 6).close()
+except OSError as error:
+    sys.exit(f"CONNECT {sys.argv[1]} port {sys.argv[2]}: {error.strerror or error}")
+"""
+
+
+def check_hosts(ranks: Sequence[RankCommand]) -> None:
+    """Log in to every other machine; if rank 0 runs here, try the way back to its port.
+
+    Raises:
+        ConfigError: After 15 s at most, with the host, ssh's reason and what to try.
+    """
+    hosts = list(dict.fromkeys(rank.host for rank in ranks if rank.host))
+    if not hosts:
+        return
+    hint = "pipecomp train --dry-run prints the commands to run on each host"
+    require(shutil.which("ssh"), "ssh", None, "an installed ssh client", hint)
+    first = ranks[0]
+    master, port = first.variables.get("MASTER_ADDR", ""), int(first.variables.get("MASTER_PORT", 0))
+    with contextlib.ExitStack() as opened:
+        check = "pass"
+        if first.host is None:
+            try:
+                opened.enter_context(socket.create_server(("", port), backlog=128))
+            except OSError as error:
+                allowed = f"a port that is free here ({error.strerror})"
+                raise ConfigError("MASTER_PORT", port, allowed, "An earlier run may still use it") from error
+            check = _CONNECT
+        words = shlex.join([ranks[-1].command[0], "-c", check, master, str(port)])
+        line = f"cd {shlex.quote(working_directory())} && {words}"
+        with ThreadPoolExecutor(len(hosts)) as pool:
+            for host, problem in zip(hosts, pool.map(lambda host: _try_login(host, line), hosts), strict=True):
+                if problem is not None:
+                    tries = [text for words, text in _SSH_REMEDIES.items() if words in problem]
+                    remedy = (tries or ["Look whether the machine is up and reachable, and try ssh HOST true"])[0]
+                    allowed = f"a machine that this one can log in to ({problem.replace('CONNECT ', '')})"
+                    raise ConfigError("--peers", host, allowed, remedy.replace("HOST", host))
+
+
+def _try_login(host: str, line: str) -> str | None:
+    """Run a line on a host; return the last line of its error, None if it succeeds."""
+    command = [*_SSH, host, line]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_CHECK_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"no answer within {_CHECK_S:g} s"
+    said = [text for text in done.stderr.splitlines() if text.strip()]
+    return None if done.returncode == 0 else (said or [f"exit status {done.returncode}"])[-1].strip()
+
+
 def launch_ranks(ranks: Sequence[RankCommand]) -> int:
     """Start the ranks and wait for all of them, as for a single program.
 
@@ -217,21 +285,27 @@ def launch_ranks(ranks: Sequence[RankCommand]) -> int:
     if staying and any(r.host is not None for r in ranks):
         text = f"pipecomp: these variables apply to this machine only: {', '.join(staying)}. Set them on the others"
         print(f"{text} if ranks need them there", file=sys.stderr, flush=True)
-    warned = False
+    from pipecomp.utils.cgroups import count_oom_kills  # here: it imports torch, which takes seconds
+
+    before, warned = count_oom_kills(), False
     with Supervisor() as supervisor, supervisor.forward_signals():
         for rank in ranks:
             supervisor.start(rank.process())
         for failed_s in supervisor.watch(grace_s=_GRACE_S):
             if failed_s > _WARN_S and not warned and supervisor.failed is not None:
                 warned = True
-                _warn(ranks[supervisor.failed], supervisor.status)
+                _warn(ranks[supervisor.failed], supervisor.status, count_oom_kills() - before)
+        asked = {128 + number for number in stop_signals()}
+        if supervisor.failed is not None and supervisor.status > 128 and supervisor.status not in asked:
+            _warn(ranks[supervisor.failed], supervisor.status, count_oom_kills() - before, ended=True)
         return supervisor.status
 
 
-def _warn(rank: RankCommand, status: int) -> None:
-    """Name the failed rank while the others wait for it; they may not have connected yet."""
-    where = "" if rank.host is None else f" on {rank.host}"
+def _warn(rank: RankCommand, status: int, oom_kills: int, *, ended: bool = False) -> None:
+    """Name the failed rank, mostly while the others wait for it; they may not have connected yet."""
+    where = f" on {rank.host or socket.gethostname()}"
+    how = describe_status(status, None if rank.host else oom_kills)
     why = f" of ssh itself: try `ssh {rank.host} true`" if rank.host and status == _SSH_FAILED else ""
-    left = f"The remaining ranks are killed after {_GRACE_S - _WARN_S:g} s"
-    text = f"pipecomp: rank {rank.rank}{where} failed with exit status {status}{why}. {left}"
+    left = f". {GO_ON}" if ended else f". The remaining ranks are killed after {_GRACE_S - _WARN_S:g} s"
+    text = f"pipecomp: rank {rank.rank}{where} {how}{why}{left}"
     print(text, file=sys.stderr, flush=True)

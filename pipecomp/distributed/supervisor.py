@@ -28,6 +28,7 @@ from pipecomp.errors import ConfigError, PipecompError
 from pipecomp.utils.processes import exit_status, handle_signals
 
 OutputHandler = Callable[[str, str, str], None]  # label of the process, "stdout" or "stderr", line
+GO_ON = "Run the same command again: with checkpoints it goes on from the last one"
 _POLL_S = 0.02
 _KILL_S = 10.0
 
@@ -245,6 +246,28 @@ class Supervisor:
                 child.stdin.close()
 
 
+def describe_status(status: int, oom_kills: int | None = None) -> str:
+    """Describe the exit status of a failed process.
+
+    Args:
+        status: 128 + n after signal n.
+        oom_kills: Processes of its control group that the kernel has killed for lack of memory meanwhile; None if
+            unknown, as on another machine.
+    """
+    if not 128 < status <= 128 + signal.NSIG:
+        return f"failed with exit status {status}"
+    try:
+        name = signal.Signals(status - 128).name
+    except ValueError:
+        name = f"signal {status - 128}"
+    killed = f"was killed by {name} (exit status {status})"
+    if status != 128 + signal.SIGKILL:
+        return killed
+    if oom_kills:
+        return f"{killed}: out of memory, as the kernel's count for this control group tells"
+    return f"{killed}; most often that is the kernel's answer to a lack of memory (dmesg shows it)"
+
+
 def _write(child: subprocess.Popen, data: bytes) -> None:
     assert child.stdin is not None
     with contextlib.suppress(BrokenPipeError, ValueError):  # it has ended; its status shows why
@@ -351,7 +374,8 @@ class RankCalls:
                     self._on_note(rank, value)
         for rank, status in enumerate(statuses):
             if status is not None and (status or rank not in self.results) and rank not in self._may_die:
-                raise RankFailedError(f"rank {rank} ended with exit status {status}")
+                how = describe_status(status) if status else "ended without a result"
+                raise RankFailedError(f"rank {rank} {how}")
 
 
 def serve_call(pipe: Connection) -> None:

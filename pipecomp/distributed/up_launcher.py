@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from pipecomp.distributed.launch_env import LAUNCHER
-from pipecomp.distributed.placement import address_towards
+from pipecomp.distributed.placement import address_towards, is_loopback, list_interfaces
 from pipecomp.distributed.rendezvous import ADDRESS, KEYS, LISTEN
 from pipecomp.distributed.supervisor import ProcessSpec, Supervisor
 from pipecomp.errors import KeysError, LinkTimeoutError, require
@@ -70,8 +70,14 @@ class UpRun:
 
 
 def own_address(port: int) -> Address:
-    """Return this machine's address towards other networks: IPv4, or IPv6 without an IPv4 route."""
-    return Address(next(filter(None, map(address_towards, _REMOTE)), "127.0.0.1"), port)
+    """Return this machine's address towards other networks: IPv4, or IPv6 without an IPv4 route.
+
+    Without a default route it is the first address of an interface, as two machines may have a cable of their own.
+    """
+    interfaces = [interface for interface in list_interfaces().values() if interface.up]
+    found = [address for interface in interfaces for address in interface.addresses if not is_loopback(address)]
+    found = sorted((address for address in found if not address.startswith("fe80")), key=lambda address: ":" in address)
+    return Address(next(filter(None, [*map(address_towards, _REMOTE), *found]), "127.0.0.1"), port)
 
 
 def invite_machines(

@@ -12,6 +12,7 @@ import torch
 from pipecomp.distributed.consistency import versions
 from pipecomp.distributed.launch_env import Launch, read_launch
 from pipecomp.distributed.local_launcher import RankFailedError, run_ranks
+from pipecomp.distributed.rendezvous import warn_if_slow
 from pipecomp.doctor.finding import PROBLEM, WARNING, Finding, has_problem
 from pipecomp.doctor.machine import GPU_SHARING, MOUNT_SHM, compute_findings, limit_findings, network_findings
 from pipecomp.doctor.packages import package_findings
@@ -88,7 +89,8 @@ def _examine_ranks(report: Callable[[list[Finding]], None], launch: Launch, stor
         report([*own, check_rendezvous(launch, error, limit_s)])
         return True
     # Links come first: the machines' own checks would disturb their measurement.
-    between = session.measure() + check_software_lab(os.environ)
+    with warn_if_slow("measures the links between ranks, for 3 minutes at most"):
+        between = session.measure() + check_software_lab(os.environ)
     own = machine_findings(launch, store) if launch.local_rank == 0 else []
     if session.rank_0_lost:
         report([*own, check_rank_0(launch)])

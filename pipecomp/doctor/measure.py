@@ -84,11 +84,20 @@ class GlooPeer:
         return tensor
 
 
+BLACK_HOLE = "small packets pass and large ones do not (MTU)"
+
+
 def lead(peer: Peer) -> LinkMeasurement:
-    """Measure the connection to another rank, which must call `follow`; takes about two seconds."""
+    """Measure the connection to another rank, which must call `follow`; takes about two seconds.
+
+    Raises RuntimeError if nothing comes through in time; it begins with `BLACK_HOLE` if small packets do.
+    """
     round_trip_s = _ping(peer)
-    out = _measure_rate(peer, _Command.TAKE, round_trip_s)
-    back = _measure_rate(peer, _Command.GIVE, round_trip_s)
+    try:
+        out = _measure_rate(peer, _Command.TAKE, round_trip_s)
+        back = _measure_rate(peer, _Command.GIVE, round_trip_s)
+    except RuntimeError as error:
+        raise RuntimeError(f"{BLACK_HOLE}: {error}") from error
     _send_command(peer, _Command.END)
     return LinkMeasurement(out, back, round_trip_s)
 

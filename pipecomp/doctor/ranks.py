@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -21,12 +22,14 @@ from torch.distributed import distributed_c10d
 
 from pipecomp.distributed import rendezvous
 from pipecomp.distributed.consistency import differences
+from pipecomp.distributed.heartbeat import call_store
 from pipecomp.distributed.launch_env import Launch
 from pipecomp.distributed.placement import address_towards, gloo_address, loopback, machine, own_gpu
 from pipecomp.distributed.rendezvous import find_store, first_line, join_mesh, wanted_keys
 from pipecomp.doctor.finding import OK, PROBLEM, WARNING, Finding, has_problem, judge
 from pipecomp.doctor.machine import check_shared_gpus
 from pipecomp.doctor.measure import (
+    BLACK_HOLE,
     GlooPeer,
     LinkMeasurement,
     PacketPath,
@@ -46,7 +49,13 @@ _GLOO_S = 6.0  # gloo waits five times as long for a connection
 _SILENCE_S = 10.0  # timeout of a rank that is being measured
 _PAIR_S = 30.0  # timeout of one measurement
 _POLL_S = 1.0
+_STORE_S = 10.0  # for one answer of the store
+_PIECE = 200  # bytes of a value at a time
 _MEASURE_S = 120.0  # no measurement starts after that
+MTU_REMEDY = (
+    "Set the MTU of the interfaces that lead to each other to what comes through whole, on both machines: ip link set "
+    "dev NAME mtu 1280. The MTU line below has the size."
+)
 _NO_ANSWER = "it did not answer"
 
 
@@ -248,14 +257,27 @@ class RankSession:
 
     # -- the key-value store
 
+    # Note: values travel in pieces, each after an answer of the store. On a path that large packets do not pass, the
+    # store would otherwise carry no finding, and torch waits for its answer without a limit.
+
     def _publish(self, key: str, value: object) -> None:
         self._put(f"{key}/{self.rank}", value)
 
     def _put(self, key: str, value: object) -> None:
+        text = json.dumps(value)
+        pieces = [text[at : at + _PIECE] for at in range(0, len(text), _PIECE)]
         try:
-            self._store.set(key, json.dumps(value))
+            for number, piece in enumerate(pieces):
+                call_store(partial(self._store.set, f"{key} {number}", piece), _STORE_S)
+                call_store(partial(self._store.check, [key]), _STORE_S)
+            call_store(partial(self._store.set, key, str(len(pieces))), _STORE_S)
         except RuntimeError:
             self._lost.add(0)  # its process serves the store
+
+    def _get(self, key: str) -> Any:
+        count = int(call_store(partial(self._store.get, key), _STORE_S))
+        pieces = [call_store(partial(self._store.get, f"{key} {number}"), _STORE_S) for number in range(count)]
+        return json.loads(b"".join(pieces))
 
     def _read(self, rank: int, key: str, wait_s: float) -> Any:
         """Wait for a rank's value. RuntimeError on a timeout.
@@ -266,8 +288,9 @@ class RankSession:
         until = time.monotonic() + wait_s
         while True:
             try:
-                self._store.wait([key], timedelta(seconds=wait_s if link is None else min(wait_s, _POLL_S)))
-                return json.loads(self._store.get(key))
+                limit_s = wait_s if link is None else min(wait_s, _POLL_S)
+                call_store(partial(self._store.wait, [key], timedelta(seconds=limit_s)), limit_s + _STORE_S)
+                return self._get(key)
             except RuntimeError:
                 if link is None or link.failure is not None or time.monotonic() > until:
                     raise
@@ -324,6 +347,8 @@ def check_pair(
         fact = f"{where}: not measured, as earlier pairs took too long"
         return Finding(check, WARNING, fact, "Look at the slow ranks, then measure again with fewer ranks.")
     if isinstance(measured, str):
+        if measured.startswith(BLACK_HOLE):
+            return Finding(check, PROBLEM, f"{where}: {measured}", MTU_REMEDY)
         advice = _firewall_advice(first, second, transport)
         return Finding(check, PROBLEM, f"{where}: no data came through: {measured}", advice)
     out, back = measured.out_bit_s, measured.back_bit_s

@@ -50,6 +50,7 @@ from pipecomp.stages.partition.planning import SplitPlan
 from pipecomp.stages.partition.quantization import state_names
 from pipecomp.stages.partition.splitting import Stage
 from pipecomp.tls.process_group import BACKEND, current_mesh
+from pipecomp.utils.activity import local_activity
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,8 @@ def pipeline_module(
     loss: list[Callable] = []
 
     def build(index: int) -> Stage | ModuleStage:
-        stage = build_stage(model, split_plan, index, dtype=dtype, seed=seed)
+        with local_activity("reads the model"):
+            stage = build_stage(model, split_plan, index, dtype=dtype, seed=seed)
         loss.append(loss_fn or default_loss(stage.config))
         return stage
 
@@ -394,7 +396,7 @@ def open_links(
             opened.callback(transport.close)
         environment, stores = None, dict[int, MessageStore | None].fromkeys(described)
         if settings.activations.method == "aqsgd":
-            with all_ranks.collective_errors():
+            with all_ranks.collective_errors(), local_activity(f"opens its message store {settings.store.path}"):
                 environment = _environment(settings, engine.global_rank, staging)
                 opened.callback(environment.close)
                 stores = {index: environment.link(f"link-{index}", values) for index, values in described.items()}

@@ -42,14 +42,26 @@ from pipecomp.stages.partition.modules import ModuleStage
 from pipecomp.stages.partition.planning import SplitPlan
 from pipecomp.stages.partition.quantization import state_tensors, without_quantized
 from pipecomp.stages.partition.splitting import Stage
+from pipecomp.utils.activity import Activity, local_activity, progress
 
 _NEVER = 10**9  # steps_per_print of callers that report themselves
+
+
+_PARTS = {  # of a step, for reports to other ranks
+    "forward": "computes the forward of micro-batch {micro_batch}",
+    "backward": "computes a backward",
+    "encode": "sends micro-batch {micro_batch}",
+    "decode": "waits for a packet of micro-batch {micro_batch}",
+    "reduce": "averages gradients",
+    "update": "updates its weights",
+}
 
 
 def _timed(part: str, instruction: Callable[..., None]) -> Callable[..., None]:
     """Wrap an instruction; in training its time counts as `part`."""
 
     def run(self: PipelineEngine, **place: int) -> None:
+        progress.part = _PARTS[part].format(**place)
         with self.reporting.part(part, place.get("micro_batch")) if self.module.training else nullcontext():
             instruction(self, **place)
 
@@ -190,7 +202,8 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine, EngineState):
             PeerLostError: Another rank is gone. The run is over after this and any other error.
         """
         step, training_data = self.global_steps, self.data_iterator
-        with self.propagate_failure():
+        progress.step = step + 1
+        with self.propagate_failure(), Activity("trains"):
             if self.run is not None:
                 self.run.begin_step()
             if self.local is not None:
@@ -219,7 +232,7 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine, EngineState):
             if self.run is not None and every is not None and self.global_steps % every == 0:
                 self.links.check_drift(step)
             if self.links.environment is not None:
-                with self.reporting.event("commit"):
+                with self.reporting.event("commit"), local_activity("waits for the disk of its message store"):
                     self.links.environment.commit()
             self.reporting.trace.end_step()
         return loss
@@ -288,7 +301,13 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine, EngineState):
         if on_logits is not None:
             kwargs.update(compute_loss=False, reduce_output=None)
         evaluating = self._optimizer_mode(training=False)
-        with self.propagate_failure(), self._work.using(on_logits), self.common_weights(), evaluating:
+        with (
+            Activity("evaluates"),
+            self.propagate_failure(),
+            self._work.using(on_logits),
+            self.common_weights(),
+            evaluating,
+        ):
             match_replicas(saved_buffers(self.stage), self.seq_data_parallel_group)
             result = super().eval_batch(data_iter, *args, **kwargs)
         self.progress.evaluations += 1

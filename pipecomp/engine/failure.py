@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from pipecomp.distributed.collectives import open_groups
 from pipecomp.distributed.heartbeat import FailureReport, Heartbeat, is_collective_error
-from pipecomp.errors import OutputError, PeerLostError, PipecompError
+from pipecomp.errors import LinkTimeoutError, OutputError, PeerLostError, PipecompError
 from pipecomp.stages.link.links import Links
 
 _FIND_LOST_S = 8.0  # for the other ranks to notice that one is gone
@@ -81,6 +81,8 @@ class FailureGuard:
             self._heartbeat.leave()  # the rest takes time, but cannot hang
             self._heartbeat.stop()
         cause = self._first_cause(error)
+        if isinstance(cause, LinkTimeoutError) and cause.rank is not None and self._heartbeat is not None:
+            cause.args = (f"{cause}{self._heartbeat.explain_silence(cause.rank)}",)
         lost, reason = self._rank, f"rank {self._rank} stopped: {type(cause).__name__}: {cause}"
         if isinstance(cause, PeerLostError):
             lost, reason = cause.rank, str(cause)
@@ -88,6 +90,8 @@ class FailureGuard:
             self._heartbeat.stop(FailureReport(lost, reason))
         self._links.abort(lost, reason)
         if self._heartbeat is not None:
+            if isinstance(cause, (LinkTimeoutError, PeerLostError)) and cause.rank not in (None, self._rank):
+                cause.args = (". ".join(filter(None, (str(cause), self._heartbeat.describe(cause.rank)))),)
             self._heartbeat.linger(lost)
         return cause
 

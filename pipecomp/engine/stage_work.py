@@ -24,6 +24,7 @@ from pipecomp.kernels import ops
 from pipecomp.stages.link.endpoint import Position
 from pipecomp.stages.link.layout import Layout, gradient_unit
 from pipecomp.stages.partition.splitting import assume_masks
+from pipecomp.utils.activity import waiting_for_data
 
 _log = logging.getLogger(__name__)
 OnLogits = Callable[[Tensor, Tensor | None], Tensor]
@@ -137,8 +138,10 @@ class StageWork:
             )
 
     def _next_batch(self, micro_batch: int) -> MicroBatch:
+        engine = self._engine
         try:
-            batch = self._engine._next_batch()
+            with waiting_for_data(engine.data_iterator):
+                batch = engine._next_batch()
         except StopIteration:
             raise DataError(f"the data ended before micro-batch {micro_batch} of this step") from None
         if batch is None:

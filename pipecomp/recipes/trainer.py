@@ -20,6 +20,7 @@ from pipecomp.config import Config
 from pipecomp.data import ShardedSampler
 from pipecomp.distributed import rendezvous
 from pipecomp.distributed.consistency import settings_of
+from pipecomp.distributed.launch_env import is_first_of_machine
 from pipecomp.distributed.preemption import say_here
 from pipecomp.errors import ConfigError, OutputError, SplitError
 from pipecomp.recipes.report import Report
@@ -174,9 +175,9 @@ class RecipeTrainer(PipelineTrainer):
         self._recorder = Recorder(self._folder if rank == 0 else None, after=after, required=args.out is not None)
         _check_trackers(args.report_to if rank == 0 else [])
         self._console = Report(
-            args.metrics,
-            args.tensorboard,
-            silent=rank != 0,
+            args.metrics if rank == 0 else None,
+            args.tensorboard if rank == 0 else None,
+            silent=not is_first_of_machine(os.environ),
             unit=self._work.unit,
             period=self._work.period,
             after=after,

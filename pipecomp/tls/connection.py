@@ -384,7 +384,8 @@ class Connection:
             return error
         if isinstance(error, TimeoutError):
             return LinkTimeoutError(
-                f"nothing from rank {self.peer} for {self.timeout_s:g} s: it is stopped, or the link to it is down"
+                f"nothing from rank {self.peer} for {self.timeout_s:g} s: it is stopped, or the link to it is down",
+                self.peer,
             )
         if isinstance(error, (OSError, EOFError)):
             cause = str(error) or "it ended"

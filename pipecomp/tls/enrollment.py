@@ -215,7 +215,11 @@ def _exchange(
         sock = socket.create_connection(address, _CONNECT_S)
     except OSError as error:
         cause = error.strerror or error
-        raise KeysError(f"nothing answers at {address} ({cause}). Is `pipecomp keys invite` still waiting?") from error
+        raise KeysError(
+            f"nothing answers at {address} ({cause}). Look whether `pipecomp up` or `pipecomp keys invite` still waits "
+            f"on that machine, whether its address is {address.host} from here, and whether its firewall lets port "
+            f"{address.port} in"
+        ) from error
     try:
         stream = SecureStream(sock, context, server=False)
         stream.deadline = time.monotonic() + _JOIN_S

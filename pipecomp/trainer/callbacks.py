@@ -12,9 +12,25 @@ from transformers.trainer import DEFAULT_CALLBACKS, DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import CallbackHandler, ExportableState, PrinterCallback
 
 from pipecomp.distributed.preemption import say_here
-from pipecomp.errors import require
+from pipecomp.errors import StalledError, require
+from pipecomp.utils.activity import Activity, limits, local_activity
 
 _SHOWN = 300  # characters of a tracker's error
+_TRACKER_S = 60.0  # for a call of a tracker
+
+
+class _WatchedHandler(CallbackHandler):
+    """Calls the callbacks as transformers' does, each within the limit of local activities."""
+
+    def call_event(self, event: str, args: Any, state: Any, control: Any, **more: Any) -> Any:
+        """Call a method of every callback; returns the control."""
+        for name in ("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader"):
+            more[name] = getattr(self, name)
+        for callback in self.callbacks:
+            with local_activity(f"is in the callback {type(callback).__name__}.{event}"):
+                result = getattr(callback, event)(args, state, control, **more)
+            control = control if result is None else result
+        return control
 
 
 def default_handler(args: Any, model: Any, processing_class: Any) -> CallbackHandler:
@@ -22,7 +38,7 @@ def default_handler(args: Any, model: Any, processing_class: Any) -> CallbackHan
     trackers = [make() for make in get_reporting_integration_callbacks(args.report_to)]
     for tracker in trackers:
         _continue_without(tracker)
-    return CallbackHandler([*DEFAULT_CALLBACKS, *trackers], model, processing_class, None, None)
+    return _WatchedHandler([*DEFAULT_CALLBACKS, *trackers], model, processing_class, None, None)
 
 
 _EVENTS = [name for name in vars(TrainerCallback) if name.startswith("on_")]
@@ -44,7 +60,8 @@ def _continue_without(tracker: TrainerCallback) -> None:
                 say_here(f"{name} has nothing of steps {failed_after[0] + 1} to {state.global_step}: it failed before")
             return None
         try:
-            return method(args, state, control, **more)
+            with Activity(f"is in the tracker {name}.{event}", _TRACKER_S, end_s=limits.other_s):
+                return method(args, state, control, **more)
         except Exception as error:
             failed_after.append(state.global_step)
             why = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0][:_SHOWN]
@@ -76,7 +93,11 @@ def check(callback: Any) -> None:
 def fire(trainer: Any, event: str, *more: Any) -> None:
     """Call all callbacks' method for an event and keep the control that they return."""
     handle = getattr(trainer.callback_handler, event)
-    trainer.control = handle(trainer.args, trainer.state, trainer.control, *more)
+    try:
+        trainer.control = handle(trainer.args, trainer.state, trainer.control, *more)
+    except StalledError:
+        with trainer.engine.propagate_failure():  # the others wait for this rank
+            raise
 
 
 # -- state

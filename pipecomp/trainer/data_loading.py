@@ -31,6 +31,7 @@ from pipecomp.data import (
 from pipecomp.data.packing import SEQ_LENGTHS
 from pipecomp.errors import DataError
 from pipecomp.plan.auto_bits import SAMPLES_READ
+from pipecomp.utils.activity import waiting_for_data
 
 # Note: each stage loads its own data. Random generators are seeded by a micro-batch's number, so a collator that masks
 # tokens masks the same ones on both stages, in any worker process, and after a resume.
@@ -216,7 +217,8 @@ class StepLoader(TrainLoader):
             if self._source is None:
                 keys = self._keys(self.taken + len(self._ahead))
                 self._source = iter(_loader(self._batches, keys, self._options))
-            batch = next(self._source, None)
+            with waiting_for_data(self._source):
+                batch = next(self._source, None)
             if batch is None:  # the epoch's last micro-batch is already loaded
                 self._source = None
             else:

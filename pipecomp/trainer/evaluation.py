@@ -27,6 +27,7 @@ from pipecomp.errors import DataError, PipecompError, WireError, require
 from pipecomp.interfaces import TrainingEngine
 from pipecomp.trainer.data_loading import EvalLoader
 from pipecomp.trainer.losses import StepLoss
+from pipecomp.utils.activity import local_activity
 from pipecomp.utils.serialization import decode_tree, encode_tree
 
 PADDING = -100
@@ -228,7 +229,8 @@ class Evaluation:
                 "losses": losses if "loss" in args.include_for_metrics else None,
                 "inputs": inputs if "inputs" in args.include_for_metrics else None,
             }
-            metrics = self._compute_metrics(EvalPrediction(predictions=logits, label_ids=labels, **extra))
+            with local_activity("is in compute_metrics"):
+                metrics = self._compute_metrics(EvalPrediction(predictions=logits, label_ids=labels, **extra))
         metrics = denumpify_detensorize(metrics)
         if losses is not None:
             finite = np.isfinite(losses)

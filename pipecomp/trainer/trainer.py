@@ -44,6 +44,7 @@ from pipecomp.trainer.evaluation import Evaluation, check_ignored_keys, select_d
 from pipecomp.trainer.losses import StepLoss
 from pipecomp.trainer.meters import TrainingRecorder
 from pipecomp.trainer.training import Training, TrainingLength
+from pipecomp.utils.activity import waiting_for_data
 
 _log = transformers_logging.get_logger(__name__)
 
@@ -382,9 +383,10 @@ class PipelineTrainer:
 
     def _facts(self, samples: SampleSource, micro_batch: int, name: str) -> dict[str, Any]:
         """Return the facts of a dataset that ranks compare. DataError if stages would make different batches of it."""
-        if self.plan.num_stages > 1:
-            check_seeded_collator(samples, micro_batch, data_seed(self.args), name)
-        return dataset_facts(samples.data, name)
+        with waiting_for_data(samples.data):
+            if self.plan.num_stages > 1:
+                check_seeded_collator(samples, micro_batch, data_seed(self.args), name)
+            return dataset_facts(samples.data, name)
 
     def _allow_packing(self, samples: SampleSource, micro_batch: int) -> None:
         """Check that every stage keeps packed samples apart, and allow as many as micro-batches have."""
@@ -400,7 +402,8 @@ class PipelineTrainer:
         """Return the tokens of a training sample; None without training data."""
         if self.train_dataset is None:
             return None
-        return longest_sample(self._samples(self.train_dataset, "train_dataset"), data_seed(self.args))
+        with waiting_for_data(self.train_dataset):
+            return longest_sample(self._samples(self.train_dataset, "train_dataset"), data_seed(self.args))
 
     def _samples(self, data: Any, name: str) -> SampleSource:
         """Return a dataset with the columns that the model takes. name: for errors."""

@@ -59,3 +59,16 @@ def free_within_limits() -> Iterator[int]:
         except (OSError, ValueError):  # the container lacks this group, or there is no limit: "max"
             continue
         yield most - used + int(stat.get(cache, 0))
+
+
+def count_oom_kills() -> int:
+    """Return how many processes of this process's control group the kernel has killed for lack of memory so far."""
+    for folder, version_2 in control_groups("memory"):
+        try:
+            text = (folder / ("memory.events" if version_2 else "memory.oom_control")).read_text()
+        except OSError:
+            continue
+        counts = dict(line.split() for line in text.splitlines())
+        if "oom_kill" in counts:
+            return int(counts["oom_kill"])
+    return 0

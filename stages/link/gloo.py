@@ -285,7 +285,8 @@ class GlooTransport(TransportBase):
         if "imed out" in text:
             return LinkTimeoutError(
                 f"nothing from rank {self.peer} for {self._timeout.total_seconds():g} s: it is stopped, or the link to "
-                "it is down"
+                "it is down",
+                self.peer,
             )
         return PeerLostError(f"lost rank {self.peer}: its connection was closed ({text})", self.peer)
 

@@ -142,7 +142,7 @@ class TransportBase:
         try:
             item = self._inbox.get(timeout=self._silence_s)
         except queue.Empty:
-            raise LinkTimeoutError(f"nothing from rank {self.peer} for {self._silence_s:g} s") from None
+            raise LinkTimeoutError(f"nothing from rank {self.peer} for {self._silence_s:g} s", self.peer) from None
         if isinstance(item, Exception):
             self._inbox.put(item)
             raise item

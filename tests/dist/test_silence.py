@@ -104,7 +104,7 @@ def test_a_rank_whose_connections_are_reset(tmp_path):
 def test_waiting_in_a_collective_for_a_stopped_rank(tmp_path):
     """gloo cannot be interrupted there: the rank says what it waits for, closes its store and ends itself."""
     end = Victim(10**9)
-    with pytest.raises(RankFailedError, match=f"rank 0 ended with exit status {LOST_STATUS}"):
+    with pytest.raises(RankFailedError, match=f"rank 0 failed with exit status {LOST_STATUS}"):
         run_ranks(2, work.waits_in_a_collective, str(tmp_path), TIMEOUT_S, timeout_s=HANG_S, on_note=end.noted)
     end.end()
     assert "pipecomp: rank 0: LinkTimeoutError: no heartbeat from rank 1 for 4.5 s" in said(tmp_path, 0)

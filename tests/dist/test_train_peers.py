@@ -40,7 +40,7 @@ def test_two_machines(tmp_path: Path) -> None:
         counted = lab.bytes()
     text = "\n".join(said)
     assert done.status == 0, text
-    assert "me@198.18.0.2: cd " in text, "what runs there is said"
+    assert "rank 1 on me@198.18.0.2" in text
     assert "Take AQ-SGD with" in text, text
     plan = json.loads((tmp_path / "mine" / "plan.json").read_text())
     assert plan["pays"]

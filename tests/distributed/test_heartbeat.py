@@ -132,7 +132,7 @@ def test_a_rank_whose_gpu_waits_for_the_others_waits(watches, monkeypatch):
     """With NCCL a step returns at once; who then reads its loss waits there."""
     ended = threading.Event()
     monkeypatch.setattr(heartbeat, "_GRACE_S", 0.0)
-    monkeypatch.setattr(Heartbeat, "_end_process", lambda self, problem: (ended.set(), self._ended.set()))
+    monkeypatch.setattr(Heartbeat, "_end_process", lambda self, *problem: (ended.set(), self._ended.set()))
     for each in watches[:2]:
         each.begin()
         each.enter()
@@ -145,7 +145,7 @@ def test_a_rank_whose_gpu_waits_for_the_others_waits(watches, monkeypatch):
 
 def test_a_rank_whose_gpu_is_done_does_not_wait(watches, monkeypatch):
     monkeypatch.setattr(heartbeat, "_GRACE_S", 0.0)
-    monkeypatch.setattr(Heartbeat, "_end_process", lambda self, problem: self._ended.set())
+    monkeypatch.setattr(Heartbeat, "_end_process", lambda self, *problem: self._ended.set())
     watches[0].begin()
     watches[0].enter()
     watches[0].leave(lambda: False)

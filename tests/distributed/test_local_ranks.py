@@ -77,7 +77,7 @@ def ends_badly(rank: int, world: int, note: Any) -> None:
 
 
 def test_a_rank_that_ends_with_an_error_after_its_result_has_failed():
-    with pytest.raises(RankFailedError, match="rank 1 ended with exit status 3"):
+    with pytest.raises(RankFailedError, match="rank 1 failed with exit status 3"):
         run_ranks(2, ends_badly, timeout_s=HANG_S)
     assert run_ranks(2, ends_badly, timeout_s=HANG_S, may_die=(1,)) == {0: None, 1: None}
 

@@ -5,18 +5,22 @@ from __future__ import annotations
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
 from pipecomp.distributed import ssh_launcher, supervisor
+from pipecomp.distributed.placement import free_port
 from pipecomp.distributed.ssh_launcher import (
     RankCommand,
     assign_ranks,
+    check_hosts,
     is_this_machine,
     launch_ranks,
     rendezvous_address,
@@ -178,6 +182,50 @@ def test_an_ipv6_address_may_have_brackets():
     assert {rank.variables["MASTER_ADDR"] for rank in found} == {"2001:db8::1"}
 
 
+MEETING = {"MASTER_ADDR": "one", "MASTER_PORT": "1"}
+
+
+@pytest.mark.parametrize(
+    ("ssh", "reason", "remedy"),
+    [
+        ("echo 'ssh: Could not resolve hostname two: Name or service not known' >&2; exit 255", "resolve", "the name"),
+        ("echo 'me@two: Permission denied (publickey).' >&2; exit 255", "Permission denied", "ssh-copy-id two"),
+        ("echo 'ssh: connect to host two port 22: Connection refused' >&2; exit 255", "refused", "~/.ssh/config"),
+        ("echo 'Host key verification failed.' >&2; exit 255", "verification failed", "log in once by hand, ssh two"),
+        ("exec sleep 60", "no answer within 0.5 s", "ssh two true"),
+        ("exit 3", "exit status 3", "ssh two true"),
+        ('echo "sh: 1: cd: can\'t cd to /work" >&2; exit 2', "cd", "the same folder"),
+    ],
+)
+def test_a_machine_that_cannot_be_logged_in_to_is_named(monkeypatch, stand_in, ssh, reason, remedy):
+    stand_in(ssh)
+    if "sleep" in ssh:
+        monkeypatch.setattr(ssh_launcher, "_CHECK_S", 0.5)
+    ranks = [RankCommand(rank=1, host="two", command=(sys.executable,), variables=MEETING)]
+    with pytest.raises(ConfigError, match="--peers: got 'two'") as caught:
+        check_hosts(ranks)
+    assert reason in str(caught.value)
+    assert remedy in str(caught.value)
+
+
+def test_machines_that_reach_the_first_one_s_port(stand_in):
+    stand_in(LINE)
+    port = free_port()
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        RankCommand(rank=rank, host=host, command=(sys.executable,), variables=variables)
+        for rank, host in enumerate((None, "two", "three"))
+    ]
+    check_hosts(ranks)
+    away = [replace(rank, variables={**variables, "MASTER_ADDR": "127.0.0.2"}) for rank in ranks[:2]]
+    check_hosts(away)
+    with socket.create_server(("", port)), pytest.raises(ConfigError, match=f"MASTER_PORT: got {port}"):
+        check_hosts(ranks)
+    nowhere = [replace(rank, variables={**variables, "MASTER_ADDR": "no.such.host.invalid"}) for rank in ranks[:2]]
+    with pytest.raises(ConfigError, match="open the port here for two"):
+        check_hosts(nowhere)
+
+
 def python(*programs: str) -> list[RankCommand]:
     return [RankCommand(rank=n, host=None, command=(sys.executable, "-c", text)) for n, text in enumerate(programs)]
 
@@ -186,6 +234,17 @@ def test_the_first_status_that_is_not_0_counts():
     assert launch_ranks(python("", "")) == 0
     assert launch_ranks(python("", "raise SystemExit(3)")) == 3
     assert launch_ranks(python("import os; os.kill(os.getpid(), 15)", "")) == 128 + 15
+
+
+@pytest.mark.parametrize(("kills", "why"), [(0, "most often"), (1, "out of memory, as the kernel's count")])
+def test_a_killed_rank_is_named_with_what_to_do(monkeypatch, capfd, kills, why):
+    counts = iter([4, 4 + kills])
+    monkeypatch.setattr("pipecomp.utils.cgroups.count_oom_kills", lambda: next(counts))
+    assert launch_ranks(python("import os; os.kill(os.getpid(), 9)")) == 128 + 9
+    said = capfd.readouterr().err
+    assert f"rank 0 on {socket.gethostname()} was killed by SIGKILL (exit status 137)" in said
+    assert why in said
+    assert "Run the same command again" in said
 
 
 def test_a_rank_that_stays_when_another_has_failed_is_ended(monkeypatch):

@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import random
+import threading
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -38,6 +39,7 @@ from pipecomp.checkpoint import manifest
 from pipecomp.checkpoint.run_id import model_digest
 from pipecomp.checkpoint.writing import random_state, set_random_state
 from pipecomp.data import ShardedSampler, dataset_facts
+from pipecomp.distributed import heartbeat
 from pipecomp.errors import ConfigError, DataError, WireError
 from pipecomp.stages import split
 from pipecomp.trainer import PipelineTrainer, arguments, callbacks, checkpoints, model_io
@@ -1123,6 +1125,35 @@ def test_a_tracker_that_fails_is_done_without(
     assert tracker.calls[3:] == ["begin", "log", "end"]
     assert capfd.readouterr().err == ""
     assert handler.pop_callback(Gone) is tracker
+
+
+class Blocking(Gone):
+    """A tracker whose server takes the second log and never answers."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
+        self.calls.append("log")
+        if state.global_step == 2:
+            threading.Event().wait()
+
+
+def test_a_tracker_that_does_not_answer_is_done_without(
+    usual: TrainingArguments, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(heartbeat, "DEFAULT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(callbacks, "_TRACKER_S", 0.5)
+    monkeypatch.setattr(callbacks, "get_reporting_integration_callbacks", lambda names: [Blocking])
+    handler = callbacks.default_handler(usual, None, None)
+    tracker = next(callback for callback in handler.callbacks if isinstance(callback, Blocking))
+    rank = heartbeat.Heartbeat(0, 1, torch.distributed.HashStore())
+    try:
+        train_with(handler, usual, 5)
+    finally:
+        rank.end()
+    assert tracker.calls == ["begin", "log", "log"]
+    said = capfd.readouterr().err.splitlines()
+    assert "Blocking failed after step 2 (StalledError: rank 0 on " in said[0]
+    assert "is in the tracker Blocking.on_log since 0 s" in said[0]
+    assert "nothing of steps 3 to 5" in said[1]
 
 
 def test_a_callback_of_the_user_raises(usual: TrainingArguments) -> None:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -67,6 +68,10 @@ def test_a_first_machine_with_ipv6_alone_is_found_there(monkeypatch: pytest.Monk
     assert asked[0][1].host == ALL_INTERFACES, "over IPv6, too"
     monkeypatch.setattr(up_launcher, "address_towards", {**ways, "192.0.2.1": "198.51.100.7"}.get)
     assert str(up_launcher.own_address(1)) == "198.51.100.7:1"
+    cable = SimpleNamespace(up=True, addresses=("fe80::1", "2001:db8::9", "198.51.100.9"))
+    monkeypatch.setattr(up_launcher, "address_towards", lambda host: None)
+    monkeypatch.setattr(up_launcher, "list_interfaces", lambda: {"eth0": cable})
+    assert str(up_launcher.own_address(1)) == "198.51.100.9:1", "without a default route"
 
 
 def test_keys_that_do_not_fit(tmp_path: Path) -> None:
