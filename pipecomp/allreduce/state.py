@@ -13,10 +13,13 @@ from __future__ import annotations
 import atexit
 import itertools
 import json
+import logging
+import math
 import os
 import queue
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +46,7 @@ from pipecomp.stats import ring_bytes
 from pipecomp.utils.files import atomic_write
 from pipecomp.utils.serialization import decode_tree, encode_tree
 
+_log = logging.getLogger(__name__)
 FORMAT = "pipecomp gradient memories 1"
 _FAILED_S = 10.0  # wait for running averages when other ranks may be gone, and when the interpreter exits
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -59,6 +63,53 @@ class _AverageJob:
     future: torch.futures.Future[Tensor]
     may_drop: bool = False
     ready: Any = None  # CUDA event after which x_d may be read and out_d written
+
+
+_LOOKED = 4096  # values of a gradient
+_CALM, _CLOSE = 0.3, 0.2  # spread before a jump, and distance from a power of two, in powers of two
+
+
+class ScaleWatch:
+    """Warns once if gradients jump by a power of two and stay there, as where a GradScaler changes its scale.
+
+    Residuals of the scale before would then be added to gradients of another one.
+    """
+
+    def __init__(self) -> None:
+        self._sizes: dict[str, deque[float]] = {}  # log2 of norms, by key
+        self._warned = False
+
+    def look(self, key: str, x_d: Tensor) -> None:
+        """Compare the size of a gradient with those of the calls before. x_d: on a GPU this waits for it."""
+        if self._warned:
+            return
+        norm = float(x_d[:: max(1, x_d.numel() // _LOOKED)].float().norm())
+        if not 0 < norm < math.inf:
+            return
+        sizes = self._sizes.setdefault(key, deque(maxlen=5))
+        sizes.append(math.log2(norm))
+        if len(sizes) < 5:
+            return
+        *before, first, second = sizes
+        if max(before) - min(before) > _CALM:
+            return
+        jumps = [after - sum(before) / len(before) for after in (first, second)]
+        power = round(jumps[0])
+        if power != 0 and all(abs(jump - power) < _CLOSE for jump in jumps):
+            self._warned = True
+            _log.warning(
+                "gradients %s are %g times as large as before, a power of two: if a loss scale (GradScaler) has "
+                "changed, set state.loss_scale = scaler.get_scale() before each step's backward, else error feedback "
+                "adds residuals of another scale; if there is none, set state.loss_scale = 1",
+                key,
+                2.0**power,
+            )
+
+
+def _feeds_back(options: Gradients) -> bool:
+    """Return whether the method adds to a gradient what earlier calls left out."""
+    method = options.method_options
+    return options.method in ("double_squeeze", "powersgd") or bool(getattr(method, "error_feedback", False))
 
 
 class State:
@@ -100,7 +151,8 @@ class State:
         if self.options.local is not None:
             hint = "A State averages in every call; local steps are run by `pipecomp.initialize`."
             raise ConfigError("local_steps", self.options.local_steps, "null", hint)
-        self.seed, self.loss_scale = seed, 1.0
+        self.seed, self._loss_scale = seed, 1.0
+        self._scale_watch: ScaleWatch | None = ScaleWatch() if _feeds_back(self.options) else None
         self.staging: Staging | None = None
         self._method = create_method(self.options)
         shared = not (self._method.by_hook and isinstance(group, (list, tuple)))
@@ -113,6 +165,15 @@ class State:
         self._jobs: queue.SimpleQueue[_AverageJob | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._stream: Any = None
+
+    @property
+    def loss_scale(self) -> float:
+        """Factor of the gradients, 1 until it is set."""
+        return self._loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, scale: float) -> None:
+        self._loss_scale, self._scale_watch = scale, None
 
     def forget(self) -> None:
         """Discard residuals and other memory, but not counters; call it between steps, on all ranks."""
@@ -214,6 +275,8 @@ class State:
             return self.submit(buffer, str(bucket.index()), slices=slices, out=buffer, may_drop=True)
         buffer, layers = bucket.buffer(), [number for number, _ in self._slices(bucket)]
         scale = self._hook_scale(self.loss_scale)
+        if self._scale_watch is not None and buffer.device.type == "cpu":  # a GPU's would wait in this thread
+            self._scale_watch.look("ddp", buffer)
         self._count_call()
         if scale == 1:
             return self._run_hook(bucket, "ddp", buffer, layers)
@@ -301,6 +364,8 @@ class State:
         out_d = job.out_d.view(-1)
         before = self.group.bytes_sent
         mean_d = out_d if out_d.dtype == torch.float32 else torch.empty_like(out_d, dtype=torch.float32)
+        if self._scale_watch is not None:
+            self._scale_watch.look(job.key, job.x_d)
         x_d = job.x_d if job.loss_scale == 1 else job.x_d.to(torch.float32) / job.loss_scale
         self._average.mean(x_d, mean_d, call)
         if job.loss_scale != 1:

@@ -144,6 +144,8 @@ def doctor(
             show_default="with a launcher",
         ),
     ] = None,
+    workers: Annotated[int, option("Worker processes of each rank's data loader, to compare with /dev/shm.")] = 0,
+    batch_tokens: Annotated[int, option("Tokens of a micro-batch, samples times length, with --workers.")] = 0,
 ) -> None:
     """Check this machine and, under a launcher, the links between machines; exit status 1 if there is a problem.
 
@@ -157,6 +159,10 @@ def doctor(
     """
     from pipecomp.doctor.examination import examine
     from pipecomp.doctor.finding import print_report
+    from pipecomp.doctor.machine import LoaderSize
+
+    require((workers > 0) == (batch_tokens > 0), "--workers", workers, "together with --batch-tokens, both above 0")
+    loader = LoaderSize(workers, batch_tokens) if workers else None
 
     def report(findings: list[Any]) -> None:
         if json_output:
@@ -164,7 +170,7 @@ def doctor(
         else:
             print_report(findings, console)
 
-    if examine(report, store=store_path, ranks=ranks):
+    if examine(report, store=store_path, ranks=ranks, loader=loader):
         raise typer.Exit(1)
 
 

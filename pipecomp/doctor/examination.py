@@ -14,7 +14,14 @@ from pipecomp.distributed.launch_env import Launch, read_launch
 from pipecomp.distributed.local_launcher import RankFailedError, run_ranks
 from pipecomp.distributed.rendezvous import warn_if_slow
 from pipecomp.doctor.finding import PROBLEM, WARNING, Finding, has_problem
-from pipecomp.doctor.machine import GPU_SHARING, MOUNT_SHM, compute_findings, limit_findings, network_findings
+from pipecomp.doctor.machine import (
+    GPU_SHARING,
+    MOUNT_SHM,
+    LoaderSize,
+    compute_findings,
+    limit_findings,
+    network_findings,
+)
 from pipecomp.doctor.packages import package_findings
 from pipecomp.doctor.ranks import RankSession, RendezvousError, check_rank_0, check_rendezvous
 from pipecomp.doctor.storage import storage_findings
@@ -33,6 +40,7 @@ def examine(
     ranks: bool | None = None,
     environ: Mapping[str, str] = os.environ,
     limit_s: float = 30.0,
+    loader: LoaderSize | None = None,
 ) -> bool:
     r"""Check this machine and the links between ranks, and report.
 
@@ -46,6 +54,7 @@ def examine(
             launcher.
         environ: Environment variables, as set by launchers.
         limit_s: Timeout of the rendezvous.
+        loader: Of each rank's data, to compare with the shared memory.
 
     Returns:
         True if any finding is a problem.
@@ -58,18 +67,18 @@ def examine(
         launch = read_launch(environ)
     except ConfigError as error:
         advice = "Start with torchrun or deepspeed, or unset the variable."
-        findings = [Finding("launcher", PROBLEM, str(error), advice), *machine_findings(Launch(), store)]
+        findings = [Finding("launcher", PROBLEM, str(error), advice), *machine_findings(Launch(), store, loader)]
     else:
         if launch.started and ranks is not False:
-            return _examine_ranks(report, launch, store, limit_s)
-        findings = machine_findings(launch, store)
+            return _examine_ranks(report, launch, store, limit_s, loader)
+        findings = machine_findings(launch, store, loader)
         if ranks:
             findings += _examine_local_ranks()
     report(findings)
     return has_problem(findings)
 
 
-def machine_findings(launch: Launch, store: Path) -> list[Finding]:
+def machine_findings(launch: Launch, store: Path, loader: LoaderSize | None = None) -> list[Finding]:
     """Make all checks of this machine, without other ranks."""
     gpu = torch.cuda.is_available()
     return [
@@ -77,21 +86,23 @@ def machine_findings(launch: Launch, store: Path) -> list[Finding]:
         *compute_findings(launch),
         *network_findings(launch),
         *storage_findings(store),
-        *limit_findings(),
+        *limit_findings(0 if loader is None else loader.shared_bytes(launch.local_world or 1)),
     ]
 
 
-def _examine_ranks(report: Callable[[list[Finding]], None], launch: Launch, store: Path, limit_s: float) -> bool:
+def _examine_ranks(
+    report: Callable[[list[Finding]], None], launch: Launch, store: Path, limit_s: float, loader: LoaderSize | None
+) -> bool:
     try:
         session = RankSession(launch, versions(), limit_s=limit_s)
     except RendezvousError as error:
-        own = machine_findings(launch, store) if launch.local_rank == 0 else []
+        own = machine_findings(launch, store, loader) if launch.local_rank == 0 else []
         report([*own, check_rendezvous(launch, error, limit_s)])
         return True
     # Links come first: the machines' own checks would disturb their measurement.
     with warn_if_slow("measures the links between ranks, for 3 minutes at most"):
         between = session.measure() + check_software_lab(os.environ)
-    own = machine_findings(launch, store) if launch.local_rank == 0 else []
+    own = machine_findings(launch, store, loader) if launch.local_rank == 0 else []
     if session.rank_0_lost:
         report([*own, check_rank_0(launch)])
         return True

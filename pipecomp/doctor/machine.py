@@ -361,10 +361,22 @@ _OPEN_FILES = 1024  # a rank opens some 200 files and libraries, and a socket pe
 _ADDRESS_SPACE = 64 << 30  # torch maps several GiB, CUDA reserves tens, a message store doubles its map
 _MIN_ADDRESS_SPACE = 8 << 30
 _SHM_BYTES = 512 << 20
+_PREFETCHED = 2  # batches of a worker, DataLoader's default
 
 
-def limit_findings() -> list[Finding]:
-    """Check limits of open files, memory and shared memory."""
+class LoaderSize(NamedTuple):
+    """Worker processes of a rank's DataLoader, and the tokens of one of its micro-batches."""
+
+    workers: int
+    tokens: int
+
+    def shared_bytes(self, ranks: int) -> int:
+        """Return the shared memory of a machine's ranks: input_ids, attention_mask and labels, int64, prefetched."""
+        return ranks * self.workers * _PREFETCHED * self.tokens * 3 * 8
+
+
+def limit_findings(loader_bytes: int = 0) -> list[Finding]:
+    """Check limits of open files, memory and shared memory. loader_bytes: that data workers need of the last."""
 
     def soft(number: int) -> int | None:
         limit = resource.getrlimit(number)[0]
@@ -373,7 +385,7 @@ def limit_findings() -> list[Finding]:
     return [
         check_open_files(soft(resource.RLIMIT_NOFILE)),
         check_address_space(soft(resource.RLIMIT_AS)),
-        check_shared_memory(shutil.disk_usage(_SHM).free if _SHM.is_dir() else None),
+        check_shared_memory(shutil.disk_usage(_SHM).free if _SHM.is_dir() else None, loader_bytes),
     ]
 
 
@@ -397,8 +409,13 @@ def check_address_space(limit_bytes: int | None) -> Finding:
     )
 
 
-def check_shared_memory(free_bytes: int | None) -> Finding:
-    """Check the free space in /dev/shm; None if there is none."""
+def check_shared_memory(free_bytes: int | None, loader_bytes: int = 0) -> Finding:
+    """Check the free space in /dev/shm.
+
+    Args:
+        free_bytes: None if there is none.
+        loader_bytes: That the workers of the data loaders need; 0 if unknown.
+    """
     if free_bytes is None:
         linux = sys.platform == "linux"
         consequence = ": the demo's ranks cannot start without it, nor data workers share memory" if linux else ""
@@ -408,4 +425,9 @@ def check_shared_memory(free_bytes: int | None) -> Finding:
     advice = "In a container: --shm-size=2g or --ipc=host; elsewhere remove old files there."
     small = free_bytes < _SHM_BYTES
     fact = f"{format_bytes(free_bytes)} free in /dev/shm"
+    if loader_bytes:
+        fact += f", {format_bytes(loader_bytes)} needed for the batches of the data workers"
+        few = "Use fewer workers or a smaller prefetch_factor, or enlarge it: in a container --shm-size or --ipc=host."
+        too_much = (loader_bytes > free_bytes, PROBLEM, "workers are killed, or wait for ever for room", few)
+        return judge("shared memory", fact, too_much)
     return judge("shared memory", fact, (small, WARNING, consequence, advice))

@@ -161,8 +161,8 @@ class CompressionCallback(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Pass this step's loss scale to the method."""
-        if self._state is not None and self._scaler is not None:
-            self._state.loss_scale = self._scaler.get_scale()
+        if self._state is not None:
+            self._state.loss_scale = 1.0 if self._scaler is None else self._scaler.get_scale()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Add bytes, compression and error to Trainer's training logs."""

@@ -34,7 +34,7 @@ def examined(rank: int, world: int, note: Any) -> list[tuple[str, ...]]:
     from pipecomp.doctor import Finding, examination
 
     verdict = Finding("machine", "ok", "as it should be. " * 100)  # more than a packet
-    examination.machine_findings = lambda launch, store: [verdict]
+    examination.machine_findings = lambda launch, *more: [verdict]
     told: list[Any] = []
     examination.examine(told.extend, store=Path("messages"), limit_s=HANG_S)
     return [tuple(finding) for finding in told]

@@ -29,7 +29,7 @@ def examined(rank, world, note, verdicts):
     from pipecomp.doctor import examination, measure
 
     measure._MOST_BYTES = 1 << 22
-    examination.machine_findings = lambda launch, store: [
+    examination.machine_findings = lambda launch, *more: [
         Finding("machine", verdicts[rank], f"of rank {rank}", "Mend it."),
         Finding("good", "ok", f"of rank {rank}"),
     ]
@@ -126,7 +126,7 @@ SCRIPT = textwrap.dedent(
     from pipecomp.cli import app
     from pipecomp.doctor import Finding, examination
     verdict = sys.argv.pop(1)
-    examination.machine_findings = lambda launch, store: [Finding("machine", verdict, str(launch), "Mend it.")]
+    examination.machine_findings = lambda launch, *more: [Finding("machine", verdict, str(launch), "Mend it.")]
     if __name__ == "__main__":
         app()
     """
@@ -173,7 +173,7 @@ def test_two_ranks_here_without_a_launcher(tmp_path):
 def test_ranks_that_never_come(monkeypatch):
     from pipecomp.doctor import examination
 
-    monkeypatch.setattr(examination, "machine_findings", lambda launch, store: [])
+    monkeypatch.setattr(examination, "machine_findings", lambda launch, *more: [])
     launcher = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     for name, value in launcher.items():
         monkeypatch.setenv(name, value)
@@ -187,7 +187,7 @@ def test_ranks_that_never_come(monkeypatch):
 def on_a_node(rank, world, note, environ):
     from pipecomp.doctor import examination, ranks
 
-    examination.machine_findings = lambda launch, store: []
+    examination.machine_findings = lambda launch, *more: []
     ranks._GLOO_S = 3.0
     os.environ.update(environ)
     told: list[Finding] = []
@@ -277,7 +277,7 @@ def dies_in_its_own_checks(rank, world, note, keys):
 
     examination._MACHINE_LIMIT_S = 10 * HANG_S
     os.environ |= {"PIPECOMP_KEYS": f"{keys}/rank-{rank}", "LOCAL_RANK": "0"}
-    examination.machine_findings = lambda launch, store: [] if rank == 0 else os.kill(os.getpid(), signal.SIGKILL)
+    examination.machine_findings = lambda launch, *more: [] if rank == 0 else os.kill(os.getpid(), signal.SIGKILL)
     told: list[Finding] = []
     examination.examine(told.extend, store=Path("messages"), limit_s=LIMIT_S)
     return [tuple(f) for f in told], True

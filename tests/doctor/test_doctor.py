@@ -397,7 +397,7 @@ def test_what_launchers_set():
 def test_variables_that_cannot_be(environ, monkeypatch, tmp_path):
     with pytest.raises(ConfigError):
         read_launch(environ)
-    monkeypatch.setattr(examination, "machine_findings", lambda launch, store: [Finding("all", OK, "well")])
+    monkeypatch.setattr(examination, "machine_findings", lambda launch, *more: [Finding("all", OK, "well")])
     told = []
     assert examine(told.extend, store=tmp_path, environ=environ)
     expect(told[0], PROBLEM, next(iter(environ)) if len(environ) == 1 and "LOCAL" in str(environ) else "")
@@ -530,6 +530,10 @@ def test_limits():
     expect(machine.check_address_space(4 * GIB), PROBLEM)
     expect(machine.check_shared_memory(64 * MIB), WARNING, "64 MiB", "--shm-size")
     expect(machine.check_shared_memory(GIB), OK)
+    needed = machine.LoaderSize(workers=4, tokens=16 * 2048).shared_bytes(ranks=2)  # 2 x 4 x 2 batches of 768 KiB
+    assert needed == 16 * 768 << 10
+    expect(machine.check_shared_memory(64 * MIB, needed), OK, "12.0 MiB needed")
+    expect(machine.check_shared_memory(8 * MIB, needed), PROBLEM, "12.0 MiB needed", "prefetch_factor")
     expect(machine.check_shared_memory(None), WARNING, "no /dev/shm", "mount")
 
 
@@ -703,7 +707,7 @@ def test_a_long_host_name_takes_no_room_from_what_was_found():
 def quick(monkeypatch):
     """The command without this machine's facts."""
     findings = list(FINDINGS)
-    monkeypatch.setattr(examination, "machine_findings", lambda launch, store: findings)
+    monkeypatch.setattr(examination, "machine_findings", lambda launch, *more: findings)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
         monkeypatch.delenv(name, raising=False)
     return findings
