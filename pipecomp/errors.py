@@ -114,7 +114,7 @@ class CheckpointError(OutputError):
     """A checkpoint cannot be written; no part of it remains on disk."""
 
 
-class StalledError(PipecompError, TimeoutError):
+class StalledError(PipecompError):
     """A rank has waited too long for something of its own: data, a callback, a tracker, a disk."""
 
 

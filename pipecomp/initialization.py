@@ -124,7 +124,7 @@ def initialize(
             model, num_stages, cuts, config, all_ranks, own_loss=loss_fn is not None, given=arguments.given()
         )
         heartbeat.timeout_s = setup.settings.transport.timeout_s
-        limits.data_s = setup.settings.transport.data_timeout_s
+        limits.set(setup.settings.transport.data_timeout_s)
         engine = build_engine(setup, arguments, all_ranks)
         heartbeat.places = [RankPlace(*place) for place in all_ranks.all_gather_object(RankPlace.here(engine.stage_id))]
         facts = optimizer_facts(engine)

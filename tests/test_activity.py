@@ -73,6 +73,18 @@ def test_a_wait_is_interrupted_after_its_limit(watch: Heartbeat, wait: Callable[
     assert current_activity() is None
 
 
+def test_a_body_that_goes_on_is_interrupted_again(watch: Heartbeat) -> None:
+    """Libraries catch errors and try again."""
+    errors: list[StalledError] = []
+    with Activity("waits here", 0.2):
+        while len(errors) < 3:
+            try:
+                time.sleep(HANG_S)
+            except StalledError as error:
+                errors.append(error)
+    assert current_activity() is None
+
+
 def test_what_ends_in_time_is_left_alone(watch: Heartbeat) -> None:
     """Every inner activity counts as progress of the outer one, which takes longer than its limit."""
     began = time.monotonic()

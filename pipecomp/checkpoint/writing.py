@@ -18,6 +18,7 @@ import torch
 
 from pipecomp.distributed.collectives import gathered
 from pipecomp.errors import CheckpointError, OutputError, PipecompError, SplitError
+from pipecomp.utils.activity import local_activity
 
 
 @contextlib.contextmanager
@@ -55,7 +56,8 @@ class CollectiveWrite:
         """Call `write` and record its error; do nothing after an error. path: of the file, for the message."""
         if self.problem is None:
             try:
-                return write()
+                with local_activity(f"writes {path or self._folder}"):
+                    return write()
             except SplitError:
                 raise
             except Exception as error:

@@ -15,8 +15,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
-from pipecomp.errors import ConfigError
+from pipecomp.errors import ConfigError, StalledError
 from pipecomp.stats import Traffic, code_bits
+from pipecomp.utils.activity import local_activity
 from pipecomp.utils.files import atomic_write_text
 from pipecomp.utils.serialization import json_line
 
@@ -182,10 +183,11 @@ class Recorder:
 
     @contextlib.contextmanager
     def _giving_up(self) -> Iterator[None]:
-        """End the recording on an OSError inside."""
+        """End the recording if the file cannot be written, or its disk does not answer."""
         try:
-            yield
-        except OSError as error:
+            with local_activity(f"writes to {self.folder}"):
+                yield
+        except (OSError, StalledError) as error:
             self._give_up(error)
 
     def _close(self) -> None:
@@ -194,9 +196,10 @@ class Recorder:
             with contextlib.suppress(OSError):  # it flushes what was refused
                 metrics.close()
 
-    def _give_up(self, error: OSError) -> None:
+    def _give_up(self, error: OSError | StalledError) -> None:
         self._close()
-        _log.warning("%s cannot be written (%s); the run continues without it", self.folder, error.strerror or error)
+        why = getattr(error, "strerror", None) or error
+        _log.warning("%s cannot be written (%s); the run continues without it", self.folder, why)
 
 
 def read_object(path: Path, notes: list[str], without: str = "") -> dict[str, Any]:

@@ -121,7 +121,7 @@ class PipelineSetup:
         world = dist.get_world_size()
         config = deepspeed_config.engine_config(args, pipecomp, complete=complete_config)
         settings = Config.from_dict(config[deepspeed_config.SECTION])
-        limits.data_s = settings.transport.data_timeout_s
+        limits.set(settings.transport.data_timeout_s)
         stages = num_stages if num_stages is not None or cuts is not None else world
         if isinstance(model, Modules):
             split_plan = plan_modules(model, stages, cuts)

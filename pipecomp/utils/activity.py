@@ -11,6 +11,7 @@ another thread than the main one.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import signal
@@ -34,14 +35,18 @@ _main_thread = threading.main_thread()
 
 
 class Limits:
-    """Limits of this process's activities in seconds, set by the configuration; None for no limit."""
+    """Limits of this process's activities in seconds."""
 
-    data_s: float | None = DATA_TIMEOUT_S
+    data_s = DATA_TIMEOUT_S
+
+    def set(self, data_timeout_s: float | None) -> None:
+        """Take the configuration's limit; None for none."""
+        self.data_s = math.inf if data_timeout_s is None else data_timeout_s
 
     @property
-    def other_s(self) -> float | None:
+    def other_s(self) -> float:
         """Limit of what is not data."""
-        return None if self.data_s is None else _OTHERS * self.data_s
+        return _OTHERS * self.data_s
 
 
 limits = Limits()
@@ -62,7 +67,7 @@ class Activity:
 
     Args:
         text: Of the form "waits for its data", after the rank's name.
-        limit_s: Seconds after which it is interrupted; None for never, and without a report.
+        limit_s: Seconds after which it is interrupted; None for one that is not watched, as others watch it.
         end_s: Seconds after which the process ends; by default some more than the limit.
         explain: Describes the cause and the remedy in an error.
     """
@@ -92,7 +97,8 @@ class Activity:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _remove(self)
+        if self in _running:
+            _running.remove(self)
         for outer in list(_running):
             outer.since, outer.next_notice_s = time.monotonic(), NOTICE_S
 
@@ -170,17 +176,13 @@ def full_shared_memory() -> str | None:
     )
 
 
-def _remove(activity: Activity) -> None:
-    if activity in _running:
-        _running.remove(activity)
-
-
 def _raise_error(number: int, frame: FrameType | None) -> None:
-    """Raise the error of the innermost activity that is to end."""
+    """Raise the error of the activity that is to end. If the body goes on all the same, its time begins anew."""
+    if frame is not None and frame.f_code is Activity.__exit__.__code__:  # the body is over
+        return
     for activity in reversed(_running):
         if activity.error is not None:
-            _remove(activity)  # if the error meets the end of the `with` block
-            error, activity.error = activity.error, None
+            error, activity.error, activity.since = activity.error, None, time.monotonic()
             raise error
 
 

@@ -532,8 +532,8 @@ def test_limits():
     expect(machine.check_shared_memory(GIB), OK)
     needed = machine.LoaderSize(workers=4, tokens=16 * 2048).shared_bytes(ranks=2)  # 2 x 4 x 2 batches of 768 KiB
     assert needed == 16 * 768 << 10
-    expect(machine.check_shared_memory(64 * MIB, needed), OK, "12.0 MiB needed")
-    expect(machine.check_shared_memory(8 * MIB, needed), PROBLEM, "12.0 MiB needed", "prefetch_factor")
+    expect(machine.check_shared_memory(64 * MIB, needed), OK, "12 MiB needed")
+    expect(machine.check_shared_memory(8 * MIB, needed), PROBLEM, "12 MiB needed", "prefetch_factor")
     expect(machine.check_shared_memory(None), WARNING, "no /dev/shm", "mount")
 
 
