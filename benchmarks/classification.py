@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import page
+from benchmarks import direct, page
 from benchmarks.minilm import CHOSEN_BY, INSTALL, PARTS
 from benchmarks.page import Row, prose, spread, values
 from benchmarks.runner import SHARED, Runs, arguments, beside, chosen, digest
@@ -25,21 +25,31 @@ from benchmarks.training import adamw, byte_columns, in_memory, in_order, train_
 EPOCHS, BATCH, MICRO_BATCH = 3, 16, 8
 LEARNING_RATE, WARM_UP = 5e-5, 0.1  # the warm-up is a share of all steps
 AS_TRAINED = ", judged quantized"  # lines on QNLI only
+RMS = ", rms scale"
 METRICS = {"QNLI": "accuracy", "CoLA": "matthews"}
 SIZES = {name: [part.training, part.held_out, part.max_tokens] for name, part in PARTS.items()}
 SETUP = digest([EPOCHS, BATCH, MICRO_BATCH, LEARNING_RATE, WARM_UP, CHOSEN_BY, SIZES])
 
 
-def methods() -> dict[str, dict[str, Any]]:
-    """The activations' section of every line. Held-out samples are judged without quantization, as by the model that is
-    saved; where the name says so, with the quantization that DirectQ trained with."""
-    lines: dict[str, dict[str, Any]] = {"FP32": {"method": "none"}}
+def methods() -> dict[str, direct.Setting]:
+    """The activations' section of every line, or the ends of a rival's links.
+
+    Held-out samples are judged without quantization, as by the model that is saved; where the name says so, with the
+    quantization that DirectQ trained with.
+    """
+    lines: dict[str, direct.Setting] = {"FP32": {"method": "none"}}
     for forward, backward, scale in ((2, 4, "max"), (2, 4, "rms"), (3, 6, "max"), (3, 6, "rms")):
         for label, method in (("DirectQ", "direct"), ("AQ-SGD", "aqsgd")):
             name = f"{label} fw{forward} bw{backward}" + (", rms scale" if scale == "rms" else "")
-            lines[name] = {"method": method, "forward_bits": forward, "backward_bits": backward, "scale": scale}
+            section = {"method": method, "forward_bits": forward, "backward_bits": backward, "scale": scale}
+            lines[name] = section
             if method == "direct" and forward == 2:
-                lines[name + AS_TRAINED] = {**lines[name], "eval": "direct"}
+                lines[name + AS_TRAINED] = {**section, "eval": "direct"}
+        if scale == "rms":
+            forms = direct.forms(forward, backward).items()
+            lines |= {
+                f"DirectQ fw{forward} bw{backward}{form}": setting for form, setting in forms if form not in ("", RMS)
+            }
     return lines
 
 
@@ -97,7 +107,10 @@ def train(task: str, name: str, stages: int, seed: int, data: Path, model: Path)
     import torch
 
     torch.set_num_threads(1)
-    pipeline, evaluate, real_tokens = prepare(task, methods()[name], stages, seed, data, model)
+    setting = methods()[name]
+    rival = setting if callable(setting) else None
+    section = {"method": "none"} if callable(setting) else setting
+    pipeline, evaluate, real_tokens = prepare(task, section, stages, seed, data, model, rival=rival)
     began = time.process_time()
     _, trained = train_epochs(pipeline, EPOCHS)
     metrics = evaluate()
@@ -178,6 +191,21 @@ def _section(task: str, rows: list[Row]) -> list[str]:
         differences = page.above(group, exact, key)
         return "–" if group[0]["method"] == "FP32" or not differences else f"{statistics.mean(differences):+.3f}"
 
+    def best_direct() -> list[str]:
+        """Best form of DirectQ by the metric, beside AQ-SGD."""
+        lines = []
+        for bits in ("fw2 bw4", "fw3 bw6"):
+            for k in sorted({row["stages"] for row in rows}):
+                own = [row for row in rows if row["stages"] == k]
+                names = [n + judged for n in direct.names(f"DirectQ {bits}") for judged in ("", AS_TRAINED)]
+                groups = [[row for row in own if row["method"] == name] for name in names]
+                best = direct.best([[{**row, "error": -row[metric]} for row in group] for group in groups], "error")
+                mine = [row for row in own if row["method"] == f"AQ-SGD {bits}"]
+                if best and mine:
+                    means = (f"{statistics.mean(values(group, metric)):.3f}" for group in (best, mine))
+                    lines.append([bits, k, best[0]["method"], *means])
+        return page.table(["bits", "K", "best DirectQ", f"its {heading}", "AQ-SGD's"], lines)
+
     cells = {
         "method": lambda group: group[0]["method"],
         "K": lambda group: "any" if group[0]["method"] == "FP32" else group[0]["stages"],
@@ -190,7 +218,7 @@ def _section(task: str, rows: list[Row]) -> list[str]:
         **byte_columns(),
         "stores MB": lambda group: f"{group[0]['store_bytes'] / 1e6:.0f}",
     }
-    return [*prose(text), *page.columns(cells, page.grouped(rows, "method", "stages"))]
+    return [*prose(text), *best_direct(), *page.columns(cells, page.grouped(rows, "method", "stages"))]
 
 
 def _noise(task: str, exact: list[Row]) -> float:

@@ -397,8 +397,17 @@ def figures() -> list[Figure]:
         ),
         Figure(
             MEASURED,
-            "plain quantization with max scales {} to {} and at most {}",
-            (*_stages("QNLI", "DirectQ fw2 bw4"), _stages("CoLA", "DirectQ fw2 bw4")[1]),
+            "plain quantization with max scales {} to {} and at most {}; with 8-bit first visits over 4 stages {}, rotated "
+            "plain quantization, its best, {}, over 2 stages {} and {}",
+            (
+                *_stages("QNLI", "DirectQ fw2 bw4"),
+                _stages("CoLA", "DirectQ fw2 bw4")[1],
+                *(
+                    at("shootout", "accuracy", "without", k, method, "fw2 bw4", section="QNLI")
+                    for k in ("4", "2")
+                    for method in ("AQ-SGD", "DirectQ, rotated")
+                ),
+            ),
         ),
         Figure(
             MEASURED,

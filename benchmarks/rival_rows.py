@@ -48,6 +48,38 @@ class Product:
         return self.codec.decode(payload, rows, hidden) if rows else torch.empty(0, hidden)
 
 
+@dataclass(frozen=True)
+class Published:
+    """DirectQ as the code of AQ-SGD's authors quantizes (DS3Lab/AC-SGD, compress/fixpoint.py).
+
+    One scale for each hidden channel over all rows of a packet, its largest magnitude in float16. Levels are
+    k / 2^(b−1) times the scale, k from −2^(b−1) to 2^(b−1) − 1: zero is one, the largest value itself is not. Rounded
+    to nearest.
+
+    Payload: scales, codes.
+    """
+
+    bits: int
+
+    def encode(self, x_TH: Tensor) -> Tensor:
+        """See Rows."""
+        if not len(x_TH):
+            return x_TH.new_empty(0, dtype=torch.uint8)
+        half, scale_H = 1 << (self.bits - 1), x_TH.abs().amax(0).half()
+        codes_TH = (x_TH / (scale_H.float() + 1e-6) * half).round().clamp(-half, half - 1) + half
+        return torch.cat([as_bytes(scale_H), packed(codes_TH.to(torch.int32).reshape(-1), self.bits)])
+
+    def decode(self, payload: Tensor, rows: int, hidden: int) -> Tensor:
+        """See Rows."""
+        if not rows:
+            return torch.empty(0, hidden)
+        half, reader = 1 << (self.bits - 1), Reader(payload)
+        scale_H = reader.halves(hidden)
+        codes_TH = reader.integers(rows * hidden, self.bits).reshape(rows, hidden)
+        reader.end()
+        return (codes_TH.float() - half) / half * scale_H
+
+
 # -- tiles with more or fewer bits
 
 

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import classification, convergence, page, shootout_page
+from benchmarks import classification, convergence, direct, page, shootout_page
 from benchmarks.boundaries import Coders
 from benchmarks.convergence import Method
 from benchmarks.page import Row
@@ -41,7 +41,7 @@ LORA_RATE = 2e-3
 KEYS = ("task", "dropout", "stages", "method", "setting", "seed")
 SETUP = digest([convergence.SETUP, classification.SETUP, BITS, FIRST_BITS, KEPT_BITS, DROPOUT, LORA, LORA_RATE])
 
-Setting = dict[str, Any] | Callable[[], Coders]  # the section "activations", or what makes the ends of a rival's links
+Setting = direct.Setting
 
 
 def _of_project(**more: Any) -> dict[str, Setting]:
@@ -72,9 +72,8 @@ def methods() -> dict[str, dict[str, Setting]]:
     settings = {name: Product(TopK(KEPT_BITS, share)) for name, share in shares.items()}
     return {
         "FP32": {"": {"method": "none"}},
-        "DirectQ": _of_project(method="direct"),
-        "DirectQ, rms scale": _of_project(method="direct", scale="rms"),
-        "DirectQ, rotated": _of_project(method="direct", rotation=True),
+        **{f"DirectQ{form}": _of_project(method="direct", **more) for form, more in direct.FORMS.items()},
+        f"DirectQ{direct.AS_PUBLISHED}": {f"fw{f} bw{b}": partial(direct.published, f, b) for f, b in BITS},
         "AQ-SGD": _of_project(method="aqsgd", first_visit=FIRST_BITS),
         "AQ-SGD, changes back": {
             f"fw{f} bw{f}": convergence.quantized("aqsgd", f, f) | convergence.CHANGES_BACK for f, _ in BITS
@@ -257,9 +256,11 @@ def introduction(rows: Sequence[Row]) -> list[str]:
         setting's name has bits forward and back. All methods with first visits send these with {FIRST_BITS} bits
         (constant error: with the fewest that keep it). After every run both ends of every link remembered the same.
 
-        - DirectQ, AQ-SGD: the product's own, with the largest value as the scale unless it says rms. Changes back:
-        gradients are sent as changes too. Constant error: that, and each packet has the fewest bits that keep these
-        errors forward/back, but changes no more than 3 and 4, 3 and 6, or 4 and 8 bits.
+        - DirectQ, AQ-SGD: the product's own, with the largest value as the scale unless it says otherwise. As
+        published: as the code of AQ-SGD's authors quantizes, with one scale for each channel of a packet
+        ([algorithm](../../docs/algorithms.md#12-the-quantizer-q_b-b--1-to-8)). Changes back: gradients are sent as
+        changes too. Constant error: that, and each packet has the fewest bits that keep these errors forward/back, but
+        changes no more than 3 and 4, 3 and 6, or 4 and 8 bits.
 
         - TAH-Quant (arXiv:2506.01352): nothing is remembered; tiles of 64 values with a zero point and a step, tiles
         with an outlier turned, seven of ten tiles with the larger number of bits.

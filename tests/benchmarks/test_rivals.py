@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks import shootout, shootout_page
 from benchmarks.boundaries import Coded, Coders
 from benchmarks.inprocess import InProcessPipeline
-from benchmarks.rival_rows import LowRank, Product, TahQuant, hadamard
+from benchmarks.rival_rows import LowRank, Product, Published, TahQuant, hadamard
 from benchmarks.rivals import Changes, Unchanged, Whole
 from pipecomp.codecs.codecs import Quantized, TopK
 from pipecomp.codecs.wire import packet_bytes
@@ -146,6 +146,27 @@ def test_tokens_that_hardly_changed_are_not_sent():
     assert ((out_TH - second)[[1, 6]].abs() <= second[[1, 6]].abs().amax(1, keepdim=True) / 256 * 1.001).all()
     assert sizes == [packet_bytes(2, 1 + 8 * (4 + 32)), packet_bytes(2, 1 + 2 * (4 + 32))]
     assert link.held_bytes() == 2 * 8 * 32 * 4
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_published_quantizer_has_a_scale_for_each_channel_and_a_zero(bits):
+    """Levels k / 2^(b−1) of the channel's largest magnitude in float16; the largest itself only if it is negative."""
+    x_TH = rows(40, 16, seed=3) * torch.logspace(-3, 2, 16)
+    x_TH[5] = 0
+    out_TH = decoded(Published(bits), x_TH)
+    scale_H, half = x_TH.abs().amax(0).half().float(), 2 ** (bits - 1)
+    levels_TH = out_TH / scale_H * half
+    assert torch.equal(levels_TH, levels_TH.round())
+    assert (levels_TH.min() >= -half, levels_TH.max() <= half - 1) == (True, True)
+    assert torch.equal(out_TH[5], torch.zeros(16))
+    inside = x_TH < scale_H * (half - 0.5) / half
+    assert bool(((x_TH - out_TH).abs() <= 0.51 * scale_H / half)[inside].all())
+    assert Published(bits).encode(x_TH).numel() == 2 * 16 + 40 * 16 * bits // 8
+    assert Published(bits).encode(x_TH[:0]).numel() == 0
+
+
+def decoded(code: Any, x_TH: torch.Tensor) -> torch.Tensor:
+    return code.decode(code.encode(x_TH), *x_TH.shape)
 
 
 @pytest.mark.parametrize(
