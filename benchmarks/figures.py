@@ -397,8 +397,8 @@ def figures() -> list[Figure]:
         ),
         Figure(
             MEASURED,
-            "plain quantization with max scales {} to {} and at most {}; with 8-bit first visits over 4 stages {}, rotated "
-            "plain quantization, its best, {}, over 2 stages {} and {}",
+            "plain quantization with max scales {} to {} and at most {}; with 8-bit first visits over 4 stages {}, "
+            "rotated plain quantization, its best, {}, over 2 stages {} and {}",
             (
                 *_stages("QNLI", "DirectQ fw2 bw4"),
                 _stages("CoLA", "DirectQ fw2 bw4")[1],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import figures
+from benchmarks.__main__ import questions
 from benchmarks.figures import Figure, Shown, number, problems
 
 
@@ -44,3 +45,14 @@ def test_cells_are_found_by_the_others_of_their_row():
     assert figures.at("first_visit", "training loss above FP32", "full", section="3 epochs", part=1).value == 0.0026
     with pytest.raises(figures.DataError, match=r"first_visit\.md: 4 rows"):
         figures.at("first_visit", "training loss above FP32", "full")
+
+
+def test_no_cell_of_the_papers_is_empty():
+    """Each table, figure and appendix has an outcome, if only that and why it was not run."""
+    lines = (figures.ROOT / "docs/papers.md").read_text(encoding="utf-8").splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    assert len(rows) > 60
+    assert {len(row) for row in rows} == {5}
+    assert [row for row in rows if not all(row)] == []
+    commands = {row[4].strip("`") for row in rows if row[4].startswith("`")}
+    assert commands <= set(questions())

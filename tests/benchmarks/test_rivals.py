@@ -160,7 +160,7 @@ def test_published_quantizer_has_a_scale_for_each_channel_and_a_zero(bits):
     assert (levels_TH.min() >= -half, levels_TH.max() <= half - 1) == (True, True)
     assert torch.equal(out_TH[5], torch.zeros(16))
     inside = x_TH < scale_H * (half - 0.5) / half
-    assert bool(((x_TH - out_TH).abs() <= 0.51 * scale_H / half)[inside].all())
+    assert bool(((x_TH - out_TH).abs() <= 0.55 * scale_H / half)[inside].all())
     assert Published(bits).encode(x_TH).numel() == 2 * 16 + 40 * 16 * bits // 8
     assert Published(bits).encode(x_TH[:0]).numel() == 0
 
