@@ -29,6 +29,10 @@ SETUP = "1"  # of the kept runs' keys
 METHODS = ("FP32", "AQ-SGD", "DirectQ")
 LANGUAGE = "--train-file finetune.txt --eval-file held-out.txt --seed 1"
 DEBERTA = "--model deberta --tokenizer deberta --epochs 3 --seed 1"
+CHAT = (
+    "--model chat/model --tokenizer chat/model --train-file chat/train.jsonl --eval-file chat/held-out.jsonl "
+    "--lora-rank 16 --lora-alpha 32 --epochs 3 --seed 1"
+)
 PRETRAIN = "--tokenizer train:2048 --block-size 128 --train-file pretrain.txt --eval-file held-out.txt"
 
 
@@ -65,6 +69,8 @@ RECIPES = {
         measures=("loss", "accuracy"),
         processes=3,
     ),
+    "chat_lora": Recipe(arguments=CHAT, before="chat"),
+    "chat_qlora": Recipe(arguments=CHAT, before="chat"),
     "gpt2_arxiv": Recipe(
         arguments="--model gpt2 --tokenizer gpt2 --epochs 5 --train-file documents.txt --eval-file held-out.txt "
         "--seed 1",
@@ -129,6 +135,9 @@ def pretrained(work: Path, name: str) -> float | None:
     if name == "deberta":
         script = str(ROOT / "recipes" / "pretrain_deberta.py")
         seconds = command(work, sys.executable, script, "--train-file", "wikitext-2/train.txt", *saved)
+    elif name == "chat":
+        script = str(ROOT / "recipes" / "chat_lora" / "prepare.py")
+        seconds = command(work, sys.executable, script, "--out", f"{name}.partial")
     else:
         processes, recipe, config, *arguments = PRETRAINING[name].split()
         config = str(ROOT / "recipes" / recipe / config)

@@ -1,6 +1,7 @@
 """One rank of `pipecomp up`: joins the run, compares files, checks and plans, then runs the training script.
 
 python -m pipecomp.up CHECKS SCRIPT ARGUMENTS…
+python -m pipecomp.up CHECKS train OPTIONS
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from pipecomp.config import read_json_object
 from pipecomp.config.checks import batch_sizes
 from pipecomp.distributed.consistency import AllRanks
 from pipecomp.distributed.rendezvous import all_ranks, start_processes
-from pipecomp.distributed.up_launcher import Checks
+from pipecomp.distributed.up_launcher import TRAIN, Checks
 from pipecomp.doctor.examination import examine
 from pipecomp.doctor.finding import Finding, print_report
 from pipecomp.errors import DataError, PipecompError
 from pipecomp.netlab.software import throttle_to
 from pipecomp.plan.command import run_plan
-from pipecomp.plan.options import PlanOptions
+from pipecomp.plan.options import PlanOptions, TrainOptions
 from pipecomp.tls.process_group import current_mesh
 from pipecomp.tls.routes import RELAYED
 from pipecomp.utils.tables import replace_unprintable
@@ -45,6 +46,7 @@ def main(arguments: Sequence[str]) -> None:
     replace_unprintable()
     began = time.monotonic()
     checks, command = Checks(**json.loads(arguments[0])), list(arguments[1:])
+    trains = command[0] == TRAIN
     console = Console()
 
     def report(text: str) -> None:
@@ -54,14 +56,14 @@ def main(arguments: Sequence[str]) -> None:
     try:
         start_processes(config=_config(command))
         report(f"up: {dist.get_world_size()} ranks are connected over {dist.get_backend()}{_relayed()}")
-        compare_files(all_ranks(), command[1:])
+        compare_files(all_ranks(), train_files(command[1]) if trains else command[1:])
         report("up: all ranks have the same files")
         if checks.doctor:
             problem = examine(lambda findings: _show(console, findings), store=Path("messages"), limit_s=_DOCTOR_S)
             report("up: the doctor found a problem" if problem else "up: the doctor found no problem")
             if problem and not checks.anyway:
                 raise PipecompError("training not started: the doctor found problems; --anyway starts it")
-        if checks.plan:
+        if checks.plan and not trains:  # which makes its own plan
             ranks = all_ranks()
             with ranks.collective_errors():
                 _plan(console, command)
@@ -73,6 +75,9 @@ def main(arguments: Sequence[str]) -> None:
         sys.exit(130)
     report("up: training begins")
     sys.argv = command
+    if trains:
+        runpy.run_module("pipecomp.recipes.planned", run_name="__main__")
+        return
     sys.path.insert(0, str(Path(command[0]).resolve().parent))
     runpy.run_path(command[0], run_name="__main__")
 
@@ -145,7 +150,7 @@ def _value(command: Sequence[str], flag: str) -> str | None:
 # Options of recipes that name input files or folders; each may have several values.
 _INPUT_OPTIONS = (
     *("--deepspeed_config", "--deepspeed-config", "--model", "--tokenizer"),
-    *("--train-file", "--eval-file", "--start", "--adapter"),
+    *("--train-file", "--data", "--eval-file", "--start", "--adapter"),
 )
 _MAX_LISTED = 5
 _MISSING = "missing"
@@ -190,6 +195,15 @@ def input_paths(arguments: Sequence[str]) -> list[str]:
         elif is_input:
             paths.append(word)
     return paths
+
+
+def train_files(options: str) -> list[str]:
+    """Return the files of `TrainOptions` in JSON as a recipe's arguments, for `compare_files`."""
+    given = TrainOptions.from_json(options)
+    named = {"--model": given.model, "--tokenizer": given.tokenizer, "--adapter": given.adapter}
+    named |= {"--eval-file": given.evaluate}
+    one = [f"{flag}={value}" for flag, value in named.items() if value is not None]
+    return ["--train-file", *map(str, given.data), *one]
 
 
 def digest(path: Path) -> str:

@@ -58,6 +58,21 @@ def adapter_names(folder: Path) -> dict[str, Any]:
     return {}
 
 
+def chat_adapter_names(folder: Path) -> dict[str, Any]:
+    from peft import LoraConfig, get_peft_model
+
+    from tests.data.tokenizers_for_tests import split
+
+    tokenizer = split("Where does Ada live? user assistant")
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] + ' ' + m['content'] }}{% endfor %}"
+    model = gpt2(vocab_size=len(tokenizer), n_positions=128)
+    model.save_pretrained(folder / "runs" / "chat" / "model")
+    adapter = folder / "runs" / "chat-adapter"
+    get_peft_model(model, LoraConfig(target_modules=["c_attn"])).save_pretrained(adapter)
+    tokenizer.save_pretrained(adapter)
+    return {}
+
+
 def chat_names(folder: Path) -> dict[str, Any]:
     from pipecomp import PipelineTrainer
     from tests.data.tokenizers_for_tests import split
@@ -104,6 +119,7 @@ BLOCKS = {
     ("examples/README.md", "trainer = Trainer(..., callbacks="): Prepared(
         2, trainer_names, (("Trainer(...", "Trainer(model, training_args, train_dataset=dataset"),)
     ),
+    ("recipes/chat_lora/README.md", "answer = model.generate("): Prepared(1, chat_adapter_names),
     ("recipes/llama_lora/README.md", "model = PeftModel.from_pretrained("): Prepared(1, adapter_names),
 }
 

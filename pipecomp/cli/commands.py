@@ -28,7 +28,7 @@ from pipecomp.cli.common import (
     takes_options,
     write_json,
 )
-from pipecomp.cli.train import init, train
+from pipecomp.cli.train import init, read_train_options, train
 from pipecomp.errors import require
 from pipecomp.plan.options import PlanOptions
 from pipecomp.utils.tables import COMPACT, replace_unprintable, table
@@ -264,7 +264,7 @@ def report(
 @app.command()
 @plain_errors()
 def up(
-    command: Annotated[list[str], typer.Argument(help="A recipe's train.py, or another script, and its arguments.")],
+    command: Annotated[list[str], typer.Argument(help="A recipe's train.py, another script, or train; its arguments.")],
     machines: Annotated[int, option("Machines of the run.")] = 2,
     procs: Annotated[int, option("Processes on each machine.")] = 1,
     keys: Annotated[str, option("This machine's folder of keys; created if missing.")] = "keys",
@@ -285,7 +285,8 @@ def up(
 ) -> None:
     """Start a run on several machines over TLS: keys, doctor, plan, comparison of files, and training.
 
-    On the first machine: pipecomp up -- train.py --deepspeed_config ds_config.json …
+    On the first machine: pipecomp up -- train --model gpt2 --data text.txt --out run
+    or, with a script: pipecomp up -- train.py --deepspeed_config ds_config.json …
 
     It prints a line to paste on the second machine. Only the first one needs an
     open port. To continue a run, give the same two commands again: machines that
@@ -306,7 +307,8 @@ def up(
     else:
         at = at if re.search(r":\d+$", at) else f"{at}:{_UP_PORT}"
         reached = Address.parse(address or at, "at" if address is None else "address")
-    run = up_launcher.UpRun(address=reached, machines=machines, procs=procs, command=tuple(command))
+    own = read_train_options(command[1:]).to_json() if command[:1] == [up_launcher.TRAIN] else None
+    run = up_launcher.UpRun(address=reached, machines=machines, procs=procs, command=tuple(command), train=own)
     checks = up_launcher.Checks(doctor=doctor, plan=plan, anyway=anyway)
     if at is not None and fingerprint is not None and code is not None:
         up_launcher.join_run(keys, at, fingerprint, code, say=typer.echo)

@@ -144,8 +144,7 @@ def train(
     if launched:
         require(options.peers is None, "--peers", options.peers, "only without a launcher", hint)
         require(options.out is not None, "--out", None, "a folder, the same for all ranks", hint)
-    for key, paths in (("--data", options.data), ("--eval", [options.evaluate] if options.evaluate else [])):
-        check_sources(key, paths)
+    check_sources(options)
     command = python_module_command(
         _RANK_PROGRAM, replace(options, out=options.out or default_folder("train"), peers=None).to_json()
     )
@@ -167,10 +166,39 @@ def train(
         raise typer.Exit(launch_ranks(ranks))
 
 
-def check_sources(key: str, paths: Sequence[Path]) -> None:
+def read_train_options(words: Sequence[str]) -> TrainOptions:
+    """Read the arguments of `pipecomp train` for a launcher that starts each rank itself.
+
+    Raises:
+        ConfigError: A value is wrong, or says how ranks are started.
+        SystemExit: An argument is missing or unknown.
+    """
+    found: list[TrainOptions] = []
+
+    @takes_options
+    def read(options: TrainOptions, config: ConfigOption = None) -> None:
+        found.append(options)
+
+    command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    command.command()(read)
+    try:
+        command(list(words), prog_name="pipecomp train")
+    except SystemExit:  # with 0 at its end, otherwise after a line about the arguments
+        if not found:
+            raise
+    options = found[0]
+    hint = "Each machine starts its own processes"
+    require(options.peers is None, "--peers", options.peers, "only without a launcher", hint)
+    require(options.out is not None, "--out", None, "a folder, the same for all ranks", hint)
+    check_sources(options)
+    return options
+
+
+def check_sources(options: TrainOptions) -> None:
     """Raise ConfigError for files and folders that are no training data; names of data sets are left to the ranks."""
     from pipecomp.data import find_sources  # imports torch, which takes seconds
 
-    for path in paths:
-        if path.exists() or path.suffix:
-            find_sources(path, key)
+    for key, paths in (("--data", options.data), ("--eval", [options.evaluate] if options.evaluate else [])):
+        for path in paths:
+            if path.exists() or path.suffix:
+                find_sources(path, key)

@@ -24,6 +24,7 @@ from pipecomp.tls.key_folder import AUTHORITY_KEY, MACHINE, KeyFolder, create_ke
 from pipecomp.tls.listener import Address
 from pipecomp.utils.processes import python_module_command
 
+TRAIN = "train"  # in place of a script: its argument is `TrainOptions` as JSON
 _GRACE_S = 30.0  # for the remaining ranks to end after the first failure
 _REMOTE = ("192.0.2.1", "2001:db8::1")  # reserved for documentation
 
@@ -45,19 +46,22 @@ class UpRun:
         address: Address where the other ranks reach rank 0.
         machines: Number of machines.
         procs: Ranks per machine.
-        command: A script and its arguments.
+        command: A script and its arguments, or "train" and those of `pipecomp train`.
+        train: The options of `pipecomp train` as JSON; None for a script.
     """
 
     address: Address
     machines: int
     procs: int
     command: tuple[str, ...]
+    train: str | None = None
 
     def __post_init__(self) -> None:
         require(self.machines >= 1, "machines", self.machines, "1 or more")
         require(self.procs >= 1, "procs", self.procs, "1 or more")
-        require(len(self.command) > 0, "command", "", "a script and its arguments, after --")
-        require(os.path.isfile(self.command[0]), "command", self.command[0], "a script file on this machine")
+        allowed = "a script file on this machine, or train"
+        require(len(self.command) > 0, "command", "", "a script or train, and its arguments, after --")
+        require(self.train is not None or os.path.isfile(self.command[0]), "command", self.command[0], allowed)
 
     @property
     def world(self) -> int:
@@ -168,7 +172,8 @@ def start_ranks(run: UpRun, keys: str, listen: str | None, checks: Checks, *, sa
             f"the keys in {keys} are for rank {format_ranks(mine)}, which does not fit {run.machines} machines of "
             f"{run.procs} rank(s): give the same --machines and --procs everywhere, or make new keys"
         )
-    command = python_module_command("pipecomp.up", json.dumps(asdict(checks)), *run.command)
+    program = run.command if run.train is None else (TRAIN, run.train)
+    command = python_module_command("pipecomp.up", json.dumps(asdict(checks)), *program)
     common = {
         KEYS: keys,
         ADDRESS: str(run.address),

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from rich.text import Text
 from torch import Tensor
 
+from pipecomp.config import read_json_object
 from pipecomp.data import (
     IGNORED,
     BlockSamples,
@@ -32,7 +34,8 @@ from pipecomp.data.chat import ALL, LOSSES
 from pipecomp.data.formats import TEXT
 from pipecomp.data.loading import FILES, data_format
 from pipecomp.errors import require
-from pipecomp.recipes.language import Samples
+from pipecomp.recipes import language, lora
+from pipecomp.recipes.steps import warmup_decay
 
 JOINED = "joined"  # of --documents
 
@@ -57,6 +60,44 @@ def data_options(args: argparse.Namespace) -> DataOptions:
         eval_split=args.eval_split,
         seed=args.seed or 0,
         keys={"max_length": "--block-size", "data": "--train-file", "evaluate": "--eval-file"},
+    )
+
+
+def fine_tune(args: argparse.Namespace) -> None:
+    """Run a recipe for chats with LoRA on this rank, from data to the saved adapter.
+
+    New adapters are of all linear layers unless `--lora-targets` names some. Without a scheduler in the configuration
+    the rate warms up over a tenth of the steps, from rate / warm-up steps on, and decays to 0.
+
+    Args:
+        args: Of a parser with the arguments of `text`, this module and `lora`.
+
+    Raises:
+        PipecompError: On every rank, if one has an error.
+    """
+    lora.check_arguments(args)
+    own = "the model's own tokenizer: a folder or a hub name"
+    require(not args.tokenizer.startswith("train:"), "--tokenizer", args.tokenizer, own)
+    if args.adapter is None and args.lora_targets is None:
+        args.lora_targets = [lora.ALL_LINEAR]
+
+    def load(args: argparse.Namespace, tokenizer: Any, size: int, vocabulary: int) -> language.Samples:
+        sources, options = args.train_file or [args.dataset], data_options(args)
+        evaluate, packing = args.eval_file, args.packing
+        loaded = ChatData.load(sources, options, tokenizer, size, vocabulary, evaluate=evaluate, packing=packing)
+        if dist.get_rank() == 0:
+            loaded.print()
+        return loaded.samples()
+
+    has_schedule = "scheduler" in read_json_object("--deepspeed_config", args.deepspeed_config)
+    language.fine_tune(
+        args,
+        lambda args: ([], None),
+        documents=False,
+        samples=load,
+        load=lora.causal_model,
+        meanings=lora.meanings,
+        schedule=None if has_schedule else warmup_decay,
     )
 
 
@@ -116,17 +157,17 @@ class ChatData:
         data = load_data(list(sources), tokenizer, options, evaluate=evaluate, vocabulary=vocabulary)
         return cls(data, size, packing, tokenizer)
 
-    def samples(self) -> Samples:
+    def samples(self) -> language.Samples:
         """Return the samples, and what makes a micro-batch of them."""
         data = self.data
         if isinstance(data.training, BlockSamples):
-            return Samples(data.training, data.held_out)
+            return language.Samples(data.training, data.held_out)
         known = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
         pads = partial(pad_samples, pad=next(token for token in known if token is not None))
         if self.packing is False:
-            return Samples(data.training, data.held_out, pads)
+            return language.Samples(data.training, data.held_out, pads)
         packs = PackingCollator(max_length=self.size)
-        return Samples(data.training, data.held_out, packs, pads if self.packing is None else None)
+        return language.Samples(data.training, data.held_out, packs, pads if self.packing is None else None)
 
     def first_sample(self) -> list[Segment]:
         """Return the first sample, decoded."""

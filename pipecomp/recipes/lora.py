@@ -12,6 +12,7 @@ from pipecomp.recipes.text import model_config
 
 # Defaults of a new adapter. The parser's default is None, so that values given together with --adapter are found.
 RANK, ALPHA, DROPOUT = 8, 16, 0.0
+ALL_LINEAR = "all-linear"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,13 +82,13 @@ def causal_model(args: argparse.Namespace, tokenizer: Any) -> tuple[Any, Any]:
         r=RANK if args.lora_rank is None else args.lora_rank,
         lora_alpha=ALPHA if args.lora_alpha is None else args.lora_alpha,
         lora_dropout=DROPOUT if args.lora_dropout is None else args.lora_dropout,
-        target_modules=targets[0] if targets == ["all-linear"] else targets,
+        target_modules=targets[0] if targets == [ALL_LINEAR] else targets,
         use_dora=args.dora,
         use_rslora=args.rslora,
     )
     model_config(args.model)
     bits = standard_config(args.bits, args.compute_dtype)
-    if targets is not None and targets != ["all-linear"]:
+    if targets is not None and targets != [ALL_LINEAR]:
         _check_targets(targets, skeleton(pretrained(args.model)))
     source = pretrained(args.model, lora=lora, quantization_config=bits)
     if args.adapter is not None:

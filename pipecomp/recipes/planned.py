@@ -36,7 +36,7 @@ from pipecomp.plan.report import precision_sections
 from pipecomp.recipes import language, lora, run, text
 from pipecomp.recipes.chat import JOINED, ChatData
 from pipecomp.recipes.resume import STEPS, lock_folder
-from pipecomp.recipes.steps import AUTO_WARMUP
+from pipecomp.recipes.steps import warmup_decay
 from pipecomp.report.recorder import CHECKPOINTS, PLAN, SAMPLE
 from pipecomp.stages.partition.merging import merge_adapter
 from pipecomp.utils.files import atomic_write_text
@@ -47,7 +47,6 @@ _CONFIG_FILE = "ds_config.json"
 OPTIONS_FILE = "run.yaml"  # of --config
 DEFAULT_BATCH = 32  # samples per step; fewer for a short text
 FEWEST_STEPS = 50  # of a run whose batch is chosen here
-ALL_LINEAR = "all-linear"
 MERGED = "merged"  # folder of the merged model, beside that of the adapter
 
 
@@ -105,7 +104,7 @@ def main(options: TrainOptions) -> None:
             documents=False,
             samples=load,
             configure=configure,
-            schedule=schedule,
+            schedule=warmup_decay,
             **adapter,
         )
     except ConfigError as error:
@@ -126,7 +125,7 @@ def recipe_arguments(options: TrainOptions) -> argparse.Namespace:
         packing=options.packing is not False,
         lora_rank=options.lora,
         lora_alpha=2 * options.lora if options.lora and options.lora_alpha is None else options.lora_alpha,
-        lora_targets=(options.lora_targets or ALL_LINEAR).split(",") if options.lora else None,
+        lora_targets=(options.lora_targets or lora.ALL_LINEAR).split(",") if options.lora else None,
         adapter=None if options.adapter is None else str(options.adapter),
         bits=options.bits,
         compute_dtype="bfloat16" if options.dtype == "bf16" else "float32",
@@ -286,7 +285,7 @@ def describe_defaults(options: TrainOptions, batch: int, samples: int, saved: An
         lines.append(f"rate      {options.rate:g}, the default for {kind} (--lr); it warms up, then decays")
     if options.lora is not None:
         alpha = 2 * options.lora if options.lora_alpha is None else options.lora_alpha
-        targets = options.lora_targets or ALL_LINEAR
+        targets = options.lora_targets or lora.ALL_LINEAR
         lines.append(f"adapters  LoRA of rank {options.lora}, alpha {alpha:g}, layers: {targets}")
     if saved is not None:
         base = saved.base_model_name_or_path
@@ -296,16 +295,6 @@ def describe_defaults(options: TrainOptions, batch: int, samples: int, saved: An
     if options.bits is not None:
         lines.append(f"model     linear layers in {options.bits} bits, quantized while they are read")
     return lines
-
-
-def schedule(steps: int, optimizer: Any) -> Any:
-    """Make a schedule: a linear warm-up over a tenth of the steps, then a linear decay. No step has the rate 0."""
-    warmup = max(1, round(AUTO_WARMUP * steps))
-
-    def factor(step: int) -> float:
-        return (step + 1) / warmup if step < warmup else max(0, steps - step) / max(1, steps - warmup)
-
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
 def write_merged(model: Any, folder: str) -> None:

@@ -44,6 +44,18 @@ class Plan:
         return step == self.steps or self.epoch(step + 1) != self.epoch(step)
 
 
+def warmup_decay(steps: int, optimizer: Any) -> Any:
+    """Make a schedule: a linear warm-up over a tenth of the steps, then a linear decay. No step has the rate 0."""
+    from torch.optim.lr_scheduler import LambdaLR
+
+    warmup = max(1, round(AUTO_WARMUP * steps))
+
+    def factor(step: int) -> float:
+        return (step + 1) / warmup if step < warmup else max(0, steps - step) / max(1, steps - warmup)
+
+    return LambdaLR(optimizer, factor)
+
+
 def read_config(path: str) -> dict[str, Any]:
     """Read DeepSpeed's configuration from a JSON file and check its "pipecomp" section. Raises ConfigError."""
     return check_config(read_json_object("--deepspeed_config", path))

@@ -14,6 +14,7 @@ from pipecomp.distributed.rendezvous import AllRanks
 from pipecomp.errors import ConfigError, DataError, writable
 from pipecomp.plan.options import PlanOptions, TrainOptions
 from pipecomp.recipes import planned
+from pipecomp.recipes.steps import warmup_decay
 from pipecomp.report.recorder import CHECKPOINTS, PLAN
 
 
@@ -42,7 +43,7 @@ def test_a_short_run_has_smaller_batches(samples: int, epochs: int, batch: int) 
 @pytest.mark.parametrize("steps", [1, 2, 3, 10, 100])
 def test_every_step_has_a_rate(steps: int) -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
-    scheduler = planned.schedule(steps, optimizer)
+    scheduler = warmup_decay(steps, optimizer)
     rates = []
     for _ in range(steps):
         rates.append(optimizer.param_groups[0]["lr"])

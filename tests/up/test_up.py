@@ -34,6 +34,7 @@ from pipecomp.tls.key_folder import MACHINE, KeyFolder, create_keys, issue_certi
 from pipecomp.tls.listener import ALL_INTERFACES, Address
 from pipecomp.up import digest, input_paths
 from tests.limits import HANG_S, until
+from tests.models import save_model
 from tests.soak.signal_rounds import RECIPE, ROOT, make_work
 
 
@@ -45,7 +46,7 @@ def test_what_a_run_is() -> None:
     run = run_of(machines=3, procs=2)
     assert run.world == 6
     assert [run.ranks(machine) for machine in range(3)] == ["0-1", "2-3", "4-5"]
-    with pytest.raises(ConfigError, match=r"command: got 'train\.py', allowed: a script file on this machine"):
+    with pytest.raises(ConfigError, match=r"command: got 'train\.py', allowed: a script file on this machine, or "):
         up_launcher.UpRun(address=run.address, machines=2, procs=1, command=("train.py",))
     with pytest.raises(ConfigError, match="machines: got 0"):
         run_of(machines=0)
@@ -245,12 +246,18 @@ def machines(tmp_path: Path) -> Iterator[tuple[Machine, Machine]]:
             machine.process.wait()
 
 
-def up(machines: Sequence[Machine], *options: str, port: int | None = None, at: str = "127.0.0.1") -> str:
+def up(
+    machines: Sequence[Machine],
+    *options: str,
+    port: int | None = None,
+    at: str = "127.0.0.1",
+    command: Sequence[str] | None = None,
+) -> str:
     """Start the first one, paste on each other one what it prints; returns the last such line."""
     first, *others = machines
     recipe = [str(RECIPE), "--deepspeed_config", "ds_config.json", "--model", "model.json", "--tokenizer", "train:300"]
     recipe += ["--train-file", "text.txt", "--block-size", "16", "--max-steps", "3", "--save", "trained", "--no-report"]
-    first.start(["up", "--listen", f"{at}:{port or free_port()}", *options, "--", *recipe])
+    first.start(["up", "--listen", f"{at}:{port or free_port()}", *options, "--", *(command or recipe)])
     deadline = time.monotonic() + HANG_S
     found: list[str] = []
     for number, machine in enumerate(others):
@@ -305,6 +312,44 @@ def test_other_data_on_one_machine_is_named_before_anything_is_trained(machines:
         assert told in machine.said()
         assert "Traceback" not in machine.said()
         assert "training begins" not in machine.said()
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(HANG_S)
+def test_train_over_two_machines(machines: tuple[Machine, Machine]) -> None:
+    """`pipecomp up -- train …` plans by itself; the first machine has the model."""
+    text = machines[0].folder / "text.txt"
+    for machine in machines:
+        save_model(machine.folder / "model", text)
+    train = ["train", "--model", "model", "--data", "text.txt", "--max-steps", "3", "--batch", "4", "--out", "run"]
+    up(machines, "--no-doctor", command=train)
+    first, second = machines
+    assert [first.end(), second.end()] == [0, 0], first.said() + second.said()
+    said = first.said()
+    places = [said.index(step) for step in ("the same files", "training begins", "Stages (measured", "step 3/3")]
+    assert places == sorted(places)
+    assert (first.folder / "run" / "model" / "config.json").is_file()
+    assert "Traceback" not in second.said()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--data", "text.txt", "--out", "run"], "Missing option '--model'"),
+        (["--model", "m", "--data", "text.txt"], "--out: got None, allowed: a folder, the same for all ranks"),
+        (["--model", "m", "--data", "none.txt", "--out", "run"], "--data: got 'none.txt', allowed: JSON lines"),
+        (["--model", "m", "--data", "text.txt", "--out", "run", "--epochs", "0"], "--epochs: got 0, allowed: a whole"),
+    ],
+)
+def test_options_of_train_are_read_before_machines_join(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("some text\n")
+    result = CliRunner().invoke(app, ["up", "--", "train", *words])
+    assert result.exit_code in (1, 2)
+    assert message in " ".join(result.output.split())
+    assert not (tmp_path / "keys").exists()
 
 
 @pytest.mark.parametrize("anyway", [False, True])
