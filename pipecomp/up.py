@@ -150,7 +150,7 @@ def _value(command: Sequence[str], flag: str) -> str | None:
 # Options of recipes that name input files or folders; each may have several values.
 _INPUT_OPTIONS = (
     *("--deepspeed_config", "--deepspeed-config", "--model", "--tokenizer"),
-    *("--train-file", "--data", "--eval-file", "--start", "--adapter"),
+    *("--train-file", "--data", "--eval-file", "--weights", "--adapter"),
 )
 _MAX_LISTED = 5
 _MISSING = "missing"
