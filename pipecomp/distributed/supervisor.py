@@ -374,7 +374,7 @@ class RankCalls:
                     self._on_note(rank, value)
         for rank, status in enumerate(statuses):
             if status is not None and (status or rank not in self.results) and rank not in self._may_die:
-                how = describe_status(status) if status else "ended without a result"
+                how = describe_status(status) if status else "ended with exit status 0 and without a result"
                 raise RankFailedError(f"rank {rank} {how}")
 
 
