@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import Array, c_float, c_int32, c_void_p
 
 import numpy as np
@@ -27,7 +27,7 @@ from pipecomp.kernels.native.library import (
 )
 from pipecomp.kernels.reference import batches, gradients, layout, rows
 from pipecomp.kernels.reference.batches import ALL_FINITE, ALL_FINITE_FLAG, DecodeItem, EncodeItem, payload_bytes
-from pipecomp.kernels.reference.channels import channel_groups
+from pipecomp.kernels.reference.channels import FLOORS, KINDS, SENT, channel_groups, is_sent, sampled_stride
 from pipecomp.kernels.reference.gradients import LinearCodes, Sketch
 from pipecomp.kernels.reference.layout import QuantizerOptions
 from pipecomp.kernels.reference.reproducible import MASK64
@@ -122,37 +122,79 @@ class NativeBackend(Library):
         return values, index
 
     def encode_batch(self, items: Sequence[EncodeItem], payload: Tensor, packet: Tensor | None) -> Tensor:
-        if channel_groups(items):
-            return batches.encode_batch(items, payload, packet)
-        table, values = _quantize_table(items, payload.data_ptr())
+        scales = self._measure_channels(items, payload.data_ptr())
+        table, values = _quantize_table(items, payload.data_ptr(), scales)
         checked = (None, 0) if packet is None else (packet.data_ptr(), packet.numel())
         call = self.library.pipecomp_encode_batch
         flag = call(table, len(items), values, *checked, self.isa_index, self.threads)
         return ALL_FINITE_FLAG if flag == ALL_FINITE else torch.tensor([flag])
 
     def decode_batch(self, payload: Tensor, items: Sequence[DecodeItem]) -> None:
-        if channel_groups(items):
-            batches.decode_batch(payload, items)
-            return
-        table = (DequantizeArgs * len(items))()
-        at, values = payload.data_ptr(), 0
+        table, at, values = (DequantizeArgs * len(items))(), payload.data_ptr(), 0
+        scales = self._read_channels(items, at)
+        at += batches.head_bytes(items) if scales else 0
         for i, (m, o, delta, dtype) in enumerate(items):
             n, H = m.shape
             if not n * H:
                 continue
-            codes, scales, group = _addresses(at, n, H, o)
+            codes, row_scales, group = _addresses(at, n, H, o)
             how = (DTYPES[dtype], 0, 0, 0)
             if o is not None:
                 how = (how[0], o.bits, o.rounding == "stochastic", delta)
-            _DEQUANTIZE.pack_into(table, i * _DEQUANTIZE.size, codes, scales, m.data_ptr(), H, n, H, group, *how)
+            pointers = (codes, row_scales, scales[i].data_ptr() if i in scales else 0, m.data_ptr())
+            _DEQUANTIZE.pack_into(table, i * _DEQUANTIZE.size, *pointers, H, n, H, group, *how)
             at += payload_bytes(n, H, o, dtype)
             values += n * H
         self.library.pipecomp_decode_batch(table, len(items), values, self.isa_index, self.threads)
 
+    def _measure_channels(self, items: Sequence[EncodeItem], at: int = 0) -> dict[int, Tensor]:
+        """Compute the scales of channels of samples, then their inverses, float32 [2, H] each, by sample.
+
+        at: address of the payload, whose beginning takes their blocks; 0 for none.
+        """
+        scales: dict[int, Tensor] = {}
+        for delta, members in channel_groups(items).items():
+            kind, group = batches.scale_kind(items, members), [items[i] for i in members]
+            sent = is_sent(kind, delta)
+            if sent:
+                group = [item._replace(options=None) for item in group]
+            else:
+                group = [EncodeItem(item.m, None, None) for item in group if item.m is not None]
+            block = at if sent and at else 0
+            c_2H = self._channel_scales(group, SENT if sent else kind, block)
+            at += c_2H.shape[1] if block else 0
+            scales |= dict.fromkeys(members, c_2H)
+        return scales
+
+    def _read_channels(self, items: Sequence[DecodeItem], at: int) -> dict[int, Tensor]:
+        """Read or compute the scales of channels of decoded samples, by sample. at: address of the payload."""
+        scales: dict[int, Tensor] = {}
+        for delta, members in channel_groups(items).items():
+            kind, H = batches.scale_kind(items, members), items[members[0]].m.shape[1]
+            if is_sent(kind, delta):
+                c_H = torch.empty(H, dtype=torch.float32)
+                self.library.pipecomp_read_channels(at, H, c_H.data_ptr())
+                at += H
+            else:
+                c_H = self._channel_scales([EncodeItem(items[i].m, None, None) for i in members], kind)[0]
+            scales |= dict.fromkeys(members, c_H)
+        return scales
+
+    def _channel_scales(self, items: Sequence[EncodeItem], kind: str, block: int = 0) -> Tensor:
+        """Compute the scales of channels of rows, and their inverses: float32 [2, H]. block: address for the codes."""
+        table, _ = _quantize_table(items)
+        rows_each, H = [len(item.x) for item in items], items[0].x.shape[1]
+        c_2H = torch.empty(2, H, dtype=torch.float32)
+        codes = None if block else torch.empty(H, dtype=torch.uint8)
+        to = block if codes is None else codes.data_ptr()
+        stride = sampled_stride(sum(rows_each))
+        call = self.library.pipecomp_channel_scales
+        call(table, len(items), stride, FLOORS[kind], to, c_2H.data_ptr(), self.isa_index, self.threads)
+        return c_2H
+
     def distortion(self, items: Sequence[EncodeItem], bits: Sequence[int]) -> Tensor:
-        if channel_groups(items):
-            return batches.distortion(items, bits)
-        table, values = _quantize_table(items)
+        scales = self._measure_channels(items)
+        table, values = _quantize_table(items, scales=scales)
         out = torch.empty(1 + len(bits), sum(item.x.shape[0] for item in items), dtype=torch.float64)
         numbers = (c_int32 * len(bits))(*bits)
         call = self.library.pipecomp_distortion
@@ -161,7 +203,7 @@ class NativeBackend(Library):
 
     def fit(self, items: Sequence[EncodeItem], error: float, low: int, high: int, payload: Tensor | None) -> int:
         # Only max scales and nearest rounding; the kernel returns 0 for others.
-        if channel_groups(items):
+        if _has_channels(items):
             return 0
         table, values = _quantize_table(items)
         call = self.library.pipecomp_fewest_bits
@@ -289,19 +331,32 @@ def _value(field: object) -> object:
     return ctypes.addressof(field) if isinstance(field, Array) else field
 
 
-def _quantize_table(items: Sequence[EncodeItem], at: int = 0) -> tuple[Array[QuantizeArgs], int]:
-    """Fill the argument blocks of a batch, and count its values. at: address of the payload, 0 for none."""
+def _has_channels(items: Sequence[EncodeItem | DecodeItem]) -> bool:
+    return any(item.options is not None and item.options.scale in KINDS for item in items)
+
+
+def _quantize_table(
+    items: Sequence[EncodeItem], at: int = 0, scales: Mapping[int, Tensor] | None = None
+) -> tuple[Array[QuantizeArgs], int]:
+    """Fill the argument blocks of a batch, and count its values.
+
+    at: address of the payload, 0 for none. scales: of channels and their inverses, float32 [2, H], by sample.
+    """
     table, values = (QuantizeArgs * len(items))(), 0
+    if at and scales:
+        at += batches.head_bytes(items)
     for i, (x, m, o, delta) in enumerate(items):
         n, H = x.shape
-        codes, scales, group = _addresses(at, n, H, o)
+        codes, row_scales, group = _addresses(at, n, H, o)
         moved, fresh = 0, 0 if m is None else m.data_ptr()
         if delta:
             moved, fresh = fresh, moved
-        how = (0, DTYPES[x.dtype], 0, 0, 0)
+        how = (0, DTYPES[x.dtype], 0, 0, 0, 0)
         if o is not None:
-            how = (o.seed & MASK64, how[1], o.bits, o.scale == "rms", o.rounding == "stochastic")
-        pointers = (x.data_ptr(), moved, fresh, codes, scales)
+            kind = (o.scale != "max", o.rounding == "stochastic", o.gain == "unbiased")
+            how = (o.seed & MASK64, how[1], o.bits, *kind)
+        c = scales[i].data_ptr() if scales and i in scales else 0
+        pointers = (x.data_ptr(), moved, fresh, codes, row_scales, c, c + 4 * H if c else 0)
         _QUANTIZE.pack_into(table, i * _QUANTIZE.size, *pointers, H, H, n, H, group, *how)
         values += n * H
         at += payload_bytes(n, H, o, x.dtype) if at else 0

@@ -86,13 +86,128 @@ static void scales_of_pieces(const Scaler& s, const Layout& l, int64_t units, st
 
 // The call that moves m by the decoded values, or sets `fresh` to them; out is null if there is neither.
 static DequantizeArgs update_of(const QuantizeArgs& a) {
-    return {a.codes, a.scales, a.m ? a.m : a.fresh, a.m ? a.m_stride : a.H, a.rows, a.H, a.group,
+    return {a.codes, a.scales, a.channels, a.m ? a.m : a.fresh, a.m ? a.m_stride : a.H, a.rows, a.H, a.group,
             a.dtype, a.bits,   a.stochastic,        a.m != nullptr};
+}
+
+// A layout with whole groups as units, however long.
+static Layout whole_groups(int64_t d, int64_t group, int bits) {
+    Layout l(d, group, bits);
+    l.pieces = 1;
+    return l;
+}
+
+// The scale of a group for its codes, and the one that is sent; -1 if a value is NaN, Inf or above 2**100.
+struct GroupScales {
+    float scale, sent;
+};
+
+// z: set to the group's values over their channels' scales.
+static GroupScales scales_of_group(const QuantizeArgs& a, const Layout::Unit& u, const Table& t, float* z) {
+    const uint32_t most = t.normalize(a, u, z);
+    if (most > SCALE_MAX_BITS) return {-1.0f, -1.0f};
+    if (most < SCALE_MIN_BITS) return {0.0f, 0.0f};
+    QuantizeArgs b = a;
+    b.x = z, b.m = nullptr, b.dtype = FLOAT32;
+    const Layout::Unit unit{0, 0, 0, u.n, u.n, 0};
+    const float largest = bits_float(most);
+    const int64_t squares = t.sum_squares(b, unit, 1.0f / largest);
+    const float scale = Scaler{b, t}.from_squares(largest, squares, u.n);
+    if (!a.unbiased || scale == 0.0f) return {scale, scale};
+    const int64_t along = t.sum_along(z, u.n, scale, a.bits);
+    const double share = (double(squares) / 0x1p30) / (along > 0 ? double(along) / 0x1p14 : 1.0);
+    const double sent = double(largest) * double(largest) * share / double(scale);
+    const double limited = std::min(std::max(sent, double(scale) / 4), double(scale) * 4);
+    return {scale, float(std::min(limited, 0x1p100))};
+}
+
+// As quantize_call, for rms scales with scales of channels or an unbiased gain.
+static int64_t quantize_scaled_call(const QuantizeArgs& a, int isa, int threads) {
+    const Layout l = whole_groups(a.H, a.group, a.bits);
+    const Table& t = table_of(isa);
+    const int64_t units = a.rows * l.groups;
+    std::atomic<int64_t> bad{INT64_MAX};
+    const uint8_t* const end = a.codes + a.rows * l.row_bytes;
+    const DequantizeArgs update = update_of(a);
+    run_threads(useful_threads(threads, a.rows * a.H), [&](int thread, int count, Barrier& barrier) {
+        Range part(units, 1, thread, count);
+        const uint8_t* limit = part.end < units ? a.codes + l.at(part.end).byte : end;
+        std::vector<float> z(static_cast<size_t>(l.group));
+        QuantizeArgs b = a;
+        b.x = z.data(), b.m = nullptr, b.dtype = FLOAT32;
+        for (int64_t u = part.begin; u < part.end; u++) {
+            Layout::Unit unit = l.at(u);
+            const GroupScales found = scales_of_group(a, unit, t, z.data());
+            put_scale(a.scales, u, found.sent);
+            if (found.scale < 0) {
+                lower(bad, unit.row);
+                continue;
+            }
+            unit.row = unit.column = 0;
+            t.quantize(b, l, unit, found.scale, limit);
+        }
+        if (!update.out) return;
+        barrier.wait();
+        if (bad.load() != INT64_MAX) return;
+        for (int64_t u = part.begin; u < part.end; u++) t.dequantize(update, l.at(u), end, false);
+    });
+    return bad.load() == INT64_MAX ? -1 : bad.load();
+}
+
+// The code of a channel with this square of its scale, over the largest: the nearest in logarithms.
+static uint8_t channel_code(double ratio) {
+    uint64_t bits;
+    std::memcpy(&bits, &ratio, 8);
+    int code = 255 + 8 * (int(bits >> 52 & 0x7FF) - 1023);
+    bits = (bits & 0xFFFFFFFFFFFFFull) | 0x3FF0000000000000ull;
+    double mantissa;
+    std::memcpy(&mantissa, &bits, 8);
+    for (const double limit : constants.between) code += mantissa >= limit;
+    return uint8_t(std::min(std::max(code, 0), 255));
+}
+
+static void channel_scales_call(const QuantizeArgs* a, int64_t samples, int64_t stride, double floor, uint8_t* block,
+                                float* channels, int isa, int threads) {
+    constexpr int64_t PARTS = 8, COLUMNS = 512;  // of rows; whose sums stay in the L1 cache
+    const Table& t = table_of(isa);
+    const int64_t H = a->H;
+    int64_t rows = 0;
+    for (int64_t i = 0; i < samples; i++) rows += a[i].rows;
+    const int64_t sampled = (rows + stride - 1) / stride, part_rows = (sampled + PARTS - 1) / PARTS;
+    std::vector<double> sums(static_cast<size_t>(H));
+    run_threads(useful_threads(threads, sampled * H), [&](int thread, int count, Barrier&) {
+        const Range range(H, COLUMNS, thread, count);
+        std::vector<double> parts(static_cast<size_t>(PARTS * COLUMNS));
+        for (int64_t begin = range.begin; begin < range.end; begin += COLUMNS) {
+            const int64_t n = std::min(COLUMNS, range.end - begin);
+            std::fill(parts.begin(), parts.end(), 0.0);
+            int64_t sample = 0, first = 0;
+            for (int64_t k = 0; k < sampled; k++) {
+                const int64_t row = k * stride;
+                while (row >= first + a[sample].rows) first += a[sample++].rows;
+                t.add_squares(a[sample], row - first, begin, begin + n, parts.data() + k / part_rows * COLUMNS);
+            }
+            for (int64_t half = PARTS / 2; half; half /= 2)
+                for (int64_t i = 0; i < half * COLUMNS; i++) parts[size_t(i)] += parts[size_t(half * COLUMNS + i)];
+            std::memcpy(sums.data() + begin, parts.data(), size_t(n) * sizeof(double));
+        }
+    });
+    std::vector<double> copy = sums;
+    const double least = t.sum_of_groups(copy.data(), H) / double(H) * floor;
+    double most = 0;
+    if (std::isfinite(least))
+        for (double& sum : sums) most = std::max(most, sum = std::max(sum, least));
+    for (int64_t h = 0; h < H; h++) {
+        block[h] = channel_code(most > 0 ? sums[size_t(h)] / most : 1.0);
+        channels[h] = constants.channel[block[h]];
+        channels[H + h] = 1.0f / channels[h];
+    }
 }
 
 // Codes first, then m += deq(codes) once every group is known to be finite; otherwise m is unchanged. A second pass over m
 // costs less than checking beforehand, which would read x twice as well.
 static int64_t quantize_call(const QuantizeArgs& a, int isa, int threads) {
+    if (a.inverse || a.unbiased) return quantize_scaled_call(a, isa, threads);
     const Layout l(a.H, a.group, a.bits);
     const Table& t = table_of(isa);
     const Scaler scaler{a, t};
@@ -153,6 +268,17 @@ static void each_sample(int64_t n, int threads, int64_t values, const One& one) 
     });
 }
 
+// The squared norm of a row's error with scales of channels or an unbiased gain; NaN if it cannot be quantized.
+static double scaled_error(const QuantizeArgs& a, const Layout& l, int64_t row, const Table& t, float* z, float* off) {
+    for (int64_t g = 0; g < l.groups; g++) {
+        const Layout::Unit unit = l.at(row * l.groups + g);
+        const GroupScales found = scales_of_group(a, unit, t, z);
+        if (found.scale < 0) return double(NAN);
+        t.squared_off(a, unit, z, found.scale, found.sent, off + unit.column);
+    }
+    return double(t.sum_of_squares(off, a.H));
+}
+
 // Computes the squared norm of each row, then for each of `count` numbers of bits the row's squared quantization error;
 // the results for successive numbers of bits are `stride` doubles apart. NaN where a row cannot be quantized.
 static void distortion_call(const QuantizeArgs& a, const int32_t* bits, int64_t count, double* out, int64_t stride, int isa,
@@ -163,6 +289,7 @@ static void distortion_call(const QuantizeArgs& a, const int32_t* bits, int64_t 
     run_threads(useful_threads(threads, a.rows * a.H), [&](int thread, int parts, Barrier&) {
         Range part(a.rows, 1, thread, parts);
         std::vector<float> scratch(static_cast<size_t>(a.H)), scales(static_cast<size_t>(l.groups));
+        std::vector<float> off(a.inverse || a.unbiased ? static_cast<size_t>(a.H) : 0);
         std::vector<double> squares(static_cast<size_t>(l.groups));
         QuantizeArgs b = a;
         const Scaler scaler{b, t};
@@ -170,6 +297,10 @@ static void distortion_call(const QuantizeArgs& a, const int32_t* bits, int64_t 
             out[row] = double(t.squared_norm(a, {row, row, 0, a.H, a.H, 0}, scratch.data()));
             for (int64_t k = 0; k < count; k++) {
                 b.bits = bits[k];
+                if (b.inverse || b.unbiased) {
+                    out[(1 + k) * stride + row] = scaled_error(b, l, row, t, scratch.data(), off.data());
+                    continue;
+                }
                 const double step = 2.0 / double((1 << b.bits) - (b.stochastic ? 1 : 0));
                 for (int64_t g = 0; g < l.groups; g++) {
                     const Layout::Unit unit = l.at(row * l.groups + g);
@@ -202,13 +333,6 @@ static void dequantize_call(const DequantizeArgs& a, int isa, int threads) {
         if (stream) _mm_sfence();
 #endif
     });
-}
-
-// A layout with whole groups as units, however long.
-static Layout whole_groups(int64_t d, int64_t group, int bits) {
-    Layout l(d, group, bits);
-    l.pieces = 1;
-    return l;
 }
 
 static void feedback_quantize_call(const FeedbackArgs& a, int isa, int threads) {

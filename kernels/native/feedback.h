@@ -169,7 +169,7 @@ static void mean_of_group(const FeedbackReduceArgs& a, const Layout& l, const La
             p++;
             continue;
         }
-        const DequantizeArgs one{a.in_codes[p], a.in_scales[p], out, a.to.d, 1, a.to.d, a.to.group, 0, a.to.bits, 0, p > 0};
+        const DequantizeArgs one{a.in_codes[p], a.in_scales[p], nullptr, out, a.to.d, 1, a.to.d, a.to.group, 0, a.to.bits, 0, p > 0};
         dequantize(one, here, a.in_codes[p] + l.row_bytes, false);
     }
     for (int64_t i = 0; i < u.n; i++) out[i] = power ? out[i] * factor : out[i] / divisor;

@@ -52,7 +52,7 @@ struct BitSearch {
     int bits() {
         for (int64_t i = 0; i < count; i++) {
             const QuantizeArgs& a = samples[i];
-            if (a.rms || a.stochastic || a.group > FIT_VALUES) return 0;
+            if (a.rms || a.stochastic || a.inverse || a.group > FIT_VALUES) return 0;
             rows += a.rows;
         }
         const int first = std::min(std::max(FIRST_TRY, low), high);

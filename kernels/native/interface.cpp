@@ -5,6 +5,7 @@
 #include "shared.h"
 
 #include <algorithm>
+#include <cmath>
 #include <vector>
 
 #if defined(__x86_64__)
@@ -47,6 +48,15 @@ Constants::Constants() {
                 unpack_order[bits][4 * i + byte] = int8_t(at + byte <= last ? at + byte : -1);
             unpack_shift[bits][i] = i * bits % 8;
         }
+    static const double roots[16] = {  // 2**(-i / 16), rounded
+        0x1.0000000000000p+0, 0x1.ea4afa2a490dap-1, 0x1.d5818dcfba487p-1, 0x1.c199bdd85529cp-1,
+        0x1.ae89f995ad3adp-1, 0x1.9c49182a3f090p-1, 0x1.8ace5422aa0dbp-1, 0x1.7a11473eb0187p-1,
+        0x1.6a09e667f3bcdp-1, 0x1.5ab07dd485429p-1, 0x1.4bfdad5362a27p-1, 0x1.3dea64c123422p-1,
+        0x1.306fe0a31b715p-1, 0x1.2387a6e756238p-1, 0x1.172b83c7d517bp-1, 0x1.0b5586cf9890fp-1,
+    };
+    for (int code = 0; code < 256; code++)
+        channel[code] = float(std::ldexp(roots[(255 - code) % 16], 16 - (255 - code) / 16));
+    for (int i = 0; i < 8; i++) between[i] = 2 * roots[15 - 2 * i];
     for (int mask = 0; mask < 256; mask++)
         for (int lane = 0, n = 0; lane < 8; lane++)
             if (mask >> lane & 1) chosen_order[mask][n++] = uint8_t(lane);
@@ -63,7 +73,7 @@ extern "C" {
 #define PC_EXPORT __attribute__((visibility("default")))
 
 // Increased with every change of this interface; library.py refuses other versions.
-PC_EXPORT int32_t pipecomp_abi() { return 11; }
+PC_EXPORT int32_t pipecomp_abi() { return 12; }
 
 PC_EXPORT int32_t pipecomp_best_isa() {
 #if defined(__x86_64__)
@@ -97,6 +107,18 @@ PC_EXPORT int64_t pipecomp_encode_batch(const QuantizeArgs* a, int64_t samples, 
     const uint32_t check = crc32(0, packet, packet_bytes - 4);
     for (int i = 0; i < 4; i++) packet[packet_bytes - 4 + i] = uint8_t(check >> (8 * i));
     return INT64_MAX;
+}
+
+// Computes the scales of channels from every `stride`th row of all samples, as their codes in `block` and as
+// channels[0 .. H) with inverses in channels[H .. 2H). floor: least mean square over the mean of all channels.
+PC_EXPORT void pipecomp_channel_scales(const QuantizeArgs* a, int64_t samples, int64_t stride, double floor, uint8_t* block,
+                                       float* channels, int32_t isa, int32_t threads) {
+    channel_scales_call(a, samples, stride, floor, block, channels, isa, threads);
+}
+
+// Sets channels[0 .. H) to the scales of a block.
+PC_EXPORT void pipecomp_read_channels(const uint8_t* block, int64_t H, float* channels) {
+    for (int64_t h = 0; h < H; h++) channels[h] = constants.channel[block[h]];
 }
 
 // The quantization error of every row of all samples, for each of `count` numbers of bits: see distortion_call.

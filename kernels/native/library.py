@@ -15,7 +15,7 @@ import torch
 
 from pipecomp.errors import KernelError
 
-ABI = 11
+ABI = 12
 ISAS = ("portable", "avx2", "avx512")
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
@@ -29,10 +29,10 @@ class QuantizeArgs(ctypes.Structure):
     """`QuantizeArgs` of shared.h."""
 
     _fields_ = _fields(
-        (c_void_p, "x m fresh codes scales"),
+        (c_void_p, "x m fresh codes scales channels inverse"),
         (c_int64, "x_stride m_stride rows H group"),
         (c_uint64, "seed"),
-        (c_int32, "dtype bits rms stochastic"),
+        (c_int32, "dtype bits rms stochastic unbiased"),
     )
 
 
@@ -40,7 +40,9 @@ class DequantizeArgs(ctypes.Structure):
     """`DequantizeArgs` of shared.h."""
 
     _fields_ = _fields(
-        (c_void_p, "codes scales out"), (c_int64, "out_stride rows H group"), (c_int32, "dtype bits stochastic add")
+        (c_void_p, "codes scales channels out"),
+        (c_int64, "out_stride rows H group"),
+        (c_int32, "dtype bits stochastic add"),
     )
 
 
@@ -130,6 +132,8 @@ PROTOTYPES: dict[str, tuple[type | None, list[type]]] = {  # by function: its re
     "best_isa": (c_int32, []),
     "crc32": (c_uint32, [c_uint32, c_void_p, c_int64]),
     "encode_batch": (c_int64, [c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int32, c_int32]),
+    "channel_scales": (None, [c_void_p, c_int64, c_int64, c_double, c_void_p, c_void_p, c_int32, c_int32]),
+    "read_channels": (None, [c_void_p, c_int64, c_void_p]),
     "decode_batch": (None, [c_void_p, c_int64, c_int64, c_int32, c_int32]),
     "distortion": (None, [c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int32, c_int32]),
     "fewest_bits": (c_int32, [c_void_p, c_int64, c_int64, c_double, c_int32, c_int32, c_void_p, c_int32, c_int32]),

@@ -44,15 +44,12 @@ static uint32_t measure_values(const T* x, const float* m, int64_t n) {
 template <class T, bool DELTA>
 static int64_t sum_values(const T* x, const float* m, int64_t n, float inverse) {
     typedef int64_t L4 __attribute__((vector_size(32)));
-    const F8 inv = splat(inverse), unit = splat(0x1p30f), magic = splat(0x1p23f);
+    const F8 inv = splat(inverse), unit = splat(0x1p30f);
     L4 total = {};
     for (int64_t i = 0; i < n; i += 8) {
         F8 v = n - i >= 8 ? load_values<T, DELTA>(x + i, m + i) : load_some_values<T, DELTA>(x + i, m + i, n - i);
         F8 t = v * inv;
-        F8 square = t * t * unit;
-        // Adding and subtracting 2**23 rounds to an integer, half to even; from 2**23 on every float is an integer.
-        F8 rounded = square < magic ? (square + magic) - magic : square;
-        U8 whole = U8(to_int(rounded));
+        U8 whole = U8(round_to_int(t * t * unit));
         L4 even = L4(whole) & 0xFFFFFFFFll;
         total += even + (L4(whole) >> 32 & 0xFFFFFFFFll);
     }
@@ -217,8 +214,9 @@ static void quantize(const QuantizeArgs& a, const Layout& l, const Layout::Unit&
 }
 
 // Decodes n codes at `in`; reads no byte at or after limit.
-template <int CLASS, bool STOCHASTIC, bool ADD, bool STREAM>
-static void dequantize_values(const uint8_t* in, const uint8_t* limit, float* out, int64_t n, float scale, int bits) {
+template <int CLASS, bool STOCHASTIC, bool ADD, bool STREAM, bool CHANNELS = false>
+static void dequantize_values(const uint8_t* in, const uint8_t* limit, float* out, int64_t n, float scale, int bits,
+                              const float* channels = nullptr) {
     typedef Coder<STOCHASTIC> C;
     const C coder = C::make(scale, bits);
     const Unpacker unpacker = Unpacker::make(bits);
@@ -226,6 +224,7 @@ static void dequantize_values(const uint8_t* in, const uint8_t* limit, float* ou
     for (; i + 8 <= n && limit - in >= Unpacker::READS; i += 8, in += bits) {
         I8 c = CLASS == 3 ? Unpacker::raw(unpacker, in) : Unpacker::get(unpacker, in);
         F8 v = C::template decode<CLASS>(coder, c);
+        if (CHANNELS) v = v * load8(channels + i);
         if (ADD) v = load8(out + i) + v;
 #if PC_AVX2
         if (STREAM) {
@@ -238,25 +237,35 @@ static void dequantize_values(const uint8_t* in, const uint8_t* limit, float* ou
     for (; i < n; i += 8, in += bits) {
         int64_t left = n - i < 8 ? n - i : 8;
         F8 v = C::template decode<CLASS>(coder, Unpacker::get_some(unpacker, in, (left * bits + 7) / 8));
+        if (CHANNELS) v = v * load_some(channels + i, left);
         if (ADD) v = load_some(out + i, left) + v;
         store_some(out + i, v, left);
     }
 }
 
 // For scale zero and scales that `quantize` never produces: folding powers of two into these would round differently.
-static void dequantize_plainly(const uint8_t* in, const float* w, float* out, int64_t n, float scale, int bits, bool add) {
+static void dequantize_plainly(const uint8_t* in, const float* w, float* out, int64_t n, float scale, int bits, bool add,
+                               const float* channels) {
     for (int64_t i = 0; i < n; i++) {
         int64_t at = i * bits;
         uint32_t word = in[at / 8];
         if (at % 8 + bits > 8) word |= uint32_t(in[at / 8 + 1]) << 8;
         float v = w[word >> (at % 8) & ((1u << bits) - 1)] * scale + 0.0f;
+        if (channels) v = v * channels[i];
         out[i] = add ? out[i] + v : v;
     }
 }
 
 template <int CLASS>
 static void dequantize_class(const DequantizeArgs& a, const uint8_t* in, const uint8_t* limit, float* out, int64_t n,
-                             float scale, bool stream) {
+                             float scale, bool stream, const float* channels) {
+    if (channels) {  // nearest rounding
+        if (a.add)
+            return dequantize_values<CLASS, false, true, false, true>(in, limit, out, n, scale, a.bits, channels);
+        if (stream)
+            return dequantize_values<CLASS, false, false, true, true>(in, limit, out, n, scale, a.bits, channels);
+        return dequantize_values<CLASS, false, false, false, true>(in, limit, out, n, scale, a.bits, channels);
+    }
     if (a.stochastic) {
         if (a.add) return dequantize_values<CLASS, true, true, false>(in, limit, out, n, scale, a.bits);
         if (stream) return dequantize_values<CLASS, true, false, true>(in, limit, out, n, scale, a.bits);
@@ -271,14 +280,16 @@ static void dequantize(const DequantizeArgs& a, const Layout::Unit& u, const uin
     const uint8_t* in = a.codes + u.byte;
     float* out = a.out + u.row * a.out_stride + u.column;
     const float scale = get_scale(a.scales, u.id);
+    const float* channels = a.channels ? a.channels + u.column : nullptr;
     uint32_t pattern = float_bits(scale);
     if (pattern < SCALE_MIN_BITS || pattern > SCALE_MAX_BITS)
-        return dequantize_plainly(in, constants.w[a.stochastic][a.bits], out, u.n, scale, a.bits, a.add);
+        return dequantize_plainly(in, constants.w[a.stochastic][a.bits], out, u.n, scale, a.bits, a.add,
+                                  channels);
     stream = stream && reinterpret_cast<uintptr_t>(out) % 32 == 0;
-    if (a.bits <= 3) return dequantize_class<CLASS_OF(3)>(a, in, limit, out, u.n, scale, stream);
-    if (a.bits == 4) return dequantize_class<CLASS_OF(4)>(a, in, limit, out, u.n, scale, stream);
-    if (a.bits < 8) return dequantize_class<CLASS_OF(7)>(a, in, limit, out, u.n, scale, stream);
-    dequantize_class<8>(a, in, limit, out, u.n, scale, stream);
+    if (a.bits <= 3) return dequantize_class<CLASS_OF(3)>(a, in, limit, out, u.n, scale, stream, channels);
+    if (a.bits == 4) return dequantize_class<CLASS_OF(4)>(a, in, limit, out, u.n, scale, stream, channels);
+    if (a.bits < 8) return dequantize_class<CLASS_OF(7)>(a, in, limit, out, u.n, scale, stream, channels);
+    dequantize_class<8>(a, in, limit, out, u.n, scale, stream, channels);
 }
 
 template <class T>

@@ -74,6 +74,9 @@ struct Constants {
     int32_t pack_weight_2[9], pack_shift[9];
     int8_t pack_order[9][32], unpack_order[17][32];
     int32_t unpack_shift[17][8];
+    // A channel's scale by its code, 2**((code + 1) / 16); squares of scales that divide an octave between codes.
+    float channel[256];
+    double between[8];
     uint8_t chosen_order[256][8];  // the lanes of a mask's set bits; the rest is undefined
     Constants();
 };
@@ -85,15 +88,18 @@ struct QuantizeArgs {
     float* fresh;  // null, or dense rows that become the decoded values
     uint8_t* codes;
     float* scales;
+    const float* channels;  // null, or the scale of each channel: values are divided by it, decoded ones multiplied
+    const float* inverse;   // of channels
     int64_t x_stride, m_stride;  // values from one row to the next
     int64_t rows, H, group;
     uint64_t seed;
-    int32_t dtype, bits, rms, stochastic;  // bits 0: codes are the values themselves
+    int32_t dtype, bits, rms, stochastic, unbiased;  // bits 0: codes are the values themselves
 };
 
 struct DequantizeArgs {
     const uint8_t* codes;
     const float* scales;
+    const float* channels;  // as in QuantizeArgs
     float* out;
     int64_t out_stride, rows, H, group;
     int32_t dtype, bits, stochastic, add;  // bits 0: codes are values of dtype
@@ -265,6 +271,11 @@ struct Table {
     double (*sum_of_groups)(double* squares, int64_t n);
     uint32_t (*measure_norm)(const QuantizeArgs&, const Layout::Unit&, double* norm);
     void (*fit)(const QuantizeArgs&, const Layout::Unit&, float scale, const uint8_t* limit, uint64_t* squares);
+    void (*add_squares)(const QuantizeArgs&, int64_t row, int64_t begin, int64_t end, double* sums);
+    uint32_t (*normalize)(const QuantizeArgs&, const Layout::Unit&, float* z);
+    int64_t (*sum_along)(const float* z, int64_t n, float scale, int bits);
+    void (*squared_off)(const QuantizeArgs&, const Layout::Unit&, const float* z, float scale, float sent, float* y);
+    float (*sum_of_squares)(float* y, int64_t n);
 };
 
 namespace base {

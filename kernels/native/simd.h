@@ -32,6 +32,15 @@ INLINE void storeu(void* p, V v) {
 
 INLINE F8 to_float(I8 v) { return __builtin_convertvector(v, F8); }
 INLINE I8 to_int(F8 v) { return __builtin_convertvector(v, I8); }  // towards zero
+INLINE I8 round_to_int(F8 v) {  // half to even, below 2**31
+#if PC_AVX2
+    return I8(_mm256_cvtps_epi32(__m256(v)));
+#else
+    I8 r;
+    for (int i = 0; i < 8; i++) r[i] = int32_t(__builtin_rintf(v[i]));
+    return r;
+#endif
+}
 INLINE F8 minimum(F8 a, F8 b) { return a < b ? a : b; }
 INLINE F8 maximum(F8 a, F8 b) {
 #if PC_AVX2

@@ -76,11 +76,14 @@ def sum_squares(rows_H: Sequence[Tensor]) -> Tensor:
 
 
 def encode_block(sums_H: Tensor, scale: str) -> Tensor:
-    """Make the block of channels with these sums of squares, float64 [H]: uint8 [H]. Each operation is rounded."""
+    """Make the block of channels with these sums of squares, float64 [H]: uint8 [H]. Each operation is rounded.
+
+    All scales are equal if a sum is not finite, so that every backend measures the same errors of other rows.
+    """
     least = halved_sum(sums_H) / divisor(len(sums_H), sums_H) * FLOORS[scale]
     sums_H = torch.maximum(sums_H, least)
     most = sums_H.amax()
-    ratio_H = torch.where(most > 0, sums_H / most, 1.0)
+    ratio_H = torch.where((most > 0) & most.isfinite(), sums_H / most, 1.0)
     return torch.bucketize(ratio_H, _tables(sums_H.device)[0], right=True).to(torch.uint8)
 
 

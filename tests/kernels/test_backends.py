@@ -23,7 +23,7 @@ from pipecomp.errors import ShapeError
 from pipecomp.kernels import dispatch, ops
 from pipecomp.kernels.native import library
 from pipecomp.kernels.native.backend import NativeBackend
-from pipecomp.kernels.reference import batches, gradients
+from pipecomp.kernels.reference import batches, channels, gradients
 from pipecomp.kernels.reference import rows as reference
 from pipecomp.kernels.reference.layout import QuantizerOptions
 from tests.limits import HANG_S
@@ -134,6 +134,12 @@ def _check_quantizer(backend, x: Tensor, m: Tensor, o: QuantizerOptions) -> None
 @st.composite
 def ragged_cases(draw: st.DrawFn) -> tuple[list[batches.EncodeItem], int]:
     x, m, o = draw(quantizer_cases())
+    if draw(st.booleans()):
+        scale, gain = (
+            draw(st.sampled_from(["rms", *channels.KINDS])),
+            draw(st.sampled_from(["least_error", "unbiased"])),
+        )
+        o = o._replace(scale=scale, gain=gain, rounding="nearest")
     items = []
     for i in range(draw(st.integers(1, 4))):
         n = draw(st.integers(0, x.shape[0]))
@@ -155,7 +161,7 @@ def test_samples_of_different_lengths(backend, case, bad):
         x = items[-1].x.clone()
         x[-1, -1] = bad
         items[-1] = items[-1]._replace(x=x)
-    size = sum(batches.payload_bytes(*v.x.shape, v.options, v.x.dtype) for v in items)
+    size = batches.batch_bytes(items)
     results = []
     for encode in (batches.encode_batch, backend.encode_batch):
         again = [v._replace(m=None if v.m is None else v.m.clone()) for v in items]
@@ -168,13 +174,13 @@ def test_samples_of_different_lengths(backend, case, bad):
         return
     assert same(found, packet)
     assert zlib.crc32(packet[:-4].numpy()).to_bytes(4, "little") == packet[-4:].numpy().tobytes()
-    start = shift
+    start = shift + batches.head_bytes(items)
     for v, w, g in zip(items, wanted, got, strict=True):  # as sample by sample
         part = packet[start : start + batches.payload_bytes(*v.x.shape, v.options, v.x.dtype)]
         start += part.numel()
         if v.options is None:
             assert same(part, v.x.reshape(-1).view(torch.uint8))
-        elif v.x.numel():
+        elif v.x.numel() and v.options.scale not in channels.KINDS:
             m = None if v.m is None else v.m.clone()
             one = reference.delta_quantize_(v.x, m, v.options) if v.delta else reference.quantize(v.x, v.options)
             assert same(part, torch.cat([one[1].reshape(-1).view(torch.uint8), one[0].reshape(-1)]))
@@ -557,6 +563,28 @@ else:
                 m_got = m.clone()
                 got = backend.delta_quantize_(x, m_got, o)
                 assert all(map(same, (*got, m_got), (*want, m_want)))
+
+    @pytest.mark.skipif(not BACKENDS, reason="native kernels are not built")
+    @pytest.mark.parametrize("scale", channels.KINDS)
+    def test_scales_of_channels_are_independent_of_threads(scale):
+        x, m = (values(seed, (1300, 1601)).clamp(-(2.0**98), 2.0**98) for seed in (1, 2))
+        o = QuantizerOptions(3, None, scale, gain="unbiased")
+        results = []
+        for isa in library.ISAS[: best.isa_index + 1]:
+            for threads in (1, 3):
+                moved = m.clone()
+                items = [batches.EncodeItem(x[:1000], moved[:1000], o, True), batches.EncodeItem(x[1000:], None, o)]
+                payload = torch.empty(batches.batch_bytes(items), dtype=torch.uint8)
+                backend = NativeBackend(path, isa, threads)
+                backend.encode_batch(items, payload, None)
+                errors = backend.distortion(items, (2, 4))
+                results.append((payload, moved, errors))
+        moved = m.clone()
+        items = [batches.EncodeItem(x[:1000], moved[:1000], o, True), batches.EncodeItem(x[1000:], None, o)]
+        payload = torch.empty(batches.batch_bytes(items), dtype=torch.uint8)
+        batches.encode_batch(items, payload, None)
+        results.append((payload, moved, batches.distortion(items, (2, 4))))
+        assert all(same(a, b) for other in results[1:] for a, b in zip(other, results[0], strict=True))
 
     @pytest.mark.skipif(not BACKENDS, reason="native kernels are not built")
     @pytest.mark.parametrize(
