@@ -18,8 +18,7 @@ from torch import Tensor
 from pipecomp.kernels.reference import batches as reference
 from pipecomp.kernels.reference import reproducible
 from pipecomp.kernels.reference.batches import ALL_FINITE, DecodeItem, EncodeItem
-from pipecomp.kernels.reference.channels import channel_groups
-from pipecomp.kernels.reference.layout import QuantizerOptions, group_length
+from pipecomp.kernels.reference.layout import SCALE_MAX, QuantizerOptions, group_length, groups
 from pipecomp.kernels.reference.rows import code_values
 from pipecomp.kernels.triton.rows import (
     BLOCK,
@@ -218,8 +217,7 @@ def decode_kernel(
 @torch.no_grad()
 def encode_batch(items: Sequence[EncodeItem], payload: Tensor, packet: Tensor | None) -> Tensor:
     # One launch for all samples with the same options.
-    if channel_groups(items):
-        return reference.encode_batch(items, payload, packet)
+    scales = reference.measure_channels(items, payload)
     bad = torch.full((1,), ALL_FINITE, dtype=torch.int64, device=payload.device)
     batches: dict[object, list[tuple[int, EncodeItem, Tensor]]] = {}
     for i, (item, part) in enumerate(zip(items, reference.split_payload(payload, items), strict=True)):
@@ -233,7 +231,7 @@ def encode_batch(items: Sequence[EncodeItem], payload: Tensor, packet: Tensor | 
             flag = torch.where(torch.isfinite(x).all(), ALL_FINITE, i << 32)
             torch.minimum(bad, flag, out=bad)
         elif o.scale != "max" or group_length(x.shape[1], o.group_size) > MAX_VALUES or x.numel() >> 32:
-            _encode_alone(i, item, part, bad)
+            _encode_alone(i, item, part, bad, scales[i])
         else:
             key = (o._replace(seed=0), item.delta, item.m is None, x.dtype, x.shape[1])
             batches.setdefault(key, []).append((i, item, part))
@@ -249,13 +247,20 @@ def encode_batch(items: Sequence[EncodeItem], payload: Tensor, packet: Tensor | 
     return bad
 
 
-def _encode_alone(i: int, item: EncodeItem, part: Tensor, bad: Tensor) -> None:
-    """Encode a sample whose groups no program can hold."""
+def _encode_alone(i: int, item: EncodeItem, part: Tensor, bad: Tensor, c_H: Tensor | None) -> None:
+    """Encode a sample whose groups no program can hold, or whose scales one program cannot compute."""
     x, m, o = item.x, item.m, item.options
     assert o is not None
-    codes, scales, row = launch_quantize(x, m if item.delta else None, o)
+    if c_H is None:
+        codes, scales, row = launch_quantize(x, m if item.delta else None, o)
+    else:
+        v_nH, o = reference.values_of(item), o.in_channels
+        codes, scales, row = launch_quantize(v_nH * torch.reciprocal(c_H), None, o)
+        large_n = ~(v_nH.abs() <= SCALE_MAX).all(1)
+        first = torch.where(large_n, torch.arange(len(v_nH), device=row.device), ALL_FINITE).min()
+        row = torch.minimum(row, first)
     if m is not None:
-        launch_dequantize(codes, scales, o, m, item.delta, row)
+        launch_dequantize(codes, scales, o, m, item.delta, row, c_H)
     torch.minimum(bad, torch.where(row == ALL_FINITE, ALL_FINITE, row | i << 32), out=bad)
     part.copy_(torch.cat([scales.view(-1).view(torch.uint8), codes.view(-1)]))
 
@@ -277,13 +282,17 @@ def launch_encode(
 @torch.no_grad()
 def decode_batch(payload: Tensor, items: Sequence[DecodeItem]) -> None:
     # One launch for all samples with the same options.
-    if channel_groups(items):
-        reference.decode_batch(payload, items)
-        return
+    scales = reference.read_channels(items, payload)
     batches: dict[tuple[QuantizerOptions, bool, int], list[tuple[int, Tensor, Tensor, Tensor, int]]] = {}
     for i, (item, part) in enumerate(zip(items, reference.split_payload(payload, items), strict=True)):
         if item.options is None:
             item.m.copy_(part.clone().view(item.dtype).view(item.m.shape))
+        elif (c_H := scales[i]) is not None:
+            n, o = len(item.m), item.options.in_channels
+            cut = 4 * n * groups(item.m.shape[1], o.group_size)
+            launch_dequantize(
+                part[cut:].view(n, -1), part[:cut].clone().view(torch.float32), o, item.m, item.delta, channels=c_H
+            )
         elif item.m.numel():
             key = (item.options._replace(seed=0), item.delta, item.m.shape[1])
             batches.setdefault(key, []).append((i, item.m, item.m, part, 0))

