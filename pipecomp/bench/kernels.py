@@ -22,7 +22,7 @@ from torch import Tensor
 from pipecomp.errors import KernelError, require
 from pipecomp.kernels import ops
 from pipecomp.kernels.ops import QuantizerOptions
-from pipecomp.kernels.reference.batches import EncodeItem
+from pipecomp.kernels.reference.batches import DecodeItem, EncodeItem
 from pipecomp.utils.tables import table
 
 Row = dict[str, Any]
