@@ -13,6 +13,7 @@ from pipecomp.config import Config
 from pipecomp.config.activations import ConstantError
 from pipecomp.doctor.measure import LinkMeasurement
 from pipecomp.errors import ConfigError
+from pipecomp.plan import auto_bits
 from pipecomp.plan.auto_bits import (
     MIN_BITS_OF_CLASSIFIERS,
     MIN_BITS_WITH_DROPOUT,
@@ -24,6 +25,7 @@ from pipecomp.plan.auto_bits import (
     fewest_bits,
     needs_measuring,
     sample_length,
+    settle_gain,
     warn_of_dropout,
 )
 from pipecomp.plan.simulation import TCP_SHARE, StageCosts
@@ -45,6 +47,22 @@ def test_the_largest_share_counts():
 def test_dropout_before_adapters_does_not_count():
     adapted = nn.ModuleDict({"lora_dropout": nn.ModuleDict({"default": nn.Dropout(0.3)}), "block": nn.Dropout(0.1)})
     assert dropout_of(adapted) == 0.1
+
+
+@pytest.mark.parametrize(("shares", "gain"), [((0.0, 0.1), "least_error"), ((0.0, 0.005), "unbiased")])
+def test_dropout_of_any_stage_settles_the_gain_forward(monkeypatch, shares, gain):
+    monkeypatch.setattr(auto_bits, "gathered", lambda own: list(shares))
+    settled = settle_gain(made(**AQSGD, scale="channels"), nn.Linear(2, 2)).activations
+    assert [settled.gain_of(direction) for direction in ("forward", "backward")] == [gain, "unbiased"]
+    given = made(**AQSGD, scale="channels", gain={"forward": "unbiased", "backward": "least_error"})
+    settled = settle_gain(given, nn.Linear(2, 2)).activations
+    assert [settled.gain_of(direction) for direction in ("forward", "backward")] == ["unbiased", "least_error"]
+
+
+def test_no_rank_waits_for_others_where_there_is_no_gain(monkeypatch):
+    monkeypatch.delattr(auto_bits, "gathered")
+    for settings in (made(**AQSGD), made(**AQSGD, scale={"backward": "channels"}), made(method="none")):
+        assert settle_gain(settings, nn.Dropout(0.5)) == settings
 
 
 FEW = {"error": 0.07, "min": 1, "max": MIN_BITS_WITH_DROPOUT - 1}
