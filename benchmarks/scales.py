@@ -33,7 +33,9 @@ BITS: dict[str, dict[str, Any]] = {
     "fw2 bw4": quantized("aqsgd", 2, 4) | {"first_visit": FIRST_BITS},
     "fw3 bw6": quantized("aqsgd", 3, 6) | {"first_visit": FIRST_BITS},
     "fw2 bw2, changes back": quantized("aqsgd", 2, 2) | CHANGES_BACK,
-    "fw2 bw2, changes back, first visits 4 bits": quantized("aqsgd", 2, 2) | CHANGES_BACK | {"first_visit": 4},
+    "fw2 bw2, changes back, first visits 4 bits": quantized("aqsgd", 2, 2)
+    | CHANGES_BACK
+    | {"first_visit": 4, "backward_first_visit": 4},
     f"constant error {FORWARD_ERROR:g}/{BACKWARD_ERROR:g}": shootout.constant_error(1, (3, 6)),
     "DirectQ fw2 bw4": quantized("direct", 2, 4),
 }
