@@ -35,15 +35,22 @@ class StageAction(NamedTuple):
     micro_batch: int
 
 
-def train_order(stage: int, stages: int, micro_batches: int, in_flight: int) -> Iterator[list[StageAction]]:
+def train_order(
+    stage: int, stages: int, micro_batches: int, in_flight: int, lowest: int = 0
+) -> Iterator[list[StageAction]]:
     """Yield the actions of one step of stage `stage` of `stages`, a list for each forward or backward.
 
-    in_flight: forwards that run ahead of their backwards, 1 to `micro_batches`.
+    in_flight: forwards that run ahead of their backwards, 1 to `micro_batches`. lowest: `SplitPlan.lowest_trained`;
+    the stages before it have no backwards.
     """
+    if stage < lowest:
+        for micro_batch in range(micro_batches):
+            yield forward_actions(stage, stages, micro_batch)
+        return
     for micro_batch in range(in_flight):
         yield forward_actions(stage, stages, micro_batch)
     for micro_batch in range(micro_batches):
-        yield _backward_actions(stage, stages, micro_batch)
+        yield _backward_actions(stage, stages, micro_batch, lowest)
         if micro_batch + in_flight < micro_batches:
             yield forward_actions(stage, stages, micro_batch + in_flight)
 
@@ -55,18 +62,24 @@ def forward_actions(stage: int, stages: int, micro_batch: int) -> list[StageActi
     return [StageAction(kind, micro_batch) for kind, done in kinds.items() if done]
 
 
-def _backward_actions(stage: int, stages: int, micro_batch: int) -> list[StageAction]:
-    kinds = {"receive gradient": stage < stages - 1, "backward": True, "send gradient": stage > 0}
+def _backward_actions(stage: int, stages: int, micro_batch: int, lowest: int) -> list[StageAction]:
+    kinds = {"receive gradient": stage < stages - 1, "backward": True, "send gradient": stage > lowest}
     return [StageAction(kind, micro_batch) for kind, done in kinds.items() if done]
 
 
-def in_flight_counts(slack: int, stages: int, micro_batches: int) -> tuple[int, ...]:
+def in_flight_counts(slack: int, stages: int, micro_batches: int, lowest: int = 0) -> tuple[int, ...]:
     """Micro-batches in flight of each stage: `slack` more than at the next stage; a slack of 1 is 1F1B.
 
     Every stage must have more than the next one. Otherwise its next forward would come before a backward that is ready,
-    and wait for an activation that its neighbour sends only after that backward.
+    and wait for an activation that its neighbour sends only after that backward. Stages before `lowest` keep nothing
+    for a backward: 1.
     """
-    return tuple(min(micro_batches, 1 + (stages - 1 - k) * slack) for k in range(stages))
+    return tuple(1 if k < lowest else min(micro_batches, 1 + (stages - 1 - k) * slack) for k in range(stages))
+
+
+def slack_of(setting: int, stages: int, lowest: int = 0) -> int:
+    """Return the slack with which the first stage that has backwards has at most `setting` micro-batches in flight."""
+    return max(1, (setting - 1) // max(1, stages - 1 - lowest))
 
 
 class InFlight:
@@ -78,19 +91,21 @@ class InFlight:
     does not change, so results are the same bit for bit.
 
     Args:
-        setting: The number of the first stage, or "auto".
+        setting: The number of the first stage that has backwards, or "auto".
         stage: Index of this stage.
         stages: K.
         micro_batches: M.
+        lowest: `SplitPlan.lowest_trained`.
     """
 
-    def __init__(self, setting: int | str, stage: int, stages: int, micro_batches: int) -> None:
-        self._auto = setting == "auto" and stages > 1
-        self._stage, self._stages, self._micro_batches = stage, stages, micro_batches
+    def __init__(self, setting: int | str, stage: int, stages: int, micro_batches: int, lowest: int = 0) -> None:
+        later = stages - 1 - lowest  # stages that send gradients
+        self._auto = setting == "auto" and later > 0
+        self._stage, self._stages, self._micro_batches, self._lowest = stage, stages, micro_batches, lowest
         self.slack = 1
-        self.limit = max(1, -(-(micro_batches - 1) // max(1, stages - 1)))  # of slack
-        if isinstance(setting, int) and stages > 1:
-            self.slack = min(self.limit, max(1, (setting - 1) // (stages - 1)))
+        self.limit = max(1, -(-(micro_batches - 1) // max(1, later)))  # of slack
+        if isinstance(setting, int):
+            self.slack = min(self.limit, slack_of(setting, stages, lowest))
         self._waits: list[float] = []
         self._wait_before: float | None = None  # with one less
         self._settled_steps: int | None = None  # since the number was settled; None while it is being searched
@@ -98,7 +113,7 @@ class InFlight:
     @property
     def value(self) -> int:
         """The number of this stage."""
-        return in_flight_counts(self.slack, self._stages, self._micro_batches)[self._stage]
+        return in_flight_counts(self.slack, self._stages, self._micro_batches, self._lowest)[self._stage]
 
     @property
     def observing(self) -> bool:

@@ -50,7 +50,9 @@ def samples(count: int = 24, length: int = LENGTH, *, seed: int = 1) -> list[dic
     ]
 
 
-def train_alone(model: Any, steps: int, rate: float, *, micro_batch: int, micro_batches: int) -> list[float]:
+def train_alone(
+    model: Any, steps: int, rate: float, *, micro_batch: int, micro_batches: int, max_norm: float | None = 0.5
+) -> list[float]:
     """Train on `samples()` by plain torch in this process, in the engine's order; losses of the steps."""
     from pipecomp.data import ShardedSampler
 
@@ -65,7 +67,8 @@ def train_alone(model: Any, steps: int, rate: float, *, micro_batch: int, micro_
             loss = model(input_ids=x, labels=x).loss
             (loss / micro_batches).backward()
             total += float(loss.detach()) / micro_batches
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        if max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
         optimizer.zero_grad()
         out.append(total)

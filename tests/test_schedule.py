@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections import Counter
+from itertools import chain, pairwise
 
 import pytest
 import torch
 
-from pipecomp.schedule import InFlight, SavedTensorBytes, in_flight_counts
+from pipecomp.schedule import InFlight, SavedTensorBytes, in_flight_counts, train_order
 
 
 def run(chosen: InFlight, needed: int, steps: int = 40) -> list[int]:
@@ -100,3 +101,18 @@ def test_what_a_forward_keeps_is_counted_once():
         y = (x @ w).exp()
         (y * y).sum()
     assert kept.bytes == 64 * 32 * 4 + 64 * 16 * 4  # x, and y, which three operations keep
+
+
+def test_stages_below_the_lowest_trained_one_have_forwards_alone():
+    def kinds(stage, in_flight):
+        actions = chain(*train_order(stage, 4, 3, in_flight, lowest=2))
+        return Counter(action.kind for action in actions)
+
+    assert in_flight_counts(2, 4, 9, lowest=2) == (1, 1, 3, 1)
+    assert kinds(0, 1) == {"load": 3, "forward": 3, "send activation": 3}
+    assert kinds(1, 1) == {"receive activation": 3, "forward": 3, "send activation": 3}
+    both = {"receive activation": 3, "forward": 3, "backward": 3}
+    assert kinds(2, 2) == {**both, "send activation": 3, "receive gradient": 3}
+    assert kinds(3, 1) == {**both, "load": 3, "send gradient": 3}
+    assert [InFlight(3, stage, 4, 8, lowest=2).value for stage in range(4)] == [1, 1, 3, 1]
+    assert not InFlight("auto", 0, 4, 8, lowest=3).observing, "no stage waits for gradients"

@@ -25,6 +25,7 @@ from pipecomp.interfaces import TrainingEngine
 from pipecomp.stages.partition.modules import ModuleStage
 from pipecomp.stages.partition.planning import aliases
 from pipecomp.stages.partition.splitting import Stage
+from pipecomp.utils.units import format_count
 
 # DeepSpeed's keys of a ZeRO optimizer's state. Reading a checkpoint does not load DeepSpeed; a test compares them.
 BASE_OPTIMIZER_STATE = "base_optimizer_state"
@@ -105,6 +106,15 @@ class PipelineDescription:
             ("zero_optimization.stage", self.zero, own.zero),
         ):
             require(saved == got, key, got, f"{saved!r}, as in the checkpoint, to continue with its optimizer states")
+        saved_names, own_names = self._trained(), own._trained()
+        differing = sorted(saved_names ^ own_names)
+        if differing:
+            allowed = f"{differing[0] in saved_names}, as in the checkpoint, to continue with its optimizer states"
+            hint = f"{format_count(len(differing), 'parameter')} differ. load_module_only=True loads the weights alone."
+            raise ConfigError(f"{differing[0]}.requires_grad", differing[0] in own_names, allowed, hint)
+
+    def _trained(self) -> set[str]:
+        return {name for groups in self.parameters for group in groups for name in group.values()}
 
 
 def names_in_every_cut(stage: Stage | ModuleStage) -> Names:
@@ -125,7 +135,8 @@ def _grouped_names(engine: TrainingEngine) -> list[Names]:
         groups = [group["params"] for group in optimizer.param_groups]
     everywhere = names_in_every_cut(engine.stage)
     own = {id(p): name for name, p in engine.stage.named_parameters()}
-    return [{own[id(p)]: everywhere[own[id(p)]] for p in group} for group in groups]
+    # A stage that trains nothing has a group without names: its placeholder is no parameter of the model.
+    return [{own[id(p)]: everywhere[own[id(p)]] for p in group if id(p) in own} for group in groups]
 
 
 def describe(engine: TrainingEngine) -> PipelineDescription:
@@ -403,6 +414,8 @@ def _load_optimizer(optimizer: Any, saved: SavedPipeline, groups: list[Names]) -
     own = optimizer.state_dict()
     numbered: dict[int, str] = {}
     for group, names in zip(own["param_groups"], groups, strict=True):
+        if not names:  # of a stage that trains nothing
+            continue
         group |= saved.options(names.values())
         numbered |= dict(zip(group["params"], names.values(), strict=True))
     states = saved.optimizer_state(numbered.values())

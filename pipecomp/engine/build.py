@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,7 +33,7 @@ from pipecomp.engine.engine import PipelineEngine
 from pipecomp.engine.reduction import GradientExchange, ReplicaAdam, ReplicaExchanges, TiedRanks
 from pipecomp.engine.replica_sync import has_modes, match_tied, pipelines
 from pipecomp.engine.validation import RunSetup
-from pipecomp.errors import ConfigError, require
+from pipecomp.errors import ConfigError, SplitError, require
 from pipecomp.gradient_config import Gradients
 from pipecomp.kernels import dispatch
 from pipecomp.kernels.staging import Staging
@@ -47,10 +48,13 @@ from pipecomp.stages.link.tls import TlsTransport
 from pipecomp.stages.link.transport import PacerTo, Transport, unpaced
 from pipecomp.stages.partition.modules import ModuleStage
 from pipecomp.stages.partition.planning import SplitPlan
+from pipecomp.stages.partition.precision import HALF
 from pipecomp.stages.partition.quantization import state_names
 from pipecomp.stages.partition.splitting import Stage
 from pipecomp.tls.process_group import BACKEND, current_mesh
 from pipecomp.utils.activity import local_activity
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -76,12 +80,21 @@ def build_engine(setup: RunSetup, arguments: RunArguments, all_ranks: AllRanks) 
         module = pipeline_module(arguments.model, plan, ds_config, arguments.loss_fn, settings.seed)
         stage, grid = module.forward_funcs[0], module.mpu()
         match_tied(stage, plan, grid, all_ranks)
+        half = half_dtype(ds_config)
+        if half is not None:
+            stage.use_half(half, ds_config.get("data_types", {}).get("keep_in_fp32_modules", "auto"))
+        check_dtypes(stage, half, all_ranks)
         optimizer = arguments.optimizer
         with all_ranks.collective_errors():
             check_arguments(stage, optimizer, arguments.lr_scheduler)
             if callable(optimizer) and _flattens_parameters(ds_config):
                 check_elementwise(optimizer)
         parameters = (arguments.parameter_groups or _trainable)(stage)
+        if not plan.trained[stage.index] and (optimizer is not None or "optimizer" in ds_config):
+            parameters = [module.hold_place()]
+        parameters = _by_precision(parameters, stage.float32_parameters)
+        if isinstance(optimizer, torch.optim.Optimizer):
+            optimizer.param_groups[:] = _by_precision(optimizer.param_groups, stage.float32_parameters)
         if settings.gradients.exchanges_in_optimizer:
             require(optimizer is None, "optimizer", optimizer, "none given: 'quantized_adam' is the optimizer")
             optimizer = quantized_adam(settings, ds_config, module, parameters)
@@ -126,7 +139,22 @@ class _StageSpec(LayerSpec):
 
 
 class _PipelineModule(PipelineModule):
-    """DeepSpeed globs for layer files; here the folder's name is not a pattern."""
+    """DeepSpeed globs for layer files; here the folder's name is not a pattern.
+
+    placeholder: one value that no forward uses; None on a stage that trains something.
+
+    Note: [Placeholder] A stage of frozen blocks has nothing to update. DeepSpeed's optimizers need a parameter
+    nevertheless, and their steps have collectives of all stages: overflow, global norm. With the placeholder all stages
+    take the same path, and every stage has the optimizer's learning rate and loss scale. It belongs to no stage, so
+    that no file of the model has it, and gets no gradient of its own.
+    """
+
+    placeholder: torch.nn.Parameter | None
+
+    def hold_place(self) -> torch.nn.Parameter:
+        """Add the placeholder; a matrix, as some optimizers take nothing else."""
+        self.placeholder = torch.nn.Parameter(torch.zeros(1, 1))
+        return self.placeholder
 
     def ckpt_layer_path_list(self, ckpt_dir: str, local_layer_idx: int) -> list[str]:
         found: list[str] = super().ckpt_layer_path_list(glob.escape(ckpt_dir), local_layer_idx)
@@ -139,7 +167,7 @@ class _PipelineModule(PipelineModule):
 
 def pipeline_module(
     model: Any, split_plan: SplitPlan, ds_config: dict[str, Any], loss_fn: Callable | None, seed: int
-) -> PipelineModule:
+) -> _PipelineModule:
     """Make a PipelineModule with one layer per stage; only this rank's layer is built."""
     half = any(ds_config.get(key, {}).get("enabled") for key in ("bf16", "fp16"))
     in_memory = isinstance(model, torch.nn.Module) or (isinstance(model, Source) and model.model is not None)
@@ -154,6 +182,7 @@ def pipeline_module(
 
     specs = [_StageSpec(partial(build, index)) for index in range(split_plan.num_stages)]
     module = _PipelineModule(specs, num_stages=split_plan.num_stages, partition_method="uniform")
+    module.register_parameter("placeholder", None)
     module.loss_fn = loss[0]
     module.has_own_loss = loss_fn is not None
     return module
@@ -161,6 +190,48 @@ def pipeline_module(
 
 def _trainable(stage: Stage | ModuleStage) -> list[Any]:
     return [p for p in stage.parameters() if p.requires_grad]
+
+
+def half_dtype(ds_config: dict[str, Any]) -> torch.dtype | None:
+    """Return the dtype that DeepSpeed casts weights to; None in float32."""
+    names = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    return next((dtype for key, dtype in names.items() if ds_config.get(key, {}).get("enabled")), None)
+
+
+def _by_precision(parameters: list[Any], kept: Sequence[torch.nn.Parameter]) -> list[Any]:
+    """Give parameters that stay in float32 groups of their own: DeepSpeed makes one vector of each group."""
+    ids = {id(p) for p in kept}
+    if not ids or not parameters:
+        return parameters
+    groups = parameters if isinstance(parameters[0], dict) else [{"params": parameters}]
+    groups = [{**group, "params": list(group["params"])} for group in groups]
+    split = [
+        {**group, "params": [p for p in group["params"] if (id(p) in ids) == float32]}
+        for float32 in (False, True)
+        for group in groups
+    ]
+    return [group for group in split if group["params"]]
+
+
+def check_dtypes(stage: Stage | ModuleStage, half: torch.dtype | None, all_ranks: AllRanks) -> None:
+    """Raise SplitError if stages compute in different dtypes; warn of weights that are updated in half precision.
+
+    half: the dtype that DeepSpeed casts weights to, of which it keeps copies in float32.
+    """
+    pure = half is None and any(p.dtype in HALF for p in _trainable(stage))
+    facts = all_ranks.all_gather_object((stage.index, str(stage.dtype).removeprefix("torch."), pure))
+    (index, dtype, _), other = facts[0], next((fact for fact in facts if fact[1] != facts[0][1]), None)
+    if other is not None:
+        raise SplitError(
+            f"stage {index} computes in {dtype}, stage {other[0]} in {other[1]}: a link carries one dtype. Load the "
+            "whole model in one dtype, or enable bf16 or fp16, which cast it"
+        )
+    if dist.get_rank() == 0 and any(pure for *_, pure in facts):
+        _log.warning(
+            "the model's weights are in half precision, and neither bf16 nor fp16 is enabled: they are updated as they "
+            "are, as transformers' Trainer does, and small updates are lost. Load the model with dtype=torch.float32, "
+            "or enable bf16, which keeps float32 copies"
+        )
 
 
 def check_arguments(stage: Stage | ModuleStage, optimizer: Any, lr_scheduler: Any) -> None:
@@ -413,6 +484,7 @@ def open_links(
                 staging=staging,
                 pass_nonfinite=engine.fp16_enabled(),
                 canvas=crossing.canvas,
+                carries_gradients=indices[name] >= engine.plan.lowest_trained,
             )
         both = {index: {**values, "settings": settings.digest()} for index, values in described.items()}
         keeps_gradients = settings.activations.backward_method == "delta"

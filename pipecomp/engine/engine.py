@@ -34,7 +34,7 @@ from pipecomp.engine.replica_sync import has_modes, match_replicas, saved_buffer
 from pipecomp.engine.reporting import Reporting
 from pipecomp.engine.schedule import EvalSchedule, InFlightControl, TrainSchedule
 from pipecomp.engine.stage_work import StageWork
-from pipecomp.errors import SplitError, require
+from pipecomp.errors import ConfigError, SplitError, require
 from pipecomp.interfaces import EngineState, ResumeState, StageContext, TrainingProgress
 from pipecomp.schedule import InFlight
 from pipecomp.stages.link.links import Links
@@ -131,6 +131,7 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine, EngineState):
         self._checkpoints = CheckpointManager(context, self, self.gradients, self.local, self.guard)
         self._checkpoints.warn_of_precision()
         self._work = StageWork(context, self, self.in_flight_control)
+        self._requires_grad = [(name, p, p.requires_grad) for name, p in self.stage.named_parameters()]
 
     @property
     def stage(self) -> Stage | ModuleStage:
@@ -200,10 +201,12 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine, EngineState):
 
         Raises:
             PeerLostError: Another rank is gone. The run is over after this and any other error.
+            ConfigError: A parameter was frozen or unfrozen since the engine was built.
         """
         step, training_data = self.global_steps, self.data_iterator
         progress.step = step + 1
         with self.propagate_failure(), Activity("trains"):
+            self._check_trained()
             if self.run is not None:
                 self.run.begin_step()
             if self.local is not None:
@@ -236,6 +239,13 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine, EngineState):
                     self.links.environment.commit()
             self.reporting.trace.end_step()
         return loss
+
+    def _check_trained(self) -> None:
+        """Raise ConfigError if parameters were frozen or unfrozen since the engine was built."""
+        for name, parameter, trained in self._requires_grad:
+            if parameter.requires_grad is not trained:
+                hint = "The optimizer has the parameters that were trained at the start: build a new engine."
+                raise ConfigError(f"{name}.requires_grad", parameter.requires_grad, f"{trained}, as at the start", hint)
 
     def begins_local_step(self) -> bool:
         """True if the next step is local to the replica."""
@@ -499,7 +509,8 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine, EngineState):
     # -- DeepSpeed's hooks
 
     def _train_schedule(self) -> TrainSchedule:
-        return TrainSchedule(self.micro_batches, self.num_stages, self.stage_id, self.in_flight.value)
+        lowest = self.plan.lowest_trained
+        return TrainSchedule(self.micro_batches, self.num_stages, self.stage_id, self.in_flight.value, lowest)
 
     def _inference_schedule(self, micro_batches: int) -> EvalSchedule:
         return EvalSchedule(micro_batches=micro_batches, stages=self.num_stages, stage_id=self.stage_id)
@@ -513,9 +524,12 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine, EngineState):
         match_replicas(tensors, self.seq_data_parallel_group)
 
     def _cast_module_mixed_precision(self, *args: Any, **kwargs: Any) -> None:
-        """Cast parameters, except for quantized ones: their bytes may be stored as a floating-point dtype."""
+        """Cast parameters, except for those that stay in float32, and for quantized ones, whose bytes may be floats."""
+        kept = [(p, p.data.float()) for p in self.stage.float32_parameters]
         with without_quantized(self.module, lambda x: x):
             super()._cast_module_mixed_precision(*args, **kwargs)
+        for parameter, values in kept:
+            parameter.data = values
 
     def _aggregate_total_loss(self) -> Tensor:
         """In a local step average over this replica alone: DeepSpeed would wait for the others."""

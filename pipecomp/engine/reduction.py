@@ -207,6 +207,7 @@ class GradientReduction:
         exchange = exchanges.synchronous
         self._optimizer = cast(Any, engine.optimizer)  # DeepSpeed's optimizers have no common type
         self._adam = engine.optimizer if isinstance(engine.optimizer, ReplicaAdam) else None
+        self._placeholder = getattr(engine.module, "placeholder", None)
         self._counters: dict[str, GroupStats] = {}
         stage = context.stage
         first_holder = {g.name: g.stages[0] == stage.index for g in context.plan.tied}
@@ -238,7 +239,8 @@ class GradientReduction:
             self._optimizer.ipg_buckets.setdefault(get_comm_dtype(parameter), IPGBucket())
 
     def _trained(self) -> Iterator[tuple[str, Parameter]]:
-        return ((name, p) for name, p in self._engine.module.named_parameters() if p.requires_grad)
+        parameters = self._engine.module.named_parameters()
+        return ((name, p) for name, p in parameters if p.requires_grad and p is not self._placeholder)
 
     @property
     def _exchange(self) -> GradientExchange | None:
@@ -256,6 +258,12 @@ class GradientReduction:
 
     def average_replicas(self, stock: Callable[[], None]) -> None:
         """Average over replicas: compressed, or by `stock`, DeepSpeed's own reduction, counted."""
+        if self._placeholder is not None:
+            if self._engine.using_bf16_optimizer or self._zero_reduces:  # whose steps expect a gradient
+                self._gradient(self._placeholder)
+            if self._zero_reduces:
+                stock()
+            return
         replicas, tied = self._context.replicas, {id(p) for p in self._tied.values()}
         others = {n: p for n, p in self._trained() if id(p) not in tied}
         if self._exchange is not None:
@@ -274,8 +282,8 @@ class GradientReduction:
         """After the optimizer's step: count the weights that replicas receive from those that updated them."""
         engine, n = self._engine, self._context.replicas
         sharded = engine.using_bf16_optimizer or engine.zero_optimization()
-        if sharded and n > 1 and engine.was_step_applied():
-            size = sum(p.numel() * p.element_size() for _, p in self._trained())
+        size = sum(p.numel() * p.element_size() for _, p in self._trained())
+        if size and sharded and n > 1 and engine.was_step_applied():
             counter = self._counters.setdefault(WEIGHTS, GroupStats())
             counter.calls += 1
             counter.bytes_raw += size * (n - 1) // n
@@ -324,7 +332,7 @@ class GradientReduction:
         gradients = [p.grad for p in parameters if p.grad is not None]
         norm = self.norm(parameters, gradients)
         scale = max_norm / (norm + 1e-6)
-        if scale < 1:
+        if scale < 1 and gradients:
             torch._foreach_mul_(gradients, scale)
         return norm
 

@@ -45,11 +45,14 @@ class TrainSchedule(_StageSchedule):
     """One optimizer step: M forwards and backwards, then the reductions and the update.
 
     in_flight: forwards that run ahead of their backwards. Default: 1F1B's number, stages from here to the end.
+    lowest: `SplitPlan.lowest_trained`; the stages before it have no backwards.
     """
 
-    def __init__(self, micro_batches: int, stages: int, stage_id: int, in_flight: int | None = None) -> None:
+    def __init__(
+        self, micro_batches: int, stages: int, stage_id: int, in_flight: int | None = None, lowest: int = 0
+    ) -> None:
         super().__init__(micro_batches, stages, stage_id)
-        self._in_flight = in_flight or stages - stage_id
+        self._in_flight, self._lowest = in_flight or stages - stage_id, lowest
 
     def num_pipe_buffers(self) -> int:
         """Micro-batches whose activations this stage holds at the same time."""
@@ -57,7 +60,8 @@ class TrainSchedule(_StageSchedule):
 
     def steps(self) -> Iterator[list[ds.PipeInstruction]]:
         """Yield the instructions of each forward or backward, then those of the update."""
-        for actions in train_order(self.stage_id, self.stages, self.micro_batches, self.num_pipe_buffers()):
+        in_flight = self.num_pipe_buffers()
+        for actions in train_order(self.stage_id, self.stages, self.micro_batches, in_flight, self._lowest):
             yield self._instructions(actions)
         yield [ds.ReduceTiedGrads(), ds.ReduceGrads(), ds.OptimizerStep()]
 
@@ -86,7 +90,8 @@ class InFlightControl:
 
     def __init__(self, context: StageContext, setting: int | str, micro_batches: int) -> None:
         self._context = context
-        self.in_flight = InFlight(setting, context.stage_id, context.num_stages, micro_batches)
+        lowest = context.plan.lowest_trained
+        self.in_flight = InFlight(setting, context.stage_id, context.num_stages, micro_batches, lowest)
         self.saved: SavedTensorBytes | None = None
         self.sharing = ranks_here() or 1
         self._gradient_wait_s = 0.0  # in this step, for gradients of all micro-batches but the first
@@ -147,7 +152,8 @@ class InFlightControl:
     def measuring_memory(self, layout: Layout) -> Iterator[None]:
         """Around a forward: in the first one in training, limit the number by the memory that the forward takes."""
         stage = self._context.stage
-        if self.saved is not None or not stage.training:
+        keeps = self._context.stage_id >= self._context.plan.lowest_trained
+        if self.saved is not None or not stage.training or not keeps:
             yield
             return
         self.saved = SavedTensorBytes(stage.parameters())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -55,6 +55,8 @@ class StageWork:
         a, store = context.settings.activations, context.settings.store
         self._needs_ids = a.method == "aqsgd" and store.clusters is None
         self._labels_of_step, self._warned = 0, False
+        lowest = context.plan.lowest_trained
+        self._has_backward, self._sends_gradients = context.stage_id >= lowest, context.stage_id > lowest
 
     @contextmanager
     def using(self, on_logits: OnLogits | None) -> Iterator[None]:
@@ -174,10 +176,13 @@ class StageWork:
         batch = self._batches[buffer_id]
         layout = batch.received
         masks = assume_masks(full=layout.full, device=self._context.device, packed=layout.packed)
-        with self._control.measuring_memory(batch.received), masks:
+        graph = nullcontext() if self._has_backward else torch.no_grad()
+        with self._control.measuring_memory(batch.received), masks, graph:
             outputs = DeepSpeedEngine.forward(engine, batch.inputs)
         if not engine.is_last_stage():
-            engine.pipe_buffers["outputs"][buffer_id] = outputs["hidden_states"]
+            x_BSH, stage = outputs["hidden_states"], self._context.stage
+            # A part that stays in float32 may return it.
+            engine.pipe_buffers["outputs"][buffer_id] = x_BSH.to(stage.dtype) if stage.float32_parameters else x_BSH
             return
         labels = engine.pipe_buffers["labels"][buffer_id]
         if self._on_logits is not None:
@@ -212,7 +217,7 @@ class StageWork:
                 f"link {link.index}: activations of width {x_BSH.shape[-1]} for a stage of width {stage.hidden_size}: "
                 "the ranks have different models"
             )
-        x_BSH.requires_grad_(training)
+        x_BSH.requires_grad_(training and self._sends_gradients)
         device = self._context.device
         inputs = {"hidden_states": x_BSH, "attention_mask": layout.mask_BS(device)}
         if layout.packed:

@@ -80,6 +80,8 @@ def validate(
             _check_modules(settings, own_loss)
         elif given["optimizer"] or "optimizer" in ds_config:
             check_trainable(source)
+        if (given["optimizer"] or "optimizer" in ds_config) and not any(split_plan.trained):
+            raise SplitError(f"{split_plan.model_class} has no parameter to train, all are frozen (requires_grad)")
         _check_stages(settings, split_plan)
         check_auto(ds_config)
         check_precision(ds_config)
@@ -144,9 +146,9 @@ def _check_stages(settings: Config, split_plan: SplitPlan) -> None:
             ("in_flight", settings.in_flight, "auto"),
         ):
             require(got == allowed, key, got, f"{allowed!r} with one stage", "One stage has no links.")
-    for stage, trained in enumerate(split_plan.trained):
-        if not trained:
-            raise SplitError(f"stage {stage} has no trainable parameters, all are frozen: choose other cuts")
+    if split_plan.lowest_trained and settings.store.on_write_error == "continue":
+        hint = "The gradient packet tells the stage before which activations were not cached; this link has none."
+        raise ConfigError("store.on_write_error", "continue", "'stop' where the first stage trains nothing", hint)
 
 
 def check_auto(ds_config: dict[str, Any]) -> None:

@@ -36,7 +36,8 @@ class CommonWeights:
             for name, w in weights.items()
         }
         lr, nesterov = 1.0 if outer.lr is None else outer.lr, outer.optimizer == "nesterov"
-        self._sgd = torch.optim.SGD(self._common.values(), lr=lr, momentum=outer.momentum, nesterov=nesterov)
+        parameters = [{"params": list(self._common.values())}]  # a stage that trains nothing has none
+        self._sgd = torch.optim.SGD(parameters, lr=lr, momentum=outer.momentum, nesterov=nesterov)
 
     def outer_gradients(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return the difference of common and own weights, the outer gradient; new tensors."""
@@ -181,6 +182,8 @@ def fragments_of(weights: Mapping[str, Tensor], tied: Set[str], count: int) -> l
         >>> fragments_of({"a": torch.zeros(2), "b": torch.zeros(2), "c": torch.zeros(4)}, set(), 2)
         [['a', 'b'], ['c']]
     """
+    if not weights:  # of a stage that trains nothing
+        return [[] for _ in range(count)]
     order = [name for name in weights if name in tied] + [name for name in weights if name not in tied]
     most = len(order) - max(0, len(tied & set(order)) - 1)
     if count > most:

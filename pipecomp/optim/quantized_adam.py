@@ -220,7 +220,7 @@ class QuantizedAdam(torch.optim.Optimizer):
                 self._longer = longer if self._longer is None else 0.9 * self._longer + 0.1 * longer
         own /= self._longer or 1.0
         self._global_grad_norm = math.hypot(mean, own)
-        if (scale := self._max_norm / (mean + 1e-6)) < 1:
+        if means and (scale := self._max_norm / (mean + 1e-6)) < 1:  # the norm may be that of other stages
             torch._foreach_mul_(means, scale)
         scale = self._max_norm / (own + 1e-6)
         return scale * (unscale or 1.0) if scale < 1 else unscale

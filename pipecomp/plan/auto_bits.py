@@ -189,7 +189,8 @@ def choose_auto_bits(
     measurements = gathered(measure_rank(config, stage, batch, to_previous, to_next, staging))
     decision = None
     if dist.get_rank() == 0:
-        decision = decide_bits(config, measurements, batch, stage.hidden_size, stage.dtype)
+        lowest = stage.plan.lowest_trained
+        decision = decide_bits(config, measurements, batch, stage.hidden_size, stage.dtype, lowest)
         _log.warning("%s", decision.reason)  # Python shows this level by default
     decision = broadcast(decision)
     return with_bits(config, decision.forward_bits, decision.backward_bits)
@@ -206,7 +207,8 @@ def measure_rank(
     """Measure this rank's stage and packets, and its links if a direction is "auto"; all ranks call it together."""
     auto = "auto" in (config.activations.forward_bits, config.activations.backward_bits)
     link = measure_links(stage.index, to_previous, to_next) if auto else None
-    spent = time_stage(stage, batch.samples, batch.tokens)
+    sends_gradients = stage.index > stage.plan.lowest_trained
+    spent = time_stage(stage, batch.samples, batch.tokens, sends_gradients=sends_gradients)
     weight = next(stage.parameters())
     most = [_chosen(config.activations, key, 8, 1) for key in FEWEST]
     size = (batch.samples, batch.tokens, stage.hidden_size, stage.dtype, weight.device)
@@ -219,9 +221,17 @@ def measure_rank(
 
 
 def decide_bits(
-    config: Config, measurements: Sequence[RankMeasurement], batch: BatchShape, hidden: int, dtype: torch.dtype
+    config: Config,
+    measurements: Sequence[RankMeasurement],
+    batch: BatchShape,
+    hidden: int,
+    dtype: torch.dtype,
+    lowest: int = 0,
 ) -> BitsDecision:
-    """Choose bits from the measurements of all ranks. The slowest replica counts; fixed numbers are not changed."""
+    """Choose bits from the measurements of all ranks. The slowest replica counts; fixed numbers are not changed.
+
+    lowest: `SplitPlan.lowest_trained`.
+    """
     K = 1 + max(m.stage for m in measurements)
     by_stage = [[m for m in measurements if m.stage == k] for k in range(K)]
     a = config.activations
@@ -237,7 +247,10 @@ def decide_bits(
             stages=stages,
             micro_batches=batch.micro_batches,
             forward_bytes=[activation_bytes(candidate, k, counts, hidden, dtype) for k in range(K - 1)],
-            backward_bytes=[gradient_bytes(candidate, k, counts, hidden, dtype) for k in range(K - 1)],
+            backward_bytes=[
+                gradient_bytes(candidate, k, counts, hidden, dtype) if k >= lowest else 0 for k in range(K - 1)
+            ],
+            lowest=lowest,
         )
         return best_in_flight(step, network, config.in_flight)[1].seconds
 

@@ -188,8 +188,12 @@ class StageTime:
     kept_bytes: float
 
 
-def time_stage(stage: Stage, samples: int, tokens: int, *, seconds: float = 0.5) -> StageTime:
+def time_stage(
+    stage: Stage, samples: int, tokens: int, *, seconds: float = 0.5, sends_gradients: bool = True
+) -> StageTime:
     """Time forward and backward of a stage in training mode for about `seconds`.
+
+    sends_gradients: False for the lowest stage that trains anything, and for those below it.
 
     The model's loss is included where there are logits for every token. Times are medians without the first run.
     Gradients, the random generator and the stage's mode are left as they were.
@@ -205,7 +209,7 @@ def time_stage(stage: Stage, samples: int, tokens: int, *, seconds: float = 0.5)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         end = time.perf_counter() + seconds
         while len(forward) <= _MIN_RUNS or (len(forward) < _MAX_RUNS and time.perf_counter() < end):
-            inputs = example(stage, samples, tokens, dtype, device)
+            inputs = example(stage, samples, tokens, dtype, device, needs_gradient=sends_gradients)
             began = _now(device)
             with contextlib.nullcontext() if forward else saved.counting():
                 out = stage(inputs)
@@ -215,7 +219,8 @@ def time_stage(stage: Stage, samples: int, tokens: int, *, seconds: float = 0.5)
             middle = _now(device)
             sources = [*parameters, *(x for x in inputs.values() if x is not None and x.requires_grad)]
             # Note: not backward(), which would leave gradients and trigger the hooks of an optimizer.
-            torch.autograd.grad([result], sources, [torch.ones_like(result)], allow_unused=True)
+            if sources:
+                torch.autograd.grad([result], sources, [torch.ones_like(result)], allow_unused=True)
             forward.append(middle - began)
             backward.append(_now(device) - middle)
     stage.train(training)

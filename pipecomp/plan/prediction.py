@@ -17,7 +17,7 @@ from pipecomp.config import Config
 from pipecomp.plan.packet_sizes import activation_bytes, gradient_bytes
 from pipecomp.plan.profile import Profile
 from pipecomp.plan.simulation import LinkNetwork, SimulatedStep, StageCosts, StepSpec, simulate_step
-from pipecomp.schedule import in_flight_counts
+from pipecomp.schedule import in_flight_counts, slack_of
 from pipecomp.stages.partition.planning import SplitPlan
 from pipecomp.utils.serialization import serializable
 from pipecomp.utils.units import format_count
@@ -167,13 +167,13 @@ def memory_bytes(job: TrainingJob, slack: int = 1) -> list[float]:
 
     With activation checkpointing they include those of one block, of the micro-batch whose backward runs.
     """
-    in_flight = in_flight_counts(slack, job.plan.num_stages, job.micro_batches)
+    in_flight = in_flight_counts(slack, job.plan.num_stages, job.micro_batches, job.plan.lowest_trained)
     kept = job.profile.kept_bytes(job.plan, job.samples)
     own, shared = _FULL_PRECISION if job.dtype == torch.float32 else _HALF_PRECISION
     recomputed = job.samples * job.profile.again_bytes
     plan = job.plan
     return [
-        (own + shared / job.replicas) * trained + frozen + count * each + recomputed
+        (own + shared / job.replicas) * trained + frozen + count * each + (recomputed if each else 0)
         for trained, frozen, count, each in zip(plan.trained, plan.frozen_bytes, in_flight, kept, strict=True)
     ]
 
@@ -196,12 +196,23 @@ def _residual_bytes(job: TrainingJob, config: Config) -> list[float]:
 
 
 def packet_sizes(job: TrainingJob, config: Config) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Return the bytes of a micro-batch's packets on each link: forward, forward of new samples, backward."""
+    """Return the bytes of a micro-batch's packets on each link: forward, forward of new samples, backward.
+
+    Links to stages below the lowest trained one carry no gradients.
+    """
     size = ([job.profile.tokens] * job.samples, job.profile.hidden, job.dtype)
     links = range(job.plan.num_stages - 1)
     forward = tuple(activation_bytes(config, k, *size) for k in links)
     first_visit = tuple(activation_bytes(config, k, *size, first_visit=True) for k in links)
-    return forward, first_visit, tuple(gradient_bytes(config, k, *size) for k in links)
+    return forward, first_visit, _gradient_packets(job, config)
+
+
+def _gradient_packets(job: TrainingJob, config: Config, *, first_visit: bool = False) -> tuple[int, ...]:
+    size = ([job.profile.tokens] * job.samples, job.profile.hidden, job.dtype)
+    return tuple(
+        gradient_bytes(config, k, *size, first_visit=first_visit) if k >= job.plan.lowest_trained else 0
+        for k in range(job.plan.num_stages - 1)
+    )
 
 
 def predict(
@@ -224,6 +235,7 @@ def predict(
         micro_batches=job.micro_batches,
         forward_bytes=forward,
         backward_bytes=backward,
+        lowest=job.plan.lowest_trained,
         together_s=tied_s + norm_hops * network.latency_s,
     )
     local = config.gradients.local
@@ -234,8 +246,7 @@ def predict(
     slack, simulated = best_in_flight(step, network, config.in_flight)
     store_s = _store_seconds(job, config, speeds, values)
     first_epoch_s = simulated.seconds
-    size = ([job.profile.tokens] * job.samples, job.profile.hidden, job.dtype)
-    first_backward = tuple(gradient_bytes(config, k, *size, first_visit=True) for k in range(len(backward)))
+    first_backward = _gradient_packets(job, config, first_visit=True)
     if (first_visit, first_backward) != (forward, backward):
         first_epoch = replace(step, forward_bytes=first_visit, backward_bytes=first_backward)
         first_epoch_s = best_in_flight(first_epoch, network, config.in_flight)[1].seconds
@@ -259,20 +270,20 @@ def best_in_flight(step: StepSpec, network: LinkNetwork, setting: str | int = "a
     """Return the slack and the step simulated with it.
 
     "auto" raises the slack (forwards in flight that each stage has more than the next) as long as that shortens the
-    step; a number is the first stage's forwards in flight.
+    step; a number is that of the first stage that has backwards.
     """
-    K, M = len(step.stages), step.micro_batches
-    if K == 1:
+    K, M, lowest = len(step.stages), step.micro_batches, step.lowest
+    if K - lowest == 1:
         return 1, simulate_step(step, network)
 
     def simulated(slack: int) -> SimulatedStep:
-        return simulate_step(replace(step, in_flight=in_flight_counts(slack, K, M)), network)
+        return simulate_step(replace(step, in_flight=in_flight_counts(slack, K, M, lowest)), network)
 
     if isinstance(setting, int):
-        slack = max(1, (setting - 1) // (K - 1))
+        slack = slack_of(setting, K, lowest)
         return slack, simulated(slack)
     slack, best = 1, simulated(1)
-    while in_flight_counts(slack, K, M)[0] < M:
+    while in_flight_counts(slack, K, M, lowest)[lowest] < M:
         more = simulated(slack + 1)
         if more.seconds > _SHORTER * best.seconds:
             break
@@ -399,7 +410,7 @@ def average_seconds(
 
 def as_row(p: StepPrediction) -> dict[str, Any]:
     """Return a prediction as JSON values."""
-    a = p.config.activations
+    a, plan = p.config.activations, p.job.plan
     quantized = a.method in a.QUANTIZED
     row = {
         "stages": p.job.plan.num_stages,
@@ -411,7 +422,7 @@ def as_row(p: StepPrediction) -> dict[str, Any]:
         "backward_bits": a.backward_bits if quantized else None,
         "gradients": p.config.gradients.method,
         "local_steps": p.config.gradients.local_steps,
-        "in_flight": list(in_flight_counts(p.slack, p.job.plan.num_stages, p.job.micro_batches)),
+        "in_flight": list(in_flight_counts(p.slack, plan.num_stages, p.job.micro_batches, plan.lowest_trained)),
         "memory_bytes": p.memory_bytes(),
     }
     row |= {

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -132,24 +131,32 @@ class Profile:
         return [seconds(block) for block in self.blocks]
 
     def stage_seconds(self, plan: SplitPlan, samples: int) -> list[tuple[float, float]]:
-        """Return forward and backward seconds of each stage on a micro-batch of `samples`."""
+        """Return forward and backward seconds of each stage on a micro-batch of `samples`.
+
+        Parts below the lowest trained parameter have no backward.
+        """
         seconds = []
-        for k, (lo, hi) in enumerate(pairwise(plan.cuts)):
-            parts = [*self.blocks[lo:hi], *_ends(self, k, plan.num_stages)]
-            forward, backward = (sum(getattr(p, name) for p in parts) for name in ("forward_s", "backward_s"))
-            seconds.append((self.call_s[0] + samples * forward, self.call_s[1] + samples * backward))
+        for k in range(plan.num_stages):
+            forward_s = sum(getattr(part, "forward_s") for part in self._parts(plan, k))  # noqa: B009 (None raises)
+            backward_s = sum(getattr(part, "backward_s") for part in self._kept_parts(plan, k))  # noqa: B009
+            call_s = self.call_s[1] if k >= plan.lowest_trained else 0.0
+            seconds.append((self.call_s[0] + samples * forward_s, call_s + samples * backward_s))
         return seconds
 
     def kept_bytes(self, plan: SplitPlan, samples: int) -> list[float]:
         """Return the bytes that each stage keeps per micro-batch in flight, without `again_bytes`."""
-        return [
-            samples * sum(p.kept_bytes for p in [*self.blocks[lo:hi], *_ends(self, k, plan.num_stages)])
-            for k, (lo, hi) in enumerate(pairwise(plan.cuts))
-        ]
+        return [samples * sum(p.kept_bytes for p in self._kept_parts(plan, k)) for k in range(plan.num_stages)]
 
+    def _parts(self, plan: SplitPlan, stage: int, first: int = 0) -> list[PartCost]:
+        """Return the parts of a stage from block `first` on; with 0 the embeddings too."""
+        lo, hi = plan.cuts[stage : stage + 2]
+        parts = [*self.blocks[max(lo, first) : hi]]
+        parts += [self.first] if stage == 0 and not first else []
+        return parts + ([self.last] if stage == plan.num_stages - 1 else [])
 
-def _ends(profile: Profile, stage: int, stages: int) -> list[PartCost]:
-    return [part for at, part in ((0, profile.first), (stages - 1, profile.last)) if at == stage]
+    def _kept_parts(self, plan: SplitPlan, stage: int) -> list[PartCost]:
+        """Return the parts of a stage that have a backward."""
+        return self._parts(plan, stage, plan.first_trained_block)
 
 
 def seconds(cost: PartCost) -> float:
@@ -244,7 +251,8 @@ def count(model: Any, tokens: int, dtype: torch.dtype = torch.float32) -> Profil
                 flops = _count_stage(stage, tokens, counted).flops
                 kept_bytes = costs[k].kept_bytes * dtype.itemsize / counted.itemsize
                 costs[k] = PartCost(flops=flops, kept_bytes=kept_bytes)
-        weights = sum(plan.trained) / sum(plan.parameters)
+        lowest = min(plan.first_trained_block, plan.blocks - 1)  # below it there is no backward
+        weights = sum(plan.trained[lowest:]) / sum(plan.parameters[lowest:])
     hidden = stages[chosen[0]].hidden_size
     return profile_from_stages(costs, plan, hidden=hidden, tokens=tokens, backward_operations=1.0 + weights)
 
@@ -258,12 +266,15 @@ def _count_stage(stage: Stage, tokens: int, dtype: torch.dtype) -> PartCost:
     return PartCost(flops=float(operations.get_total_flops()), kept_bytes=float(saved.bytes))
 
 
-def example(stage: Stage, samples: int, tokens: int, dtype: torch.dtype, device: Any) -> dict[str, Any]:
-    """Make inputs for a stage, without padding."""
+def example(
+    stage: Stage, samples: int, tokens: int, dtype: torch.dtype, device: Any, *, needs_gradient: bool = True
+) -> dict[str, Any]:
+    """Make inputs for a stage, without padding. needs_gradient: of the hidden states."""
     if stage.is_first:
         ids = torch.zeros((samples, tokens), dtype=torch.int64, device=device)
         return {"input_ids": ids, "attention_mask": None}
-    x_BSH = torch.zeros((samples, tokens, stage.hidden_size), dtype=dtype, device=device, requires_grad=True)
+    shape = (samples, tokens, stage.hidden_size)
+    x_BSH = torch.zeros(shape, dtype=dtype, device=device, requires_grad=needs_gradient)
     return {"hidden_states": x_BSH, "attention_mask": None}
 
 

@@ -319,7 +319,7 @@ def sizes_as_json(job: TrainingJob) -> dict[str, Any]:
 
 def _in_flight(job: TrainingJob) -> tuple[int, ...]:
     """Micro-batches in flight per stage under 1F1B, the fewest that keep all stages busy; slow links take more."""
-    return in_flight_counts(1, job.plan.num_stages, job.micro_batches)
+    return in_flight_counts(1, job.plan.num_stages, job.micro_batches, job.plan.lowest_trained)
 
 
 def _method_packets(job: TrainingJob) -> list[tuple[str, tuple[tuple[int, ...], ...]]]:

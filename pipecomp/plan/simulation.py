@@ -191,6 +191,7 @@ class StepSpec:
         forward_bytes: Bytes of a micro-batch's activation packet on each link, headers included.
         backward_bytes: The same for gradients.
         in_flight: Forwards that each stage runs ahead of their backwards; None for 1F1B's numbers.
+        lowest: First stage that trains anything; those before it have no backwards, see `SplitPlan.lowest_trained`.
         together_s: Seconds in which all stages wait for each other between the last reduction and the update (norm,
             tied weights).
     """
@@ -200,6 +201,7 @@ class StepSpec:
     forward_bytes: Sequence[float]
     backward_bytes: Sequence[float]
     in_flight: Sequence[int] | None = None
+    lowest: int = 0
     together_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -213,7 +215,7 @@ class StepSpec:
     def run_ahead(self, stage: int) -> int:
         """Return the number of forwards that a stage runs ahead."""
         K, M = len(self.stages), self.micro_batches
-        return max(1, min(M, (self.in_flight or in_flight_counts(1, K, M))[stage]))
+        return max(1, min(M, (self.in_flight or in_flight_counts(1, K, M, self.lowest))[stage]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,7 +314,8 @@ class _Simulator:
             **dict.fromkeys(_SENDS, costs.encode_s),
             **dict.fromkeys(_RECEIVES, costs.decode_s),
         }
-        for what, m in itertools.chain(*train_order(k, len(step.stages), step.micro_batches, step.run_ahead(k))):
+        order = train_order(k, len(step.stages), step.micro_batches, step.run_ahead(k), step.lowest)
+        for what, m in itertools.chain(*order):
             began = self._now
             if what in _RECEIVES:
                 while (_RECEIVES[what], k, m) not in self._arrived:

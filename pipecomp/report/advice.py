@@ -108,6 +108,8 @@ def simulate(run: RunRecord) -> RunSimulation | str:
         forward_bytes=[link["forward"] for link in links],
         backward_bytes=[link["backward"] for link in links],
         in_flight=[int(replicas[0].get("in_flight") or 1) for replicas in ranks],
+        # Links to stages that train nothing carry no gradients.
+        lowest=next((k for k, link in enumerate(links) if link["backward"]), K - 1),
         together_s=measured_end(later) + max(0.0, min(uncounted)),
     )
     known = _network(run.facts.get("network"), K)

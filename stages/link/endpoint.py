@@ -60,6 +60,7 @@ class Endpoint:
         staging: Between the stage's device and the host; None if that is the host.
         pass_nonfinite: Whether gradients with NaN or Inf are sent as plain values, for loss scaling.
         canvas: Of images moved by crops; None if cached activations have the shape of a sample's rows.
+        carries_gradients: False if the stages before this link train nothing, see `SplitPlan.lowest_trained`.
 
     Attributes:
         limits: Of the peer's packets; None before they are set.
@@ -79,6 +80,7 @@ class Endpoint:
         staging: Staging | None = None,
         pass_nonfinite: bool = False,
         canvas: CropCanvas | None = None,
+        carries_gradients: bool = True,
     ) -> None:
         a, clusters = config.activations, config.store.clusters
         if (a.method == "aqsgd") != (store is not None):
@@ -86,6 +88,7 @@ class Endpoint:
         if clusters is not None and canvas is not None:
             raise ConfigError("store.clusters", clusters, "null for images that crops move, which come back")
         self.index, self.transport, self.store, self.canvas = index, transport, store, canvas
+        self.carries_gradients = carries_gradients
         self.staging = staging or HostStaging()
         self.context = LinkContext(index, replica, transport.peer, config, self.staging)
         self.receive_staging = ReceiveStaging(transport, self.staging)
@@ -114,7 +117,7 @@ class Endpoint:
         if self.store is not None:
             rest = self.store, self.canvas, self.may_decline
             self._activations = DeltaCoder(self.context, PacketKind.ACTIVATION, codecs.activations, *rest)
-            if codecs.gradients is not None:
+            if codecs.gradients is not None and self.carries_gradients:
                 self._gradients = DeltaCoder(self.context, PacketKind.GRADIENT, codecs.gradients, *rest)
             if self._clusters is not None:
                 self._clusters.codecs, self._clusters.store = codecs, self.store
@@ -313,7 +316,8 @@ class LinkSender(Endpoint):
     def send_activation(self, x_BSH: Tensor, layout: Layout, at: Position, *, training: bool = True) -> None:
         """Send the real tokens of a micro-batch; return once the packet is queued.
 
-        In evaluation, then wait for room in the transport's queue: no packet of the peer slows the caller down.
+        In evaluation, and if no gradients come back, then wait for room in the transport's queue: no packet of the peer
+        slows the caller down.
 
         Args:
             x_BSH: Activations in the training dtype.
@@ -336,7 +340,8 @@ class LinkSender(Endpoint):
                 kind, codec = PacketKind.EVAL_ACTIVATION, self.codecs.evaluation(dtype)
             packet = self._encode_plain(kind, codec, x_TH, layout.samples(Form.PLAIN), layout, at)
         self._send(packet, result)
-        if not training:  # nothing waits for its micro-batches: over a slow link they would fill the memory
+        # Where nothing waits for its micro-batches, they would fill the memory over a slow link.
+        if not training or not self.carries_gradients:
             self.transport.wait_for_room()
 
     def _encode_cached(

@@ -23,6 +23,7 @@ from pipecomp.stages.partition.checkpoints import Checkpoint, find_file
 from pipecomp.stages.partition.discovery import text_part
 from pipecomp.stages.partition.modules import Modules, ModuleStage, plan_modules
 from pipecomp.stages.partition.planning import ModelParts, SplitPlan, aliases, plan_model
+from pipecomp.stages.partition.precision import load_in_float32
 from pipecomp.stages.partition.splitting import Stage, replace_parameter, shallow_copy, take_stage
 
 _log = logging.getLogger(__name__)
@@ -254,6 +255,7 @@ def skeleton(source: Source, dtype: torch.dtype | str | None = None) -> Any:
     with torch.device("meta"):
         plain = quantization.plain_config(config)
         model = source.model_class._from_config(plain, dtype=wanted)  # type: ignore[attr-defined]
+        load_in_float32(model, model.dtype)
         if quantizer is not None:
             quantization.convert(model, quantizer)
         if source.adapter is not None:

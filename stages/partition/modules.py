@@ -98,6 +98,7 @@ def plan_modules(source: Modules, num_stages: int | None, cuts: Sequence[int] | 
         trained=tuple(sum(trained[lo:hi]) for lo, hi in pairwise(bounds)),
         costs=tuple(float(n) for n in per_stage),
         tied=(),
+        first_trained_block=next((block for block, count in enumerate(trained) if count), 0),
     )
 
 
@@ -136,7 +137,7 @@ class ModuleStage(PipelineStage):
             got = "nothing" if x is None else f"shape {tuple(x.shape)}"
             raise DataError(f"stage {self.index}: {main} has the shape [B, {', '.join(map(str, expected))}], got {got}")
         given = x
-        x = x.to(next(self.parameters(), x).dtype) if self.is_first else from_rows(x, shape)
+        x = x.to(self.dtype) if self.is_first else from_rows(x, shape)
         if x.requires_grad and x.untyped_storage().data_ptr() == given.untyped_storage().data_ptr():
             x = x.clone()  # the first block may work in place, which autograd refuses on a received leaf
         for _, block in _blocks(self):

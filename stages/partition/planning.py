@@ -60,6 +60,7 @@ class SplitPlan:
         costs: per stage, in multiply-adds per token, or in seconds if the blocks were timed.
         tied: weights with copies on several stages; empty with `tie=False`.
         tie: whether tied weights stay tied.
+        first_trained_block: the first block that trains anything; 0 if embeddings do, n if only the head does.
     """
 
     architecture: str
@@ -72,11 +73,22 @@ class SplitPlan:
     tied: tuple[TiedGroup, ...]
     tie: bool = True
     frozen_bytes: tuple[int, ...] = ()
+    first_trained_block: int = 0
 
     @property
     def num_stages(self) -> int:
         """K."""
         return len(self.cuts) - 1
+
+    @property
+    def lowest_trained(self) -> int:
+        """The first stage that trains anything, 0 if none does. Stages before it compute no gradients.
+
+        Note: [Frozen stages] Backpropagation ends at the lowest trained parameter. Stages below it run forwards only,
+        and the links to them carry no gradients. All ranks compare `trained` at the start, so that both ends of a link
+        agree. A stage above it passes gradients on even if all its own parameters are frozen.
+        """
+        return next((stage for stage, trained in enumerate(self.trained) if trained), 0)
 
     @property
     def trained_ties(self) -> tuple[TiedGroup, ...]:
@@ -225,7 +237,14 @@ def plan_model(
         costs=tuple(of_stages),
         tied=tuple(tied),
         tie=tie,
+        first_trained_block=min((_block_from(parts, name) for name, p in named.items() if p.requires_grad), default=0),
     )
+
+
+def _block_from(parts: ModelParts, name: str) -> int:
+    """Return the block at whose input a parameter's gradient ends: 0 for the embeddings, n for the head."""
+    part = parts.part_of(name)
+    return parts.block_of(name) if part == "block" else parts.blocks if part in ("after", "head") else 0
 
 
 def _costs(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from pipecomp.errors import DataError, SplitError
 from pipecomp.stages.link.layout import Boundary, Layout
-from pipecomp.stages.partition import losses, quantization
+from pipecomp.stages.partition import losses, precision, quantization
 from pipecomp.stages.partition.adapters import Adapter, adapter_of, check_saved, without_peft
 from pipecomp.stages.partition.architectures import is_built_in
 from pipecomp.stages.partition.discovery import text_config
@@ -37,11 +37,14 @@ class PipelineStage(nn.Module):
         lo, hi: its blocks are lo to hi - 1.
         adapter: a Hugging Face model's LoRA adapter, or None.
         quantized: whether some of its weights have 4 or 8 bits.
+        float32_parameters: those that stay in float32 in half-precision training, see `use_half`.
     """
 
     plan: SplitPlan
     adapter: Adapter | None = None
     quantized = False
+    _half: torch.dtype | None = None
+    float32_parameters: tuple[nn.Parameter, ...] = ()
 
     def __init__(self, plan: SplitPlan, index: int) -> None:
         super().__init__()
@@ -51,7 +54,25 @@ class PipelineStage(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of its hidden states."""
+        return self._half or self._own_dtype()
+
+    def _own_dtype(self) -> torch.dtype:
         return next(self.parameters(), torch.empty(0)).dtype
+
+    def use_half(self, dtype: torch.dtype, names: str | Sequence[str] = "auto") -> None:
+        """Prepare for weights that are cast to half precision, all but `float32_parameters`.
+
+        Args:
+            dtype: bfloat16 or float16.
+            names: parts of the names of parameters and buffers that stay in float32; "auto" for those that the model's
+                class names.
+        """
+        named = precision.named_by_class(getattr(self, "_model", self), dtype, names)
+        for name, buffer in self.named_buffers():
+            if name in named:
+                buffer.data = buffer.data.float()
+        self._half, self.float32_parameters = dtype, tuple(precision.float32_parameters(self, named))
+        precision.cast_around(self, self.float32_parameters, dtype)
 
     def mask_labels(self, layout: Layout, labels: Tensor) -> Tensor:
         """Mask the labels that the last stage does not train on, and return the batch's labels."""
@@ -147,8 +168,7 @@ class Stage(PipelineStage):
             blocks[self.hi] if self.hi < len(blocks) else None,
         )
 
-    @property
-    def dtype(self) -> torch.dtype:
+    def _own_dtype(self) -> torch.dtype:
         return quantization.compute_dtype(self, torch.float32)
 
     def train(self, mode: bool = True) -> Stage:

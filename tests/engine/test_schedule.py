@@ -13,6 +13,8 @@ from pipecomp.engine import schedule
 from pipecomp.engine.schedule import InFlightControl
 from pipecomp.stats import LinkStats
 
+WHOLE = SimpleNamespace(lowest_trained=0)  # all stages train
+
 
 def after(own: list[dict[int, float]], others: list[float], monkeypatch: pytest.MonkeyPatch) -> Any:
     """Run the first of two stages. own: its waits by micro-batch, step by step; others: the other stage's report."""
@@ -23,7 +25,7 @@ def after(own: list[dict[int, float]], others: list[float], monkeypatch: pytest.
 
     monkeypatch.setattr(schedule.dist, "all_reduce", all_reduce)
     grid = SimpleNamespace(get_pipe_parallel_group=lambda: None)
-    context: Any = SimpleNamespace(stage_id=0, num_stages=2, device=torch.device("cpu"), grid=grid)
+    context: Any = SimpleNamespace(stage_id=0, num_stages=2, plan=WHOLE, device=torch.device("cpu"), grid=grid)
     found, stats = InFlightControl(context, "auto", 8), LinkStats()
     for waits in own:
         found.begin_step()
@@ -81,7 +83,7 @@ def test_on_a_gpu_it_is_idle_time_that_counts(monkeypatch):
     monkeypatch.setattr(schedule.dist, "all_reduce", lambda seen, op, group: None)
     monkeypatch.setattr(schedule.torch, "tensor", lambda values, device, dtype: torch.Tensor(values))
     grid = SimpleNamespace(get_pipe_parallel_group=lambda: None)
-    context: Any = SimpleNamespace(stage_id=0, num_stages=2, device=torch.device("cuda"), grid=grid)
+    context: Any = SimpleNamespace(stage_id=0, num_stages=2, plan=WHOLE, device=torch.device("cuda"), grid=grid)
     found, stats = InFlightControl(context, "auto", 8), LinkStats()
     for idle_ms in (90.0, 90.0, 10.0, 10.0):
         found.begin_step()
@@ -98,7 +100,7 @@ def test_weights_are_not_what_a_micro_batch_keeps(monkeypatch):
     stage = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False), torch.nn.Linear(64, 64, bias=False))
     stage.count_checkpointed_values = lambda samples, tokens: 0
     stage.dtype = torch.float32
-    context: Any = SimpleNamespace(stage_id=0, num_stages=2, device=torch.device("cpu"), stage=stage)
+    context: Any = SimpleNamespace(stage_id=0, num_stages=2, plan=WHOLE, device=torch.device("cpu"), stage=stage)
     found = InFlightControl(context, "auto", 8)
     with found.measuring_memory(SimpleNamespace(batch_size=2, tokens=1)):
         stage(torch.ones(2, 64))

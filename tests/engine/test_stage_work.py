@@ -15,7 +15,13 @@ from pipecomp.engine.stage_work import StageWork, copy_async
 from pipecomp.errors import ConfigError
 from pipecomp.stages.link.layout import Layout
 
-CONTEXT: Any = SimpleNamespace(device=torch.device("cpu"), settings=Config())
+CONTEXT: Any = SimpleNamespace(
+    device=torch.device("cpu"),
+    settings=Config(),
+    stage=SimpleNamespace(float32_parameters=()),
+    stage_id=0,
+    plan=SimpleNamespace(lowest_trained=0),
+)
 CONTROL: Any = SimpleNamespace(measuring_memory=lambda layout: nullcontext())
 
 

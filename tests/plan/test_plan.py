@@ -32,6 +32,7 @@ from pipecomp.plan.prediction import (
     MachineSpeeds,
     StepPrediction,
     TrainingJob,
+    as_row,
     average_seconds,
     best_in_flight,
     memory_bytes,
@@ -285,6 +286,22 @@ class TestPrediction:
         assert found.first_epoch_s == found.step_s
         distant = predict(job(K=3, M=1), Config(), uniform(3, float("inf"), 1.0))
         assert distant.step_s == pytest.approx(3 * 0.02 + 4 + 4 + 1), "packets, the norm over the stages, the loss"
+
+    def test_blocks_below_the_lowest_trained_one_have_no_backward(self):
+        """Four blocks on two stages, 10/3 ms forward and 20/3 ms back: the lower three are frozen."""
+        whole = job(K=2, M=8)
+        frozen = {"trained": (0, whole.plan.trained[1]), "frozen_bytes": (4 * whole.plan.parameters[0], 0)}
+        plan = replace(whole.plan, **frozen, first_trained_block=3)
+        found = predict(replace(whole, plan=plan), Config(), uniform(2, 1e7))
+        assert [sum(pair) for pair in found.job.stage_seconds()] == pytest.approx([2 * 0.01 / 3, 4 * 0.01 / 3])
+        before = predict(whole, Config(), uniform(2, 1e7))
+        assert (found.forward_bytes, found.backward_bytes) == (before.forward_bytes, (0,))
+        assert found.job.profile.kept_bytes(plan, 1) == [0, 1e6]
+        packet_s = 8 * found.forward_bytes[0] / 1e7
+        assert found.step_s == pytest.approx(2 * 0.01 / 3 + 8 * packet_s + 4 * 0.01 / 3)
+        assert found.step_s < before.step_s
+        assert as_row(found)["in_flight"] == [1, 1]
+        assert found.memory_bytes()[0] == plan.frozen_bytes[0], "no gradients, no moments, nothing kept"
 
     def test_first_epoch_sends_whole_activations(self):
         found = predict(job(), with_bits(AQSGD, 2, 4), uniform(2, 1e7))

@@ -137,6 +137,17 @@ class TestNetwork:
         with pytest.raises(ConfigError):
             Channel(**wrong)
 
+    def test_stages_that_train_nothing_have_no_backward_and_get_no_gradients(self):
+        """Stage 0 computes 1 s a micro-batch, stage 1 3 s; a packet takes 2 s there and none comes back."""
+        frozen, trained = StageCosts(forward_s=1.0, backward_s=0.0), StageCosts(forward_s=1.0, backward_s=2.0)
+        made = StepSpec(
+            stages=[frozen, trained], micro_batches=5, forward_bytes=[2], backward_bytes=[0], lowest=1, in_flight=[1, 1]
+        )
+        played = simulate_step(made, uniform(2, 8))
+        assert played.seconds == pytest.approx(1 + 2 + 5 * 3)
+        assert not [e for e in played.events if "gradient" in e.what or e.what == "backward packet"]
+        assert {e.place for e in played.events if e.what == "backward"} == {1}
+
     def test_wrong_steps(self):
         with pytest.raises(ConfigError, match="links"):
             simulate_step(step(3, 2), uniform(2, 1.0))

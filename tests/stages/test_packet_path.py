@@ -102,8 +102,10 @@ def stages(section: dict[str, Any]) -> tuple[StageWork, StageWork, Any, Any]:
     for end in (up, down):
         end.set_limits(PacketLimits(B, S, H), torch.float32)
         end.receive_staging.on_header = lambda header: None
-    stage = SimpleNamespace(hidden_size=H, next_layout=lambda layout: layout)
-    context: Any = SimpleNamespace(stage=stage, device=torch.device("cpu"), settings=config)
+    stage, plan = SimpleNamespace(hidden_size=H, next_layout=lambda layout: layout), SimpleNamespace(lowest_trained=0)
+    contexts: list[Any] = [
+        SimpleNamespace(stage=stage, stage_id=i, plan=plan, device=torch.device("cpu"), settings=config) for i in (0, 1)
+    ]
     control: Any = SimpleNamespace(waiting=lambda micro_batch, stats: nullcontext())
 
     def engine(**links: Any) -> Any:
@@ -118,7 +120,8 @@ def stages(section: dict[str, Any]) -> tuple[StageWork, StageWork, Any, Any]:
         )
 
     first, second = engine(to_next=up), engine(to_previous=down)
-    return StageWork(context, first, control), StageWork(context, second, control), first, second
+    works = [StageWork(*pair, control) for pair in zip(contexts, (first, second), strict=True)]
+    return works[0], works[1], first, second
 
 
 @pytest.mark.parametrize("name", PATHS)

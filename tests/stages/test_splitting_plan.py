@@ -118,6 +118,20 @@ class TestPlan:
         with pytest.raises(dataclasses.FrozenInstanceError):
             found.blocks = 5  # type: ignore[misc]
 
+    def test_the_lowest_trained_block(self) -> None:
+        def planned(*trained: str) -> tuple[int, int]:
+            model = models.make_model("llama")
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(name.startswith(trained))
+            made = plan(model, num_stages=2)
+            return made.first_trained_block, made.lowest_trained
+
+        assert planned("") == planned("model.embed_tokens") == (0, 0)
+        assert planned("model.layers.1.") == (1, 0)
+        assert planned("model.layers.3.", "model.layers.2.mlp", "lm_head") == (2, 1)
+        assert planned("lm_head") == planned("model.norm") == (4, 1)
+        assert planned("none") == (0, 0)
+
     def test_untied(self) -> None:
         tied, untied = plan(gpt2(), num_stages=1), plan(gpt2(), num_stages=1, tie=False)
         assert untied.tied == ()
