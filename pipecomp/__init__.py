@@ -9,6 +9,7 @@ Importing this package is cheap: torch, DeepSpeed and transformers are imported 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,13 +33,17 @@ if TYPE_CHECKING:
     from pipecomp.kernels import ops as _ops  # noqa: F401 (pipecomp.kernels.ops)
     from pipecomp.trainer import PipelineTrainer
     from pipecomp.trainer.ddp_callback import CompressionCallback
+    from pipecomp.trainer.dpo import PipelineDPOTrainer
+    from pipecomp.trainer.sft import PipelineSFTTrainer
 
 __version__ = "0.1.0"
 __all__ = [
     "CompressionCallback",
     "Config",
     "PipecompError",
+    "PipelineDPOTrainer",
     "PipelineEngine",
+    "PipelineSFTTrainer",
     "PipelineTrainer",
     "allreduce",
     "buffers",
@@ -53,7 +58,9 @@ __all__ = [
 _LAZY = {
     "CompressionCallback": "pipecomp.trainer.ddp_callback",
     "Config": "pipecomp.config",
+    "PipelineDPOTrainer": "pipecomp.trainer.dpo",
     "PipelineEngine": "pipecomp.engine.engine",
+    "PipelineSFTTrainer": "pipecomp.trainer.sft",
     "PipelineTrainer": "pipecomp.trainer",
     "allreduce": "pipecomp.allreduce",
     "buffers": "pipecomp.buffers",
@@ -63,6 +70,7 @@ _LAZY = {
     "optim": "pipecomp.optim",
     "stages": "pipecomp.stages",
 }
+_NEED_TRL = ("PipelineDPOTrainer", "PipelineSFTTrainer")
 
 
 def __getattr__(name: str) -> Any:
@@ -70,6 +78,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'pipecomp' has no attribute {name!r}")
     if name == "kernels":
         importlib.import_module("pipecomp.kernels.ops")  # reachable through it
+    if name in _NEED_TRL and importlib.util.find_spec("trl") is None:
+        raise ImportError(f"pipecomp.{name} needs TRL and peft: pip install 'pipecomp[chat]'")
     module = importlib.import_module(_LAZY[name])
     found = module if _LAZY[name] == f"pipecomp.{name}" else getattr(module, name)
     globals()[name] = found

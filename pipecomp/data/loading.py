@@ -199,7 +199,7 @@ def load_data(
     require(both, options.key("eval_split"), options.eval_split, f"only without {eval_key}")
     found = find_sources(data, data_key)
     prepared = _Preparation.of(found, tokenizer, options)
-    cache = _cache_folder(cache)
+    cache = cache_folder(cache)
     file = prepared.tokenize(found, tokenizer, cache, say)
     others = None
     if evaluate is not None:
@@ -302,35 +302,12 @@ class _Preparation:
         self, found: Sequence[DataSource], tokenizer: Any, cache: Path, say: Callable[[str], None]
     ) -> TokenFile:
         """Return the file of tokens, after this process or another one of the machine has written it."""
-        from filelock import FileLock, Timeout
-
         path = cache / f"{self._key(found, tokenizer)}.arrow"
-        if is_complete(path):
-            return TokenFile(path)
-        failure = path.with_suffix(".error")
-        waited = False
-        with writable("HF_DATASETS_CACHE", cache):
-            cache.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(path.with_suffix(".lock"))
-            try:
-                lock.acquire(timeout=0)
-            except Timeout:
-                waited = True
-                lock.acquire()
-        try:  # `with lock` would acquire it once more, and an error's traceback would keep it for the other ranks
-            if is_complete(path):
-                return TokenFile(path)
-            if waited:
-                _raise_failure(failure)
-            failure.unlink(missing_ok=True)
-            try:
-                with writable("HF_DATASETS_CACHE", cache):
-                    self._write(path, found, tokenizer, say)
-            except (ConfigError, DataError) as error:
-                _note_failure(failure, error)
-                raise
-        finally:
-            lock.release()
+
+        def write() -> None:
+            self._write(path, found, tokenizer, say)
+
+        once_per_machine(path, lambda: is_complete(path), write)
         return TokenFile(path)
 
     def _key(self, found: Sequence[DataSource], tokenizer: Any) -> str:
@@ -419,6 +396,50 @@ def _records(found: Sequence[DataSource], renames: dict[str, str], options: Data
             yield rename(record, renames, options.key("columns"))
 
 
+def once_per_machine(path: Path, is_complete: Callable[[], bool], write: Callable[[], Any]) -> None:
+    """Write files in the cache of tokenized data, unless they are complete; this machine's other processes wait.
+
+    A process that has waited for one that failed raises the same error.
+
+    Args:
+        path: of the files, without a suffix or with one that is replaced by those of a lock and of an error.
+        is_complete: Returns whether the files are written.
+        write: Writes them.
+
+    Raises:
+        ConfigError: a setting is wrong, or the cache cannot be written.
+        DataError: the data are wrong.
+    """
+    from filelock import FileLock, Timeout
+
+    if is_complete():
+        return
+    failure = path.with_suffix(".error")
+    waited = False
+    with writable("HF_DATASETS_CACHE", path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(path.with_suffix(".lock"))
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            waited = True
+            lock.acquire()
+    try:  # `with lock` would acquire it once more, and an error's traceback would keep it for the other ranks
+        if is_complete():
+            return
+        if waited:
+            _raise_failure(failure)
+        failure.unlink(missing_ok=True)
+        try:
+            with writable("HF_DATASETS_CACHE", path.parent):
+                write()
+        except (ConfigError, DataError) as error:
+            _note_failure(failure, error)
+            raise
+    finally:
+        lock.release()
+
+
 def tokenizer_digest(tokenizer: Any) -> str:
     """Return a hash of all that decides which tokens a text has: vocabulary, merges, special tokens, chat template."""
     parts = [type(tokenizer).__name__, str(sorted(map(str, tokenizer.special_tokens_map.items())))]
@@ -431,7 +452,8 @@ def tokenizer_digest(tokenizer: Any) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-def _cache_folder(cache: Path | None) -> Path:
+def cache_folder(cache: Path | None = None) -> Path:
+    """Return the folder of tokenized data: the given one, or pipecomp's in the cache of `datasets`."""
     if cache is not None:
         return Path(cache)
     from datasets import config

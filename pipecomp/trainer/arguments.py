@@ -18,7 +18,7 @@ from transformers import Trainer
 from transformers.trainer_pt_utils import AcceleratorConfig
 
 from pipecomp.config.checks import require_choice
-from pipecomp.errors import require
+from pipecomp.errors import ConfigError, require
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 SAMPLING = ("random", "sequential", "group_by_length")
@@ -69,6 +69,23 @@ READ_BY_ENGINE = (
     "optim",
     "weight_decay",
 )
+
+
+# TRL's configurations, and the trainers that use all of their fields.
+_TRL_TRAINERS = {"SFTConfig": "PipelineSFTTrainer", "DPOConfig": "PipelineDPOTrainer"}
+
+
+def check_class(args: Any, allowed: str) -> None:
+    """Raise ConfigError for a configuration of TRL with fields that only another trainer uses.
+
+    allowed: the name of the trainer's own class of arguments.
+    """
+    for kind in type(args).__mro__:
+        name = kind.__name__
+        if kind.__module__.startswith("trl.") and not name.startswith("_") and name != allowed:
+            other = _TRL_TRAINERS.get(name)
+            remedy = f"Use pipecomp.{other}, which does what the {name} says" if other else "No trainer here uses it"
+            raise ConfigError("args", f"a {name}", allowed, remedy)
 
 
 def check(args: Any) -> None:

@@ -305,14 +305,19 @@ class EvalLoaders:
     def __init__(self) -> None:
         self._persistent: dict[tuple[int, int], tuple[Any, EvalLoader]] = {}
 
-    def of(self, data: Any, samples: SampleSource, args: Any, *, replicas: int, replica: int) -> EvalLoader:
-        """Return the loader of a dataset. samples: the dataset with the columns that the model takes."""
+    def of(
+        self, data: Any, samples: SampleSource, args: Any, *, replicas: int, replica: int, sequences: int = 1
+    ) -> EvalLoader:
+        """Return the loader of a dataset. samples: the dataset with the columns that the model takes.
+
+        sequences: of the model, for each sample that `args` counts.
+        """
         key = (id(data), args.per_device_eval_batch_size)
         if key in self._persistent:
             return self._persistent[key][1]
         loader = EvalLoader(
             samples,
-            args.per_device_eval_batch_size,
+            args.per_device_eval_batch_size * sequences,
             data_seed(args),
             loader_options(args),
             drop_last=args.dataloader_drop_last,
@@ -339,6 +344,16 @@ class LengthSampler(ShardedSampler):
         lengths = [int(self._lengths[i]) for i in samples.tolist()]
         step = layout.micro_batch * layout.accumulation * replicas
         return torch.tensor(get_length_grouped_indices(lengths, step, generator=draw))
+
+
+class TrainerSampler(ShardedSampler):
+    """The order of transformers.Trainer in one process, for one replica; several have parts of their own.
+
+    Trainer's loader draws an epoch's order from a generator with the seed `seed + epoch`.
+    """
+
+    def _draw(self, epoch: int, replica: int) -> torch.Generator:
+        return torch.Generator().manual_seed(self._seed + epoch) if replica == 0 else super()._draw(epoch, replica)
 
 
 def sample_lengths(data: Any, column: str, input_name: str, what: str = _BY_LENGTH) -> list[int]:
@@ -369,9 +384,19 @@ def sample_lengths(data: Any, column: str, input_name: str, what: str = _BY_LENG
 
 
 def make_sampler(
-    samples: SampleSource, args: Any, data: Any, processing_class: Any, *, replicas: int, replica: int
+    samples: SampleSource,
+    args: Any,
+    data: Any,
+    processing_class: Any,
+    *,
+    replicas: int,
+    replica: int,
+    kind: type[ShardedSampler] = ShardedSampler,
 ) -> ShardedSampler:
-    """Make the sampler for `args.train_sampling_strategy`. data: the dataset with all of its columns."""
+    """Make the sampler for `args.train_sampling_strategy`.
+
+    data: the dataset with all of its columns. kind: the class for the strategies "random" and "sequential".
+    """
     options: dict[str, Any] = {
         "replicas": replicas,
         "replica": replica,
@@ -385,7 +410,7 @@ def make_sampler(
         return LengthSampler(lengths, micro_batch * args.gradient_accumulation_steps, micro_batch, **options)
     shuffle = args.train_sampling_strategy == "random"
     options["accumulation"] = args.gradient_accumulation_steps
-    return ShardedSampler(len(samples.data), micro_batch, shuffle=shuffle, **options)
+    return kind(len(samples.data), micro_batch, shuffle=shuffle, **options)
 
 
 # -- packing

@@ -16,7 +16,7 @@ SECTION = "pipecomp"
 
 
 def engine_config(
-    args: Any, pipecomp: str | os.PathLike | dict[str, Any] | None, *, complete: bool = False
+    args: Any, pipecomp: str | os.PathLike | dict[str, Any] | None, *, complete: bool = False, sequences: int = 1
 ) -> dict[str, Any]:
     """Return the configuration for `pipecomp.initialize`.
 
@@ -25,6 +25,7 @@ def engine_config(
         pipecomp: The "pipecomp" section, or a DeepSpeed configuration (a dict with that key, or a JSON file). `args`
             supplies values that are missing or "auto".
         complete: `pipecomp` is a DeepSpeed configuration with all values, optimizer included; return it unchanged.
+        sequences: of the model, for each sample that `args` counts.
 
     Raises:
         ConfigError: If a value contradicts `args`, or a pipeline does not support it.
@@ -40,6 +41,7 @@ def engine_config(
     for key, (name, value) in own.items():
         _require_equal(key, config.get(key, "auto"), value, name)
         config[key] = value
+    config["train_micro_batch_size_per_gpu"] *= sequences
     if config["gradient_clipping"] <= 0:  # no clipping, but the norm is still logged
         config["gradient_clipping"] = math.inf
     require(

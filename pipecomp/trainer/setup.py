@@ -113,13 +113,14 @@ class PipelineSetup:
         cuts: Sequence[int] | None,
         *,
         complete_config: bool = False,
+        sequences: int = 1,
     ) -> PipelineSetup:
         """Plan the partition. Parameters as for `PipelineTrainer`. Raises ConfigError and SplitError.
 
-        complete_config: see `deepspeed_config.engine_config`.
+        complete_config and sequences: see `deepspeed_config.engine_config`.
         """
         world = dist.get_world_size()
-        config = deepspeed_config.engine_config(args, pipecomp, complete=complete_config)
+        config = deepspeed_config.engine_config(args, pipecomp, complete=complete_config, sequences=sequences)
         settings = Config.from_dict(config[deepspeed_config.SECTION])
         limits.set(settings.transport.data_timeout_s)
         stages = num_stages if num_stages is not None or cuts is not None else world

@@ -27,6 +27,7 @@ from pipecomp.distributed.rendezvous import all_ranks
 from pipecomp.errors import require, writable
 from pipecomp.interfaces import TrainingEngine
 from pipecomp.report.recorder import Recorder
+from pipecomp.stages.partition.loading import with_lora
 from pipecomp.trainer import arguments, callbacks, checkpoints, model_io, setup
 from pipecomp.trainer.callbacks import fire
 from pipecomp.trainer.data_loading import (
@@ -96,6 +97,8 @@ class PipelineTrainer:
             written.
         save_on_signal: After SIGTERM or Ctrl-C end `train` on all ranks after the current step, write a checkpoint to
             `args.output_dir` for resume_from_checkpoint=True, and exit with status 75.
+        peft_config: A `peft.LoraConfig`: train a new adapter of the model, with the start that peft draws after
+            `set_seed(args.seed)`.
 
     Attributes:
         engine: The `pipecomp.PipelineEngine`.
@@ -116,6 +119,8 @@ class PipelineTrainer:
     """
 
     uses_deepspeed_optimizer = False
+    arguments_class = "TrainingArguments"
+    sequences_per_sample = 1  # of the model, for each sample of the datasets
     log_metrics = log_metrics
     metrics_format = metrics_format
     save_metrics = save_metrics
@@ -145,13 +150,25 @@ class PipelineTrainer:
         save_messages: bool = True,
         report: bool = True,
         save_on_signal: bool = True,
+        peft_config: Any = None,
     ) -> None:
+        arguments.check_class(args, self.arguments_class)
         self.args = cast(Any, args if args is not None else TrainingArguments(output_dir="tmp_trainer"))
         self.group = setup.join(self.args, model, model_init, pipecomp)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        model = model if model_init is None else model_io.make_model(model_init)
+        with all_ranks().collective_errors():
+            model = model if model_init is None else model_io.make_model(model_init)
+            if peft_config is not None:
+                require(model_init is None, "peft_config", peft_config, "None with model_init, which adds the adapter")
+                model = with_lora(model, peft_config, self.args.seed)
         self._pipeline = setup.PipelineSetup.of(
-            self.args, model, pipecomp, num_stages, cuts, complete_config=self.uses_deepspeed_optimizer
+            self.args,
+            model,
+            pipecomp,
+            num_stages,
+            cuts,
+            complete_config=self.uses_deepspeed_optimizer,
+            sequences=self.sequences_per_sample,
         )
         self.settings, self.plan, self.replicas = self._pipeline.settings, self._pipeline.plan, self._pipeline.replicas
         self.flos_per_token = self._pipeline.flos_per_token
@@ -364,10 +381,15 @@ class PipelineTrainer:
             facts = self._facts(samples, self.args.per_device_eval_batch_size, name)
         setup.check_equal_arguments(ranks, self.args, **facts)
         engine = self.engine
-        engine.allow_evaluation(self.args.per_device_eval_batch_size)
+        engine.allow_evaluation(self.args.per_device_eval_batch_size * self.sequences_per_sample)
         self._allow_packing(samples, self.args.per_device_eval_batch_size)
         loader = self._eval_loaders.of(
-            data, samples, self.args, replicas=self.replicas, replica=engine.grid.data_parallel_id
+            data,
+            samples,
+            self.args,
+            replicas=self.replicas,
+            replica=engine.grid.data_parallel_id,
+            sequences=self.sequences_per_sample,
         )
         self.callback_handler.eval_dataloader = loader
         evaluation = Evaluation(
@@ -469,6 +491,10 @@ class PipelineTrainer:
 
     def _derived_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Return further metrics of an evaluation."""
+        return {}
+
+    def _training_metrics(self, tokens: int, real_tokens: int) -> dict[str, float]:
+        """Return further values to log; every rank calls this. tokens, real_tokens: of `StepLoader`, all replicas."""
         return {}
 
     def _report_step(self, record: Mapping[str, Any], stats: Sequence[Mapping[str, Any]]) -> None:

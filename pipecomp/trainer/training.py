@@ -253,7 +253,7 @@ class Training:
         self._began, self._first_step = time.time(), trainer.state.global_step
         self.tokens_before, self._flos_before = trainer.state.num_input_tokens_seen, trainer.state.total_flos
         self._losses, self._traffic = LossMeter(trainer.state.global_step), TrafficMeter()
-        self._real_tokens = 0  # of all replicas, since the engine was made
+        self._all_tokens = self._real_tokens = 0  # of all replicas, since the training began
         before = self._gather_stats()  # counters of earlier trainings with this engine
         self._traffic.since_last(before)
         self._recording = TrainingRecorder(trainer, length, before)
@@ -408,7 +408,7 @@ class Training:
             self._trainer.lr_scheduler,
         )
         if engine.micro_batches != micro_batches:
-            engine.set_train_batch_size(micro_batches * args.per_device_train_batch_size * self._trainer.replicas)
+            engine.set_train_batch_size(micro_batches * engine.micro_batch_size * self._trainer.replicas)
         rate = learning_rate(scheduler, engine.basic_optimizer)
         self._recording.begin_step()
         self._load(micro_batches)
@@ -458,7 +458,8 @@ class Training:
         stats, common = self._gather(own)
         self._recording.counters(stats, self._real_tokens)
         traffic = {**self._traffic.since_last(stats), **self._recording.rates(stats)}
-        trainer.log({"loss": common["loss"], **logs, **common, **traffic}, self._began)
+        measured = trainer._training_metrics(self._all_tokens, self._real_tokens)
+        trainer.log({"loss": common["loss"], **logs, **common, **measured, **traffic}, self._began)
         return True
 
     def _log_evaluate_save(self, logs: dict[str, float]) -> None:
@@ -532,7 +533,7 @@ class Training:
             for error in errors:
                 say_here(f"rank {rank}: {error}. The run continues without it")
         self._real_tokens = sum(tokens[1] for _, tokens, *_ in rows)
-        seen = sum(tokens[0] for _, tokens, *_ in rows)
+        seen = self._all_tokens = sum(tokens[0] for _, tokens, *_ in rows)
         trainer.state.total_flos = self._flos_before + seen * trainer.flos_per_token
         which = trainer.args.include_num_input_tokens_seen
         if which != "no":

@@ -11,16 +11,19 @@ import itertools
 import json
 import re
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import torch
 from torch import Tensor
 
 from pipecomp.errors import SplitError
 from pipecomp.stages.partition.checkpoints import find_file
-from pipecomp.stages.partition.quantization import is_quantized
+from pipecomp.stages.partition.quantization import is_quantized, plain_config
 from pipecomp.utils.files import atomic_write
 
 CONFIG_FILE = "adapter_config.json"
@@ -40,11 +43,14 @@ class Adapter:
     """A LoRA adapter.
 
     config: peft's LoraConfig. name: peft's name of it. weights: the folder where it is saved, None for a new one.
+    seed: of a new one's values, which are then those that peft draws for the unsplit model; None if they may depend on
+    the layers' names.
     """
 
     config: Any
     name: str = "default"
     weights: str | None = None
+    seed: int | None = None
 
 
 def without_peft(model: Any) -> Any:
@@ -153,15 +159,15 @@ def from_folder(path: str) -> tuple[Adapter, str] | None:
     return _read(path), str(base)
 
 
-def as_adapter(lora: Any) -> Adapter:
-    """Make an adapter of a LoraConfig, or of a folder that peft or pipecomp has saved."""
+def as_adapter(lora: Any, *, seed: int | None = None) -> Adapter:
+    """Make an adapter of a LoraConfig, or of a folder that peft or pipecomp has saved. seed: see `Adapter`."""
     if isinstance(lora, str) or hasattr(lora, "__fspath__"):
         return _read(str(lora))
     _check_config(lora, values=True)
     if getattr(lora, "init_lora_weights", None) not in (True, "gaussian"):
         options = "init_lora_weights other than True and 'gaussian'"
         raise SplitError(f"lora: {options}, starts from the weights of the base model: give a PeftModel in memory")
-    return Adapter(config=lora)
+    return Adapter(config=lora, seed=seed)
 
 
 def new_adapter(rank: int) -> Adapter:
@@ -207,6 +213,52 @@ def attach(model: Any, adapter: Adapter, base: str | None = None) -> Any:
                 "not quantized, or name it in BitsAndBytesConfig.llm_int8_skip_modules"
             )
     return adapted
+
+
+def draw_start(whole: Any, adapter: Adapter, names: Collection[str]) -> dict[str, Tensor]:
+    """Draw a new adapter's values as peft does for the unsplit model after `torch.manual_seed(adapter.seed)`.
+
+    whole: the skeleton, with the adapter. names: those to return, of `saved_names`.
+    """
+    if adapter.seed is None or adapter.weights is not None:
+        return {}
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    config = copy.deepcopy(adapter.config)
+    config.use_dora = False  # its magnitudes are not drawn
+    with torch.device("meta"):
+        base = type(whole)._from_config(plain_config(whole.config), dtype=whole.dtype)
+    drawn: dict[Any, dict[str, Tensor]] = {}
+
+    def keep(layer: Any, *_: Any, **__: Any) -> None:
+        own = {name: value.detach() for name, value in layer.named_parameters() if not value.is_meta}
+        drawn[layer] = {name: value.to(whole.dtype) for name, value in own.items()}
+
+    # Note: peft draws a layer's weights on the CPU, and then moves them to the base layer's device, "meta", by this.
+    with (
+        torch.random.fork_rng(devices=[]),
+        mock.patch.object(BaseTunerLayer, "_move_adapter_to_device_of_base_layer", keep),
+    ):
+        torch.manual_seed(adapter.seed)
+        adapted = attach(base, replace(adapter, config=config))
+    found = {f"{path}.{name}": x for path, layer in adapted.named_modules() for name, x in drawn.get(layer, {}).items()}
+    return {name: value for name, value in found.items() if name in names}
+
+
+@contextmanager
+def disabled(model: Any) -> Iterator[None]:
+    """In the body, let a model or stage compute without its adapter, as peft's `disable_adapter` does."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import AuxiliaryTrainingWrapper
+
+    layers = [layer for layer in model.modules() if isinstance(layer, (BaseTunerLayer, AuxiliaryTrainingWrapper))]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
 
 
 def reset_magnitude(module: Any, name: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from pipecomp.errors import SplitError
+from pipecomp.errors import SplitError, require
 from pipecomp.stages.partition import adapters, quantization
 from pipecomp.stages.partition.adapters import Adapter
 from pipecomp.stages.partition.architectures import architecture_of, head_name
@@ -136,6 +136,24 @@ def with_adapter(source: Any, rank: int, bits: int | None = None) -> Source:
         quantizer = quantization.quantizer_for(found.config, quantization.standard_config(bits))
     adapter = adapters.new_adapter(rank)
     return Source(config=found.config, model_class=found.model_class, adapter=adapter, quantizer=quantizer)
+
+
+def with_lora(model: Any, lora: Any, seed: int) -> Any:
+    """Return a model with a new LoRA adapter: one in memory as peft's `get_peft_model`, any other as a Source.
+
+    lora: a `peft.LoraConfig`. seed: of the adapter's values, for a Source. ConfigError names the key "peft_config".
+    """
+    import peft
+
+    allowed = "a peft.LoraConfig"
+    require(isinstance(lora, peft.PeftConfig), "peft_config", type(lora).__name__, allowed)
+    source = resolve(model)
+    known = source.adapter if source.model is None else adapters.adapter_of(source.model)
+    hint = "The model has an adapter: continue with that one, or merge it and pass the merged model"
+    require(known is None, "peft_config", lora, "None", hint)
+    if source.model is not None:
+        return peft.get_peft_model(model, lora)
+    return replace(source, adapter=adapters.as_adapter(lora, seed=seed))
 
 
 def check_trainable(source: Source) -> None:
@@ -313,6 +331,7 @@ def _read_stage(whole: Any, stage: Stage, checkpoint: Checkpoint, described: Sou
     if adapter is not None:
         adapted = adapters.saved_names(stage._model, adapter)
         tuned, embeddings = adapters.read_saved(adapter, whole, adapted, stage.state_dict())
+        tuned |= adapters.draw_start(whole, adapter, adapted)
         # peft would put embeddings in the adapter's folder in the place of the base's.
         for name, value in embeddings.items():
             origin = next((found[n] for n in (name, *tied_names[adapters.base_name(name)]) if n in found), None)
