@@ -72,7 +72,7 @@ def test_drift_is_noticed_repaired_once_and_then_an_error(tmp_path):
         assert first.startswith("link 0, step 5: this end and rank ")
         assert out["stats"]["drift_checks"] == checks
         assert out["stats"]["drifts"] == out["stats"]["drift_samples"] == 1
-        assert out["stats"]["drift_check_bytes"] == checks * 79
+        assert out["stats"]["drift_check_bytes"] == checks * 87
         assert sample not in [line[0] for line in out["repaired"][0]]
         assert sample in [line[0] for line in out["same"][0]]
         assert out["same"] == ranks[0]["same"], rank
