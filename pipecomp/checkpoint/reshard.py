@@ -289,6 +289,12 @@ class SavedPipeline:
             master = file[SINGLE_PARTITION_OF_FP32_GROUPS][group]
             base = file[BASE_OPTIMIZER_STATE]
             state = base["state"].get(base["param_groups"][group]["params"][0], {})
+            for key, value in state.items():
+                whole = not isinstance(value, dict) and (not torch.is_tensor(value) or value.dim() == 0)
+                allowed = "a checkpoint of the same stages and replicas with ZeRO and this optimizer"
+                hint = f"Its states ({key}) are of blocks of values, which belong to several parameters."
+                fits = whole or (torch.is_tensor(value) and value.numel() == master.numel())
+                require(fits, "load_dir", str(self.folder), allowed, hint)
             flat = {k: v for k, v in state.items() if torch.is_tensor(v) and v.dim() == 1}
             unsharded |= {k: v for k, v in state.items() if k not in flat}
             for full_name, place in file[PARAM_SLICE_MAPPINGS][group].items():

@@ -271,7 +271,7 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine, EngineState):
     def _optimizer_mode(self, *, training: bool) -> Iterator[None]:
         """In the body, use the weights for training or for evaluation of an optimizer that holds both, as in Trainer.
 
-        Schedule-free optimizers do. Saving takes the weights that are in place.
+        Schedule-free optimizers do. A saved model has the weights for evaluation, a checkpoint those in place.
         """
         optimizer: Any = self.basic_optimizer
         if has_modes(optimizer):
@@ -442,7 +442,7 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine, EngineState):
         if isinstance(self.stage, ModuleStage):
             raise SplitError("a model of plain modules has no Hugging Face folder: save each stage's state_dict()")
         owners = [self.grid._topo.get_rank(pipe=stage, data=0) for stage in range(self.num_stages)]
-        with self.propagate_failure(), self.common_weights():
+        with self.propagate_failure(), self.common_weights(), self._optimizer_mode(training=False):
             save_pretrained(self.stage, folder, owners=owners)
 
     def close(self) -> None:

@@ -1,56 +1,91 @@
-"""Checks for arguments, methods and attributes of transformers.Trainer that a pipeline does not support.
+"""Checks of TrainingArguments: every field works in a pipeline, is refused by name, or is ignored for a known reason.
 
-A setting without effect raises a ConfigError that names it. `PipelineTrainer` does not inherit from Trainer; it
-implements the methods and attributes that a pipeline supports.
+A setting without effect raises a ConfigError that names it and the way that exists here.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import Trainer
+from accelerate.utils import TorchDynamoPlugin
+from transformers import Seq2SeqTrainingArguments, TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 
 from pipecomp.config.checks import require_choice
 from pipecomp.errors import ConfigError, require
+from pipecomp.trainer.optimizers import check_optim
 
-OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
+_log = logging.getLogger(__name__)
 SAMPLING = ("random", "sequential", "group_by_length")
+HUB_STRATEGIES = ("end", "every_save")  # the latter is the default and means "end" here
 
-# Arguments that must be false or empty, and the allowed value with its reason.
+# Every field of TrainingArguments is in one of four tables. Those of this one have Trainer's meaning.
+_SUPPORTED = """
+    output_dir per_device_train_batch_size num_train_epochs max_steps gradient_accumulation_steps seed data_seed
+    learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps optim optim_args optim_target_modules weight_decay
+    adam_beta1 adam_beta2 adam_epsilon max_grad_norm label_smoothing_factor average_tokens_across_devices
+    bf16 fp16 tf32 activation_checkpointing activation_checkpointing_kwargs gradient_checkpointing
+    gradient_checkpointing_kwargs torch_compile torch_compile_backend torch_compile_mode use_liger_kernel
+    liger_kernel_config neftune_noise_alpha torch_empty_cache_steps full_determinism use_cpu deepspeed
+    logging_strategy logging_steps logging_first_step logging_nan_inf_filter include_num_input_tokens_seen
+    log_level log_level_replica log_on_each_node disable_tqdm report_to run_name project
+    trackio_space_id trackio_bucket_id trackio_static_space_id
+    eval_strategy eval_steps eval_delay eval_on_start eval_do_concat_batches eval_accumulation_steps
+    per_device_eval_batch_size prediction_loss_only include_for_metrics
+    save_strategy save_steps save_total_limit save_only_model load_best_model_at_end metric_for_best_model
+    greater_is_better ignore_data_skip restore_callback_states_from_checkpoint
+    push_to_hub hub_model_id hub_strategy hub_token hub_private_repo hub_revision
+    dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers
+    dataloader_prefetch_factor dataloader_multiprocessing_context remove_unused_columns train_sampling_strategy
+    length_column_name ddp_backend ddp_timeout
+"""
+SUPPORTED = frozenset(_SUPPORTED.split())
+# Fields with other values than these are refused; `check` has the conditions of supported fields.
 _UNSUPPORTED = {
+    "accelerator_config": "not set: the trainer loads its own data",
     "auto_find_batch_size": "False: one stage alone may run out of memory",
     "batch_eval_metrics": "False: rank 0 receives logits after the last batch",
     "bf16_full_eval": "False: evaluation uses the precision of training",
-    "ddp_broadcast_buffers": "not set: a pipeline does not use DistributedDataParallel",
-    "ddp_bucket_cap_mb": "not set: a pipeline does not use DistributedDataParallel",
-    "ddp_find_unused_parameters": "not set: a pipeline does not use DistributedDataParallel",
-    "ddp_static_graph": "not set: a pipeline does not use DistributedDataParallel",
+    "dataloader_in_order": "True: the first and the last stage load the same batches",
     "debug": "''",
     "enable_jit_checkpoint": "False: PipelineTrainer's save_on_signal saves on all ranks",
     "eval_use_gather_object": "False: logits of any structure are gathered",
     "fp16_full_eval": "False: evaluation uses the precision of training",
     "fsdp": "not set: a pipeline's stages are not sharded; zero_optimization.stage 1 shards optimizer states",
-    "liger_kernel_config": "not set",
-    "neftune_noise_alpha": "not set",
-    "optim_args": "not set: the supported optimizers take none",
-    "optim_target_modules": "not set: the supported optimizers take none",
+    "label_names": "['labels']: a stage's loss takes one tensor of labels",
     "parallelism_config": "not set: num_stages and the number of processes determine the layout",
-    "push_to_hub": "False: push the folder that save_model writes",
     "save_on_each_node": "False: rank 0 writes the model, every rank its own state",
-    "torch_compile": "False: a stage is not compiled",
+    "skip_memory_metrics": "True: trainer.engine.comm_stats() reports memory",
     "use_cache": "False: stages keep no cache",
-    "use_liger_kernel": "False",
 }
+# Fields of Seq2SeqTrainingArguments.
+_UNSUPPORTED_SEQ2SEQ = {
+    "generation_config": "not set: call trainer.generate",
+    "generation_max_length": "not set: call trainer.generate",
+    "generation_num_beams": "not set: call trainer.generate",
+    "predict_with_generate": "False: call trainer.generate",
+    "sortish_sampler": "False: train_sampling_strategy 'group_by_length'",
+}
+# Fields that are logged as ignored if they are set.
+_NO_DDP = "a pipeline does not use DistributedDataParallel"
+IGNORED = {
+    "ddp_broadcast_buffers": _NO_DDP,
+    "ddp_bucket_cap_mb": _NO_DDP,
+    "ddp_find_unused_parameters": _NO_DDP,
+    "ddp_static_graph": _NO_DDP,
+    "hub_always_push": "the model is pushed at the end of training, and by save_model and push_to_hub",
+}
+# Fields that Trainer does not read either.
+FOR_SCRIPTS = frozenset({"do_train", "do_eval", "do_predict", "fsdp_config", "local_rank", "resume_from_checkpoint"})
+
 # Environment variables of `accelerate launch` that must be off, and the reason.
 _LAUNCHER_VARIABLES = {
-    "ACCELERATE_DYNAMO_BACKEND": "not set: a stage is not compiled",
     "ACCELERATE_USE_FSDP": "not set: a pipeline's stages are not sharded",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "not set: num_stages and the number of processes determine the layout",
 }
@@ -66,7 +101,15 @@ READ_BY_ENGINE = (
     "gradient_checkpointing",
     "gradient_checkpointing_kwargs",
     "learning_rate",
+    "liger_kernel_config",
+    "neftune_noise_alpha",
     "optim",
+    "optim_args",
+    "optim_target_modules",
+    "torch_compile",
+    "torch_compile_backend",
+    "torch_compile_mode",
+    "use_liger_kernel",
     "weight_decay",
 )
 
@@ -97,29 +140,17 @@ def check(args: Any) -> None:
     Raises:
         ConfigError: If an argument is not supported; the error names it.
     """
-    for name, allowed in _UNSUPPORTED.items():
-        value = getattr(args, name, None)
-        require(not value, name, value, allowed)
-    require_choice("optim", str(getattr(args.optim, "value", args.optim)), OPTIMIZERS)
+    _check_fields(args)
+    check_optim(args)
     require_choice("train_sampling_strategy", args.train_sampling_strategy, SAMPLING)
-    require(
-        args.label_names in (None, ["labels"]),
-        "label_names",
-        args.label_names,
-        "['labels']: a stage's loss takes one tensor of labels",
-    )
-    require(
-        args.skip_memory_metrics,
-        "skip_memory_metrics",
-        False,
-        "True: trainer.engine.comm_stats() reports memory",
-    )
-    require(
-        args.dataloader_in_order,
-        "dataloader_in_order",
-        False,
-        "True: the first and the last stage load the same batches",
-    )
+    strategy = str(getattr(args.hub_strategy, "value", args.hub_strategy))
+    allowed = f"{' or '.join(HUB_STRATEGIES)}: no machine has the optimizer states of all stages"
+    require(not args.push_to_hub or strategy in HUB_STRATEGIES, "hub_strategy", strategy, allowed)
+    config = args.liger_kernel_config
+    require(args.use_liger_kernel or not config, "liger_kernel_config", config, "not set without use_liger_kernel")
+    for key in ("fused_linear_cross_entropy", "cross_entropy"):
+        allowed = "False: a pipeline computes the loss from the last stage's logits"
+        require(not (config or {}).get(key), f"liger_kernel_config.{key}", True, allowed)
     for name in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):  # the new name and the old
         kwargs = getattr(args, name, None) or {}
         require(
@@ -132,12 +163,6 @@ def check(args: Any) -> None:
         old, wanted = getattr(args, f"gradient_checkpointing{end}", None), checkpointing(args, end)
         allowed = f"{wanted!r}, the value of activation_checkpointing{end}, which replaces it: set that one or both"
         require(not old or old == wanted, f"gradient_checkpointing{end}", old, allowed)
-    accelerate = args.accelerator_config
-    for field in dataclasses.fields(AcceleratorConfig):
-        value = getattr(accelerate, field.name, field.default)  # accelerate removes some after use
-        require(
-            value == field.default, f"accelerator_config.{field.name}", value, "not set: the trainer loads its own data"
-        )
     _check_launcher_environment(args)
     require(
         not args.save_only_model or not args.load_best_model_at_end,
@@ -153,6 +178,49 @@ def check(args: Any) -> None:
         "a metric with save_strategy 'best'",
     )
     require(not args.fp16 or torch.cuda.is_available(), "fp16", True, "False on a CPU; use bf16 there")
+
+
+def _check_fields(args: Any) -> None:
+    """Check that no field is set that a pipeline does not support, or that this version does not know."""
+    unsupported, kind = _UNSUPPORTED, TrainingArguments
+    if isinstance(args, Seq2SeqTrainingArguments):
+        unsupported, kind = unsupported | _UNSUPPORTED_SEQ2SEQ, Seq2SeqTrainingArguments
+    for field in dataclasses.fields(kind):
+        name, value = field.name, getattr(args, field.name, None)
+        if name in SUPPORTED or name in IGNORED or name in FOR_SCRIPTS or value == field.default:
+            continue
+        if name == "accelerator_config":
+            _check_accelerator(value, unsupported[name])
+            continue
+        same_precision = name in ("bf16_full_eval", "fp16_full_eval") and getattr(args, name[:4])
+        own_labels = name == "label_names" and value == ["labels"]
+        if same_precision or own_labels or (not value and field.default is not True):
+            continue
+        allowed = unsupported.get(name, f"{field.default!r}: this version of pipecomp does not know it")
+        raise ConfigError(name, value, allowed)
+
+
+def _check_accelerator(config: Any, allowed: str) -> None:
+    for field in dataclasses.fields(AcceleratorConfig):
+        value = getattr(config, field.name, field.default)  # accelerate removes some after use
+        require(value == field.default, f"accelerator_config.{field.name}", value, allowed)
+
+
+def report_ignored(args: Any) -> None:
+    """Log the fields that are set and have no effect."""
+    for name, reason in IGNORED.items():
+        if getattr(args, name, None) not in (None, False):
+            _log.warning("%s is ignored: %s", name, reason)
+
+
+def compilation(args: Any) -> dict[str, Any] | None:
+    """Return torch.compile's backend and mode, from `args` or else from `accelerate launch`; None without compiling."""
+    if args.torch_compile:
+        return {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
+    plugin = TorchDynamoPlugin()  # of the launcher's environment variables
+    if plugin.backend.value in ("NO", None):
+        return None
+    return {"backend": plugin.backend.value.lower(), "mode": plugin.mode}
 
 
 def _check_launcher_environment(args: Any) -> None:
@@ -190,88 +258,3 @@ def check_unchanged(args: Any, used: Mapping[str, Any]) -> None:
     for name, value in used.items():
         now = getattr(args, name, None)
         require(now == value, name, now, f"{value!r}, the value this trainer was made with: make a new trainer")
-
-
-# -- the optimizer
-
-
-def optimizer_factory(args: Any) -> Callable[[list], torch.optim.Optimizer]:
-    """Return a function that makes the optimizer of `args.optim` from parameter groups."""
-    kind, options = Trainer.get_optimizer_cls_and_kwargs(args)
-    return lambda groups: kind(groups, **options)
-
-
-def parameter_groups(args: Any) -> Callable[[nn.Module], list[dict[str, Any]]]:
-    """Return a function that makes Trainer's parameter groups: weight decay for all but biases and norms."""
-
-    def groups(stage: nn.Module) -> list[dict[str, Any]]:
-        decaying = set(Trainer.get_decay_parameter_names(None, stage))  # type: ignore[arg-type]  # uses no self
-        named = [(name, p) for name, p in stage.named_parameters() if p.requires_grad]
-        candidates = (
-            {"params": [p for name, p in named if name in decaying], "weight_decay": args.weight_decay},
-            {"params": [p for name, p in named if name not in decaying], "weight_decay": 0.0},
-        )
-        return [group for group in candidates if group["params"]]
-
-    return groups
-
-
-# -- overridden methods and attributes
-
-
-# Methods of transformers.Trainer that PipelineTrainer calls, so that a subclass may override them.
-_OVERRIDABLE = {
-    "add_callback",
-    "create_model_card",
-    "end",
-    "evaluate",
-    "is_local_process_zero",
-    "is_world_process_zero",
-    "log",
-    "log_metrics",
-    "metrics_format",
-    "num_examples",
-    "pop_callback",
-    "predict",
-    "remove_callback",
-    "save_metrics",
-    "save_model",
-    "save_state",
-    "train",
-}
-_ARGUMENT = "an argument of PipelineTrainer: setting the attribute has no effect"
-# Attributes that transformers.Trainer reads during training or evaluation, and the remedy.
-_ATTRIBUTES = {
-    "compute_loss_func": _ARGUMENT,
-    "label_names": "nothing: a stage's loss takes one tensor of labels",
-    "label_smoother": "label_smoothing_factor of TrainingArguments, or compute_loss_func of PipelineTrainer",
-    "loss_is_scaled_for_ga": "nothing: micro-batches are weighted by their number of labels",
-    "lr_scheduler": "optimizers=(None, a function of the optimizer), an argument of PipelineTrainer",
-    "model": "a new PipelineTrainer for another model",
-    "model_accepts_loss_kwargs": "nothing: micro-batches are weighted by their number of labels",
-    "model_init": _ARGUMENT,
-    "model_wrapped": "a new PipelineTrainer for another model",
-    "neftune_noise_alpha": "nothing: a pipeline adds no noise to embeddings",
-    "optimizer": "optimizers=(a function of parameter groups, None), an argument of PipelineTrainer",
-    "optimizer_cls_and_kwargs": _ARGUMENT,
-}
-
-
-def _is_supported(name: str) -> bool:
-    return name.startswith("__") or not hasattr(Trainer, name) or name in _OVERRIDABLE
-
-
-def check_subclass(subclass: type, base: type) -> None:
-    """Raise ConfigError if `subclass` or one of its mixins overrides a method of Trainer that `base` never calls."""
-    for kind in [kind for kind in subclass.__mro__ if kind not in base.__mro__]:
-        for name, member in kind.__dict__.items():
-            is_method = callable(member) or isinstance(member, (staticmethod, classmethod))
-            allowed = "none: this trainer does not call it"
-            require(not is_method or _is_supported(name), f"{kind.__name__}.{name}", "a method", allowed)
-
-
-def check_attribute(trainer: Any, name: str, value: Any) -> None:
-    """Raise ConfigError if a script sets an attribute that only transformers.Trainer reads."""
-    kind = type(trainer).__name__
-    require(name not in _ATTRIBUTES, f"{kind}.{name}", value, _ATTRIBUTES.get(name, ""))
-    require(_is_supported(name), f"{kind}.{name}", value, "nothing: this trainer does not call it")

@@ -439,7 +439,7 @@ def _write_files(trainer: Any, folder: str, messages: bool, count: Callable[[], 
     attempts = CollectiveWrite(folder)
     if trainer.rank == 0:  # incomplete until all files are written
         attempts.attempt(lambda: (Path(folder) / STATE_FILE).unlink(missing_ok=True))
-    trainer.save_model(folder)
+    trainer.save_model(folder, _internal_call=True)
     if not args.save_only_model:
         save_engine(trainer.engine, folder, trainer.lr_scheduler, attempts)
         attempts.attempt(lambda: save_store(trainer.engine, folder, copied=messages))

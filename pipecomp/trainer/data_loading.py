@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from pyarrow.compute import list_value_length
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from transformers import DataCollatorWithFlattening
 from transformers.trainer_pt_utils import get_length_grouped_indices
 from transformers.trainer_utils import RemoveColumnsCollator, has_length
@@ -43,11 +44,13 @@ class SampleSource(NamedTuple):
     """A dataset with the columns that the model takes, and its collator.
 
     sample_id: Returns the id of an index: the dataset's own id, or the index itself (see pipecomp.data).
+    loader: A subclass's DataLoader, whose batches and worker processes are used; None for the trainer's own.
     """
 
     data: Any
     collate: Callable[[list], Any]
     sample_id: Callable[[int], int] = int
+    loader: DataLoader | None = None
 
     @classmethod
     def of(cls, data: Any, collate: Callable[[list], Any], columns: list[str] | None, name: str) -> SampleSource:
@@ -62,12 +65,7 @@ class SampleSource(NamedTuple):
         Raises:
             DataError: If it has no length, no samples, or no column that the model takes.
         """
-        # torch's IterableDataset inherits a __getitem__ that raises NotImplementedError.
-        indexable = has_length(data) and hasattr(data, "__getitem__") and not isinstance(data, IterableDataset)
-        if data is None or not indexable:
-            raise DataError(f"{name}: got {type(data).__name__}, allowed: a dataset with a length and indices")
-        if len(data) == 0:
-            raise DataError(f"{name}: the dataset has no samples")
+        _check_indexable(data, name)
         sample_id = sample_id_function(data)
         if columns is None:
             return cls(data, collate, sample_id)
@@ -77,6 +75,28 @@ class SampleSource(NamedTuple):
         if len(unused) == len(data.column_names):
             raise DataError(f"{name}: the dataset has the columns {data.column_names}, the model takes {columns}")
         return cls(data.remove_columns(unused), collate, sample_id)
+
+    @classmethod
+    def of_loader(cls, loader: Any, name: str) -> SampleSource:
+        """Wrap the dataset and collator of a DataLoader. name: of the method that returned it, for errors.
+
+        Raises:
+            DataError: If it is no DataLoader with batches of a dataset with a length and indices.
+        """
+        if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
+            got = type(loader).__name__
+            raise DataError(f"{name}: got {got}, allowed: a torch DataLoader with a batch_size or batch_sampler")
+        _check_indexable(loader.dataset, name)
+        return cls(loader.dataset, loader.collate_fn, sample_id_function(loader.dataset), loader)
+
+
+def _check_indexable(data: Any, name: str) -> None:
+    # torch's IterableDataset inherits a __getitem__ that raises NotImplementedError.
+    indexable = has_length(data) and hasattr(data, "__getitem__") and not isinstance(data, IterableDataset)
+    if data is None or not indexable:
+        raise DataError(f"{name}: got {type(data).__name__}, allowed: a dataset with a length and indices")
+    if len(data) == 0:
+        raise DataError(f"{name}: the dataset has no samples")
 
 
 def longest_sample(samples: SampleSource, seed: int) -> int:
@@ -130,7 +150,7 @@ class _CollatedBatches(Dataset):
     """Collated micro-batches, indexed by (number, indices in the dataset)."""
 
     def __init__(self, samples: SampleSource, seed: int, kind: int) -> None:
-        self._data, self._collate, self._sample_id = samples
+        self._data, self._collate, self._sample_id, _ = samples
         self._seed, self._kind = seed, kind
 
     def __getitem__(self, key: Any) -> MicroBatch:
@@ -149,8 +169,11 @@ def _identity(batch: MicroBatch) -> MicroBatch:
     return batch
 
 
-def loader_options(args: Any) -> dict[str, Any]:
-    """Return DataLoader's options from TrainingArguments."""
+def loader_options(args: Any, loader: DataLoader | None = None) -> dict[str, Any]:
+    """Return DataLoader's options from TrainingArguments, or those of a subclass's loader."""
+    if loader is not None:
+        names = ("num_workers", "persistent_workers", "prefetch_factor", "multiprocessing_context", "pin_memory")
+        return {name: getattr(loader, name) for name in (*names, "timeout", "worker_init_fn")}
     return {
         "num_workers": args.dataloader_num_workers,
         "persistent_workers": args.dataloader_persistent_workers and args.dataloader_num_workers > 0,
@@ -175,6 +198,7 @@ class StepLoader(TrainLoader):
         seed: For the collator's random draws.
         options: From `loader_options`.
         pad: The padding token's id, for batches without attention_mask.
+        model_inputs: Leaves out the inputs that the stages do not take; iteration returns its results.
 
     Attributes:
         dataset: The dataset with the columns that the model takes.
@@ -189,9 +213,10 @@ class StepLoader(TrainLoader):
         seed: int,
         options: dict[str, Any],
         pad: int | None = None,
+        model_inputs: Callable[[MicroBatch], MicroBatch] = _identity,
     ) -> None:
         super().__init__(samples.data, sampler, samples.collate)
-        self.dataset, self._pad = samples.data, pad
+        self.dataset, self._pad, self._model_inputs = samples.data, pad, model_inputs
         self._batches, self._options = _CollatedBatches(samples, seed, TRAINING), options
         self._ahead: deque[MicroBatch] = deque()
         self._source: Iterator[MicroBatch] | None = None
@@ -249,7 +274,7 @@ class StepLoader(TrainLoader):
             elif ids is not None:
                 real = (ids != self._pad) if mask is None and self._pad is not None else mask
                 self.real_tokens += ids.numel() if real is None else int(real.sum())
-            yield batch
+            yield self._model_inputs(batch)
 
 
 class EvalLoader:
@@ -282,13 +307,18 @@ class EvalLoader:
         """
         self.dataset, self.samples = samples.data, len(samples.data)
         count = self.samples // micro_batch if drop_last else -(-self.samples // micro_batch)
+        batches = [list(range(n * micro_batch, min((n + 1) * micro_batch, self.samples))) for n in range(count)]
+        if samples.loader is not None:
+            batches = _epoch_of(samples.loader, seed, 0, EVALUATION)
+            count, self.samples = len(batches), sum(map(len, batches))
+        self.largest = max(map(len, batches), default=0)
         if count == 0:
             raise DataError(
                 f"{self.samples} samples do not fill a micro-batch of {micro_batch}: set dataloader_drop_last to False"
             )
         self.own = range(replica, count, replicas)
         self._length = -(-count // replicas)
-        keys = [(n, list(range(n * micro_batch, min((n + 1) * micro_batch, self.samples)))) for n in self.own]
+        keys = [(n, batches[n]) for n in self.own]
         self._loader = _loader(_CollatedBatches(samples, seed, EVALUATION), keys, options)
 
     def __len__(self) -> int:
@@ -313,23 +343,87 @@ class EvalLoaders:
         sequences: of the model, for each sample that `args` counts.
         """
         key = (id(data), args.per_device_eval_batch_size)
-        if key in self._persistent:
+        if key in self._persistent and samples.loader is None:
             return self._persistent[key][1]
         loader = EvalLoader(
             samples,
             args.per_device_eval_batch_size * sequences,
             data_seed(args),
-            loader_options(args),
+            loader_options(args, samples.loader),
             drop_last=args.dataloader_drop_last,
             replicas=replicas,
             replica=replica,
         )
-        if args.dataloader_persistent_workers:
+        if args.dataloader_persistent_workers and samples.loader is None:
             self._persistent[key] = (data, loader)  # the reference to data keeps its id from being reused
         return loader
 
 
 # -- order of samples
+
+
+def _epoch_of(loader: DataLoader, seed: int, epoch: int, kind: int) -> list[list[int]]:
+    """Return a loader's batches in an epoch, as indices. Draws of its sampler are the same on all ranks."""
+    sampler: Any = loader.batch_sampler
+    for each in (sampler, getattr(sampler, "sampler", None)):
+        set_epoch(each, epoch)
+    with seeded(seed, kind, -1 - epoch):
+        return [[int(i) for i in batch] for batch in sampler]
+
+
+class SamplerBatches(Sampler):
+    """The batches of an epoch of a trainer's own order, as a DataLoader's batch_sampler. order: the trainer's."""
+
+    def __init__(self, order: ShardedSampler) -> None:
+        self.order, self._epoch = order, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Iterate over another epoch."""
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        return self.order.per_epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        first = self._epoch * self.order.per_epoch
+        return map(self.order.batch, range(first, first + self.order.per_epoch))
+
+
+class LoaderOrder:
+    """The order of a subclass's DataLoader. Replica r of n takes the batches r, r + n, … of every epoch.
+
+    A replica with one batch less repeats the first ones of the epoch at its end.
+
+    Args:
+        loader: The DataLoader.
+        seed: For the sampler's random draws.
+        replicas: Their number.
+        replica: This one's number.
+
+    Attributes:
+        per_epoch: Micro-batches of a replica in an epoch.
+    """
+
+    def __init__(self, loader: DataLoader, seed: int, *, replicas: int, replica: int) -> None:
+        self._loader, self._seed, self._replicas, self._replica = loader, seed, replicas, replica
+        self._epoch, self._batches = 0, _epoch_of(loader, seed, 0, TRAINING)
+        self.per_epoch = -(-len(self._batches) // replicas)
+        self.largest = max(map(len, self._batches))
+        self.digest = hashlib.sha256(repr(self._batches).encode()).hexdigest()[:12]
+
+    def batch(self, number: int) -> list[int]:
+        """Return the indices of micro-batch `number`, counted from the start of training."""
+        epoch, place = divmod(number, self.per_epoch)
+        if epoch < self._epoch:
+            self._epoch, self._batches = epoch, _epoch_of(self._loader, self._seed, epoch, TRAINING)
+        while self._epoch < epoch:  # one after the other: a sampler may have a generator of its own
+            self._epoch += 1
+            self._batches = _epoch_of(self._loader, self._seed, self._epoch, TRAINING)
+        return self._batches[(place * self._replicas + self._replica) % len(self._batches)]
+
+    def size(self, number: int) -> int:
+        """Return the number of samples of micro-batch `number`."""
+        return len(self.batch(number))
 
 
 class LengthSampler(ShardedSampler):
@@ -392,11 +486,33 @@ def make_sampler(
     replicas: int,
     replica: int,
     kind: type[ShardedSampler] = ShardedSampler,
-) -> ShardedSampler:
-    """Make the sampler for `args.train_sampling_strategy`.
+) -> Any:
+    """Make the order of a subclass's loader or for `args.train_sampling_strategy`.
 
-    data: the dataset with all of its columns. kind: the class for the strategies "random" and "sequential".
+    Args:
+        samples: The dataset.
+        args: TrainingArguments.
+        data: The dataset with all of its columns.
+        processing_class: Trainer's argument.
+        replicas: Number of pipeline replicas.
+        replica: This replica's number.
+        kind: Class for the strategies "random" and "sequential".
+
+    Raises:
+        DataError: If a loader's batch has more samples than a micro-batch.
     """
+    if samples.loader is not None:
+        own = samples.loader.batch_sampler
+        if isinstance(own, SamplerBatches):
+            return own.order
+        order = LoaderOrder(samples.loader, data_seed(args), replicas=replicas, replica=replica)
+        most = args.per_device_train_batch_size
+        if order.largest > most:
+            raise DataError(
+                f"the training loader has batches of {order.largest} samples, allowed: per_device_train_batch_size, "
+                f"{most}"
+            )
+        return order
     options: dict[str, Any] = {
         "replicas": replicas,
         "replica": replica,

@@ -68,6 +68,7 @@ def engine_config(
         config.setdefault("zero_optimization", {}).setdefault("stage", stage)
         if stage == 1:
             config.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
+    config.setdefault("zero_allow_untested_optimizer", True)  # the engine tests that it treats every weight alike
     config.setdefault("steps_per_print", 10**9)  # the callbacks log progress
     section = config[SECTION]
     section.setdefault("seed", args.seed)

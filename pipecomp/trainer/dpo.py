@@ -449,7 +449,7 @@ class DPOLoss(StepLoss):
         """Return the mean loss of a micro-batch's pairs. logits: [2 B, S, V]. labels: int64 [2 B, S]."""
         return self.plain(logits, labels)
 
-    def plain(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def plain(self, logits: Tensor, labels: Tensor, batch: MicroBatch | None = None) -> Tensor:
         """Return the same for an evaluation."""
         if self.reference is None or not self._ids:
             raise DataError("DPO needs a reference for these sequences: call train, evaluate or predict")

@@ -143,13 +143,13 @@ class Evaluation:
                 if engine.is_last_stage():
                     self._loss.masked_labels(engine.stage, [batch])  # raises if a label is predicted from padding
                     pulled.append(batch)
-                yield batch
+                yield self._loss.model_inputs(batch)
                 stepped += 1
                 self._on_step()
 
         def on_logits(logits: Tensor, labels: Tensor | None) -> Tensor:
             batch, number = pulled.popleft(), next(numbers)
-            loss = None if labels is None else float(self._loss.plain(logits, labels))
+            loss = None if labels is None else float(self._loss.plain(logits, labels, batch))
             kept: list[Any] = [None, None, None]
             if not loss_only:
                 inputs = batch.inputs["input_ids"] if keep_inputs else None

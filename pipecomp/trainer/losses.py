@@ -8,9 +8,10 @@ its share of the labels. S tokens, V vocabulary, C classes.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,18 +20,61 @@ from transformers.trainer_pt_utils import LabelSmoother
 from transformers.utils import ModelOutput
 
 from pipecomp.data import MicroBatch
-from pipecomp.errors import require
+from pipecomp.errors import PipecompError, require
 from pipecomp.stages import default_loss
 from pipecomp.stages.partition.adapters import without_peft
 from pipecomp.stages.partition.architectures import architecture_of, head_name
-from pipecomp.stages.partition.losses import LossFn, causal_lm, classification, infer_problem
+from pipecomp.stages.partition.losses import LossFn, causal_lm, classification, infer_problem, masked_lm
 
 
 @dataclass
 class LogitsOutput(ModelOutput):
-    """The part of a model's output that the last stage computes."""
+    """The part of a model's output that the last stage computes, with the loss if there are labels."""
 
+    loss: Tensor | None = None
     logits: Tensor | None = None
+
+
+class LastStageModel:
+    """The model that a subclass's `compute_loss` gets: a call returns the logits of the micro-batch.
+
+    The pipeline has computed them. Other attributes are those of the last stage.
+
+    Args:
+        stage: The last stage.
+        loss: The model's loss.
+        logits: Of the micro-batch.
+        inputs: Of the micro-batch, with its labels.
+    """
+
+    def __init__(self, stage: Any, loss: StepLoss, logits: Tensor, inputs: Mapping[str, Any]) -> None:
+        self._stage, self._loss, self._logits, self._inputs, self._called = stage, loss, logits, inputs, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stage, name)
+
+    def __call__(self, *positional: Any, **given: Any) -> LogitsOutput:
+        """Return the logits, and the model's loss if labels are given.
+
+        Raises:
+            PipecompError: For a second call, other inputs, or outputs other than logits.
+        """
+        name = "compute_loss"
+        if self._called:
+            raise PipecompError(f"{name} calls the model again: the stages have run the micro-batch once")
+        self._called = True
+        given |= dict(zip(("input_ids",), positional, strict=False))
+        labels, items = given.pop("labels", None), given.pop("num_items_in_batch", None)
+        for key, value in given.items():
+            if isinstance(value, Tensor) and value is not self._inputs.get(key):
+                raise PipecompError(
+                    f"{name} calls the model with other {key} than the micro-batch's: the stages have run that before. "
+                    "Change inputs in data_collator"
+                )
+            if key in ("output_hidden_states", "output_attentions") and value:
+                raise PipecompError(f"{name}: {key} is not available: the last stage returns only logits")
+        loss = None if labels is None else self._loss.model_loss(self._logits, labels, items)
+        return LogitsOutput(loss=loss, logits=self._logits)
 
 
 def count_labels(labels: Tensor, *, causal: bool, own: bool = False) -> int:
@@ -71,6 +115,9 @@ class StepLoss:
 
     Attributes:
         share: (micro-batches, labels) of the step, over all replicas; set before every step.
+        method: A subclass's `compute_loss`, bound, or None.
+        stage: The last stage, for `method`.
+        is_scaled: Returns whether `method` divides by the labels of the whole step; else it returns a mean.
 
     Raises:
         ConfigError: If the model's loss does not support label smoothing.
@@ -91,13 +138,35 @@ class StepLoss:
         )
         self._own = own
         self._notes = kind is classification and own is None and not label_smoothing
+        self._counts_items = kind in (causal_lm, masked_lm)
+        self._set_method()
+
+    def _set_method(self) -> None:
+        self.method: Callable[..., Any] | None = None
+        self.stage: Any = None
+        self.is_scaled: Callable[[], bool] = lambda: False
+        self._inputs: deque[MicroBatch] = deque()  # the step's remaining micro-batches, for `method`
+        self._columns: frozenset[str] = frozenset()
+        self._micro_batches = 1  # of the step and this replica
+
+    def use_method(self, method: Callable[..., Any], model_class: Any, is_scaled: Callable[[], bool]) -> None:
+        """Compute losses by a subclass's `compute_loss`. model_class: its forward takes the inputs of the stages."""
+        self.method, self.is_scaled, self._notes = method, is_scaled, False
+        self._columns = frozenset(inspect.signature(model_class.forward).parameters)
+
+    def model_inputs(self, batch: MicroBatch) -> MicroBatch:
+        """Return a micro-batch without the inputs that only `method` uses."""
+        if self.method is None or batch.inputs.keys() <= self._columns:
+            return batch
+        return replace(batch, inputs={key: value for key, value in batch.inputs.items() if key in self._columns})
 
     @classmethod
     def of_function(cls, loss: LossFn) -> StepLoss:
         """Make the loss of plain modules from a function of outputs and labels that returns their mean loss."""
         made = cls.__new__(cls)
         made.causal, made._loss, made._smoother, made._own, made._notes = False, loss, None, None, False
-        made.share, made._counts = (1, 1), deque()
+        made.share, made._counts, made._counts_items = (1, 1), deque(), False
+        made._set_method()
         return made
 
     @classmethod
@@ -119,15 +188,53 @@ class StepLoss:
         """Compute the loss for back-propagation. logits: [B, S, V] or [B, C]. labels: as for the model."""
         # Counted on the CPU before the step: counting on the GPU would wait for it.
         count = self._counts.popleft() if self._counts else self._count_labels(labels)
+        batch = self._inputs.popleft() if self._inputs else None
         micro_batches, total = self.share
         if count == 0:
             return logits.float().sum() * 0.0  # the mean would be NaN; zero still gives the other stages a gradient
+        if self.method is not None:
+            loss = self._call_method(logits, labels, batch, total)
+            return loss * self._micro_batches if self.is_scaled() else loss
         if self._own is not None:
             return self._own_loss(logits, labels, total) * micro_batches
-        return self.plain(logits, labels) * (count * micro_batches / total)
+        return self._mean(logits, labels) * (count * micro_batches / total)
 
-    def plain(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the unweighted mean over a micro-batch's labels, for evaluation."""
+    def plain(self, logits: Tensor, labels: Tensor, batch: MicroBatch | None = None) -> Tensor:
+        """Return the unweighted mean over a micro-batch's labels, for evaluation. batch: the micro-batch."""
+        if self.method is not None:
+            return self._call_method(logits, labels, batch, self._count_labels(labels), return_outputs=True)[0]
+        return self._mean(logits, labels)
+
+    def _call_method(self, logits: Tensor, labels: Tensor, batch: MicroBatch | None, count: int, **options: Any) -> Any:
+        """Call the subclass's `compute_loss` with the micro-batch's inputs on the device of the logits."""
+        assert self.method is not None
+        given = {} if batch is None else batch.inputs
+        inputs = {key: value.to(logits.device, non_blocking=True) for key, value in given.items()}
+        inputs["labels"] = labels
+        items = torch.full((), count, device=logits.device)
+        return self.method(LastStageModel(self.stage, self, logits, dict(inputs)), inputs, items, **options)
+
+    def model_loss(self, logits: Tensor, labels: Tensor, items: Any) -> Tensor:
+        """Return the loss as the model's own forward does, normalized by `items` if they are given and it uses them."""
+        if items is None or not self._counts_items:
+            return self._loss(logits, labels)
+        return self._loss(logits, labels) * self._count_labels(labels) / items
+
+    def total_loss(self, logits: Tensor, labels: Tensor, items: Any) -> Tensor:
+        """Return the trainer's loss (the user's function, smoothed, or the model's) normalized by `items`."""
+        if self._own is not None:
+            return self._own(LogitsOutput(logits=logits), labels, num_items_in_batch=items)
+        if self._smoother is None:
+            return self.model_loss(logits, labels, items)
+        mean = self._mean(logits, labels)
+        return mean if items is None else mean * self._count_labels(labels) / items
+
+    @property
+    def has_function(self) -> bool:
+        """Whether the user has passed a compute_loss_func."""
+        return self._own is not None
+
+    def _mean(self, logits: Tensor, labels: Tensor) -> Tensor:
         if self._own is not None:
             return self._own_loss(logits, labels, self._count_labels(labels))
         if self._smoother is None:
@@ -166,13 +273,14 @@ class StepLoss:
                 continue
             layout = stage.layout(batch.ids, batch.inputs, batch.lengths)
             labels = stage.mask_labels(layout, batch.labels)
-            if self._own is None:
+            if self._own is None and self.method is None:
                 stage.check_labels(layout, labels)
             out.append(labels)
         return out
 
     def _count_labels(self, labels: Tensor) -> int:
-        return count_labels(labels, causal=self.causal, own=self._own is not None)
+        own = self._own is not None or self.method is not None
+        return count_labels(labels, causal=self.causal, own=own)
 
     def _own_loss(self, logits: Tensor, labels: Tensor, count: int) -> Tensor:
         """Call the user's loss with num_items_in_batch as a tensor, as Trainer does."""
@@ -181,6 +289,11 @@ class StepLoss:
         return self._own(
             LogitsOutput(logits=logits), labels, num_items_in_batch=torch.full((), count, device=logits.device)
         )
+
+    def hold_inputs(self, batches: list[MicroBatch]) -> None:
+        """Keep a step's micro-batches for `method`, if there is one."""
+        if self.method is not None:
+            self._inputs = deque(batches)
 
     def set_share(self, labels: list[Tensor], replicas: int, group: Any, device: torch.device) -> None:
         """Set `share` for the next step.
@@ -193,7 +306,7 @@ class StepLoss:
         """
         self._counts = deque(self._count_labels(x) for x in labels)
         total = torch.tensor([sum(self._counts)], device=device)
-        micro_batches = len(labels)
+        self._micro_batches = micro_batches = len(labels)
         if group is not None:
             torch.distributed.all_reduce(total, group=group)
             micro_batches *= replicas

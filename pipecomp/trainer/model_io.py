@@ -21,11 +21,27 @@ from pipecomp.checkpoint.writing import CollectiveModelWrite, write_state
 from pipecomp.errors import ConfigError, PipecompError, require
 from pipecomp.interfaces import TrainingEngine
 from pipecomp.plan.auto_bits import needs_measuring
-from pipecomp.trainer import arguments, checkpoints
+from pipecomp.trainer import arguments, checkpoints, stage_options
 from pipecomp.trainer.losses import StepLoss
-from pipecomp.trainer.setup import OptimizerFactories, PipelineSetup, disable_model, enable_model, parameter_dtypes
+from pipecomp.trainer.optimizers import StageOptimizer
+from pipecomp.trainer.setup import PipelineSetup, disable_model, enable_model, parameter_dtypes
 
 TRAINING_ARGS_FILE = "training_args.bin"  # Trainer's name
+
+
+class UnloadedModel(str):
+    """The name of a model of which no stage is loaded yet, with its `config`."""
+
+    config: Any
+
+    def __new__(cls, name: str | os.PathLike, config: Any) -> UnloadedModel:
+        """Name a folder or a model on the hub, with its configuration."""
+        made = super().__new__(cls, os.fspath(name))
+        made.config = config
+        return made
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"model.{name}: no stage is loaded yet; trainer.engine, on every rank, loads this one's")
 
 
 class EngineHolder:
@@ -33,12 +49,13 @@ class EngineHolder:
 
     Attributes:
         engine: The open engine, or None.
+        stage: This rank's stage while its engine is made, or None.
     """
 
     def __init__(
         self,
         pipeline: PipelineSetup,
-        optimizers: OptimizerFactories,
+        scheduler: Callable[[Any], Any] | None,
         loss: StepLoss,
         model: Any,
         model_init: Callable[..., Any] | None,
@@ -46,22 +63,34 @@ class EngineHolder:
         *,
         deepspeed_optimizer: bool = False,
     ) -> None:
-        """used: values of arguments that the trainer has read. deepspeed_optimizer: the configuration's."""
+        """used: values of arguments that the trainer has read. scheduler: for an optimizer that DeepSpeed makes."""
         self._deepspeed_optimizer = deepspeed_optimizer
-        self._pipeline, self._optimizers, self._loss = pipeline, optimizers, loss
+        self._pipeline, self._scheduler, self._loss = pipeline, scheduler, loss
         self._original, self._model_init = model, model_init
         self._used = used
         self._precision: dict[str, torch.dtype] = {}
         self._trained = self._lost = False  # lost: the engine with the trained weights of a folder's model is closed
         self.engine: TrainingEngine | None = None
+        self.stage: Any = None
+        self._remove_options: Callable[[], None] = lambda: None
 
     @property
     def model(self) -> Any:
         """This rank's stage, or the original model while no engine is open."""
-        return self._original if self.engine is None else self.engine.stage
+        if self.engine is not None:
+            return self.engine.stage
+        if self.stage is not None:
+            return self.stage
+        unloaded = isinstance(self._original, (str, os.PathLike))
+        return UnloadedModel(self._original, self._pipeline.model_config) if unloaded else self._original
 
     def open(
-        self, args: Any, processing_class: Any, fire: Callable[[str], None], tokens: Callable[[], int | None]
+        self,
+        args: Any,
+        processing_class: Any,
+        fire: Callable[[str], None],
+        tokens: Callable[[], int | None],
+        optimizer: StageOptimizer,
     ) -> TrainingEngine:
         """Make the engine. Every rank must call this.
 
@@ -70,6 +99,7 @@ class EngineHolder:
             processing_class: Trainer's argument.
             fire: Calls the callbacks of an event, given its name.
             tokens: Returns the tokens of a sample, or None if unknown. Called only if bits are measured.
+            optimizer: Makes the stage's optimizer; not called if DeepSpeed makes it.
 
         Raises:
             PipecompError: After `end()` on a trained model, because the folder has untrained weights.
@@ -81,18 +111,27 @@ class EngineHolder:
         own = not self._pipeline.settings.gradients.exchanges_in_optimizer and not self._deepspeed_optimizer
         enable_model(self._original)
         self._precision = parameter_dtypes(self._original)
-        engine = initialize(
-            self._original,
-            config=self._pipeline.engine_config,
-            cuts=self._pipeline.plan.cuts,
-            loss_fn=self._loss,
-            optimizer=(self._optimizers.optimizer or arguments.optimizer_factory(args)) if own else None,
-            lr_scheduler=self._optimizers.scheduler if self._deepspeed_optimizer else None,
-            parameter_groups=arguments.parameter_groups(args) if own else None,
-            tokens=tokens() if needs_measuring(self._pipeline.settings) else None,
-        )
+
+        def groups(stage: Any) -> list[dict[str, Any]]:
+            self.stage = stage
+            return optimizer.groups(stage)
+
         try:
-            _check_engine(engine, args)
+            engine = initialize(
+                self._original,
+                config=self._pipeline.engine_config,
+                cuts=self._pipeline.plan.cuts,
+                loss_fn=self._loss,
+                optimizer=optimizer.make if own else None,
+                lr_scheduler=self._scheduler if self._deepspeed_optimizer else None,
+                parameter_groups=groups if own else None,
+                tokens=tokens() if needs_measuring(self._pipeline.settings) else None,
+            )
+        finally:
+            self.stage = None
+        try:
+            _check_device(engine, args)
+            self._remove_options = stage_options.apply(engine.stage, args)
         except ConfigError:
             engine.close()
             raise
@@ -115,6 +154,8 @@ class EngineHolder:
     def close(self) -> None:
         """Close the engine, if one is open."""
         if self.engine is not None:
+            self._remove_options()
+            self.engine.stage.__dict__.pop("generate", None)
             self.engine.close()
             self.engine = None
             self._lost = self._trained and not isinstance(self._original, nn.Module)
@@ -151,23 +192,12 @@ def make_model(model_init: Callable[..., Any]) -> Any:
     return model
 
 
-def _check_engine(engine: TrainingEngine, args: Any) -> None:
-    """Check the engine's device, and that its optimizer has no modes for training and evaluation."""
-    # Note: Trainer switches an optimizer's mode for evaluation. The engine also copies, averages and saves weights
-    # between steps, so an optimizer whose weights depend on the mode does not work.
+def _check_device(engine: TrainingEngine, args: Any) -> None:
     require(
         not args.use_cpu or engine.device.type == "cpu",
         "use_cpu",
         True,
         "False, or set DS_ACCELERATOR=cpu in the environment: DeepSpeed is already loaded",
-    )
-    optimizer = engine.basic_optimizer
-    modes = [f"{name}()" for name in ("train", "eval") if callable(getattr(optimizer, name, None))]
-    require(
-        not modes,
-        "optimizers[0]",
-        type(optimizer).__name__,
-        f"an optimizer without {' and '.join(modes)}: weights must be equal in training and evaluation",
     )
 
 

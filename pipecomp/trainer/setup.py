@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,14 +21,14 @@ from pipecomp.distributed.collectives import open_groups
 from pipecomp.distributed.consistency import AllRanks, versions
 from pipecomp.distributed.placement import own_gpu, some_share
 from pipecomp.distributed.rendezvous import all_ranks, check_processes, start_processes, wanted_keys
-from pipecomp.errors import ConfigError, PipecompError, SplitError, require
+from pipecomp.errors import PipecompError, SplitError, require
 from pipecomp.stages.partition.adapters import without_peft
 from pipecomp.stages.partition.loading import resolve, skeleton
 from pipecomp.stages.partition.modules import Modules, plan_modules
 from pipecomp.stages.partition.planning import SplitPlan, plan_model
 from pipecomp.stages.partition.quantization import count_values
 from pipecomp.tls.process_group import BACKEND
-from pipecomp.trainer import arguments, deepspeed_config
+from pipecomp.trainer import arguments, deepspeed_config, stage_options
 from pipecomp.utils.activity import limits
 
 
@@ -53,6 +52,7 @@ def join(
     ranks = all_ranks()
     with ranks.collective_errors():
         arguments.check(args)
+        stage_options.check(args)
         require(
             (model is None) != (model_init is None), "model", model, "either a model or a model_init that makes one"
         )
@@ -93,6 +93,7 @@ class PipelineSetup:
         plan: The blocks of each stage.
         replicas: Number of pipeline replicas: processes divided by stages.
         flos_per_token: Trainer's estimate of a step's floating-point operations per token.
+        trained_values: Number of trained values of the whole model.
     """
 
     model_class: Any
@@ -102,6 +103,13 @@ class PipelineSetup:
     plan: SplitPlan
     replicas: int
     flos_per_token: int
+    trained_values: int
+
+    @property
+    def flattens_parameters(self) -> bool:
+        """Whether DeepSpeed's optimizer gets one vector instead of the parameters."""
+        half = any(self.engine_config.get(name, {}).get("enabled") for name in ("bf16", "fp16"))
+        return bool(half or self.engine_config.get("zero_optimization", {}).get("stage"))
 
     @classmethod
     def of(
@@ -135,6 +143,7 @@ class PipelineSetup:
                 plan=split_plan,
                 replicas=world // split_plan.num_stages,
                 flos_per_token=0,
+                trained_values=sum(p.numel() for p in model.model.parameters() if p.requires_grad),
             )
         source = resolve(model)
         whole = source.model if source.model is not None else skeleton(source)
@@ -160,6 +169,7 @@ class PipelineSetup:
             plan=split_plan,
             replicas=world // split_plan.num_stages,
             flos_per_token=6 * _count_without_embeddings(whole),
+            trained_values=sum(p.numel() for p in whole.parameters() if p.requires_grad),
         )
 
 
@@ -167,34 +177,6 @@ def _count_without_embeddings(model: Any) -> int:
     """Count weights as Trainer does; transformers' own method counts those in 4 bits wrongly if they are not loaded."""
     embeddings = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
     return sum(count_values(p) for name, p in model.named_parameters() if name not in embeddings)
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerFactories:
-    """The user's factories: an optimizer from parameter groups, a schedule from that optimizer. None: as in `args`."""
-
-    optimizer: Callable[[list], Any] | None
-    scheduler: Callable[[Any], Any] | None
-
-    @classmethod
-    def of(
-        cls, factories: tuple[Any, Any], class_and_options: tuple[type, dict[str, Any]] | None, settings: Config
-    ) -> OptimizerFactories:
-        """Check `optimizers` and `optimizer_cls_and_kwargs` of `PipelineTrainer`. Raises ConfigError."""
-        make, make_scheduler = factories
-        if class_and_options is not None:
-            require(make is None, "optimizer_cls_and_kwargs", class_and_options, "None together with optimizers[0]")
-            kind, options = class_and_options
-            make = partial(kind, **options)
-        for index, factory in enumerate(factories):
-            if factory is not None and not callable(factory):
-                allowed = "None, or a callable that takes " + ("parameter groups", "the optimizer")[index]
-                raise ConfigError(f"optimizers[{index}]", type(factory).__name__, allowed)
-        if make is not None and settings.gradients.exchanges_in_optimizer:
-            name = "optimizers[0]" if class_and_options is None else "optimizer_cls_and_kwargs"
-            allowed = f"None: {settings.gradients.method!r} is the optimizer"
-            raise ConfigError(name, class_and_options or factories[0], allowed)
-        return cls(optimizer=make, scheduler=make_scheduler)
 
 
 # -- arguments that all ranks must share

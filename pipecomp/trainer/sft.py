@@ -21,7 +21,7 @@ from trl.chat_template_utils import (
 from trl.data_utils import is_conversational
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from pipecomp.data import IGNORED
+from pipecomp.data import IGNORED, MicroBatch
 from pipecomp.data.packing import SEQ_LENGTHS
 from pipecomp.distributed.rendezvous import all_ranks
 from pipecomp.errors import ConfigError, require
@@ -194,14 +194,22 @@ class SFTLoss(StepLoss):
         """Weight each token's loss by its probability: Dynamic Fine-Tuning, https://huggingface.co/papers/2508.05629."""
         self._loss = dft_loss
 
-    def plain(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the mean over a micro-batch's labels. logits: [B, S, V]. labels: int64 [B, S]."""
+    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss for back-propagation. logits: [B, S, V]. labels: int64 [B, S]."""
+        self._note(logits, labels)
+        return super().__call__(logits, labels)
+
+    def plain(self, logits: Tensor, labels: Tensor, batch: MicroBatch | None = None) -> Tensor:
+        """Return the mean over a micro-batch's labels."""
+        self._note(logits, labels)
+        return super().plain(logits, labels, batch)
+
+    def _note(self, logits: Tensor, labels: Tensor) -> None:
         found = token_statistics(logits, labels, "entropy", "is_top1")
         count = (labels[:, 1:] != IGNORED).sum().clamp(min=1).to(logits.device)
         self.metrics.add(
             {"entropy": found["entropy"].sum() / count, "mean_token_accuracy": found["is_top1"].sum() / count}
         )
-        return super().plain(logits, labels)
 
 
 def dft_loss(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:

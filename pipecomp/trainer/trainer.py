@@ -5,36 +5,49 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 from transformers import (
     DataCollatorWithPadding,
     PreTrainedTokenizerBase,
+    Trainer,
     TrainerControl,
     TrainingArguments,
     default_data_collator,
 )
-from transformers.trainer_pt_utils import log_metrics, metrics_format, save_metrics, save_state
+from transformers.trainer_pt_utils import (
+    get_learning_rates,
+    log_metrics,
+    metrics_format,
+    save_metrics,
+    save_state,
+)
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput, speed_metrics
 from transformers.utils import logging as transformers_logging
 
-from pipecomp.data import PackingCollator, ShardedSampler, dataset_facts
+from pipecomp.data import PackingCollator, dataset_facts
 from pipecomp.data.packing import SEQ_LENGTHS
+from pipecomp.distributed.collectives import while_others_wait
 from pipecomp.distributed.rendezvous import all_ranks
 from pipecomp.errors import require, writable
 from pipecomp.interfaces import TrainingEngine
 from pipecomp.report.recorder import Recorder
 from pipecomp.stages.partition.loading import with_lora
-from pipecomp.trainer import arguments, callbacks, checkpoints, model_io, setup
+from pipecomp.trainer import arguments, callbacks, checkpoints, generation, model_io, overrides, setup
+from pipecomp.trainer.accelerator import PipelineAccelerator
 from pipecomp.trainer.callbacks import fire
 from pipecomp.trainer.data_loading import (
     EvalLoaders,
+    SamplerBatches,
     SampleSource,
     check_seeded_collator,
     data_seed,
+    loader_options,
     longest_sample,
     make_sampler,
     packed_documents,
@@ -42,12 +55,23 @@ from pipecomp.trainer.data_loading import (
     set_epoch,
 )
 from pipecomp.trainer.evaluation import Evaluation, check_ignored_keys, select_dataset
+from pipecomp.trainer.hub import HubRepository
 from pipecomp.trainer.losses import StepLoss
 from pipecomp.trainer.meters import TrainingRecorder
+from pipecomp.trainer.optimizers import OptimizerFactories, StageOptimizer, check_optim, decaying_parameters
 from pipecomp.trainer.training import Training, TrainingLength
 from pipecomp.utils.activity import waiting_for_data
 
 _log = transformers_logging.get_logger(__name__)
+
+
+@dataclass
+class _Creation:
+    """What `create_optimizer` and `create_scheduler` set. again: makes another optimizer of the same kind."""
+
+    optimizer: Any = None
+    lr_scheduler: Any = None
+    again: Callable[[list], Any] | None = None
 
 
 class PipelineTrainer:
@@ -81,8 +105,9 @@ class PipelineTrainer:
             logits.
         compute_metrics: As for Trainer; called on rank 0.
         callbacks: As for Trainer.
-        optimizers: A callable that makes an optimizer from the parameter groups of a stage, and one that makes a
-            schedule from that optimizer; None for the defaults.
+        optimizers: A new optimizer of the parameters of a model in memory, or a callable that makes one from the
+            parameter groups of a stage; and a schedule of that optimizer, or a callable that makes one from it. Each
+            stage gets its own. None for the defaults.
         optimizer_cls_and_kwargs: As for Trainer.
         preprocess_logits_for_metrics: As for Trainer.
         pipecomp: The "pipecomp" section as a dict, or a DeepSpeed configuration with it, a dict or a JSON file.
@@ -103,10 +128,14 @@ class PipelineTrainer:
     Attributes:
         engine: The `pipecomp.PipelineEngine`.
         model: This rank's stage once the engine is made; before that the original model.
-        state, control, callback_handler, optimizer, lr_scheduler: As in Trainer.
+        state, control, callback_handler, accelerator: As in Trainer.
+        optimizer, lr_scheduler: Of this rank's stage.
+
+    A subclass may override Trainer's methods in `overrides.OVERRIDABLE`: compute_loss runs on the last stage,
+    create_optimizer and create_scheduler on every stage, get_train_dataloader on every rank.
 
     Raises:
-        ConfigError: If an argument is wrong, or a subclass overrides a method of Trainer that is never called.
+        ConfigError: If an argument is wrong, or a subclass overrides another method of Trainer.
         SplitError: If the model cannot be partitioned.
         LinkError: If ranks differ, or cannot reach each other.
 
@@ -121,6 +150,13 @@ class PipelineTrainer:
     uses_deepspeed_optimizer = False
     arguments_class = "TrainingArguments"
     sequences_per_sample = 1  # of the model, for each sample of the datasets
+    loss_is_scaled_for_ga: bool | None = None  # of a subclass's compute_loss, as in Trainer
+    is_in_train = False
+    hp_search_backend = hp_name = None
+    is_deepspeed_enabled = True
+    is_fsdp_enabled = is_model_parallel = False
+    can_return_loss = True
+    get_learning_rates = get_learning_rates
     log_metrics = log_metrics
     metrics_format = metrics_format
     save_metrics = save_metrics
@@ -173,7 +209,11 @@ class PipelineTrainer:
         self.settings, self.plan, self.replicas = self._pipeline.settings, self._pipeline.plan, self._pipeline.replicas
         self.flos_per_token = self._pipeline.flos_per_token
         self._loss = self._make_loss(model, compute_loss_func)
-        self._optimizers = setup.OptimizerFactories.of(optimizers, optimizer_cls_and_kwargs, self.settings)
+        if self._overrides("compute_loss"):
+            self._loss.use_method(self._call_compute_loss, self._pipeline.model_class, self._is_loss_scaled)
+        if not self.uses_deepspeed_optimizer:
+            check_optim(self.args, flat=self._pipeline.flattens_parameters)
+        self._optimizers = OptimizerFactories.of(optimizers, optimizer_cls_and_kwargs, model, self.settings)
         self._save_messages, self._report, self._save_on_signal = save_messages, report, save_on_signal
 
         self.processing_class = processing_class
@@ -197,15 +237,23 @@ class PipelineTrainer:
         used = arguments.values(self.args, arguments.READ_BY_TRAINER)
         self._holder = model_io.EngineHolder(
             self._pipeline,
-            self._optimizers,
+            self._optimizers.scheduler,
             self._loss,
             model,
             model_init,
             used,
             deepspeed_optimizer=self.uses_deepspeed_optimizer,
         )
+        self._creation: _Creation | None = None  # while optimizer or schedule are made
+        self._schedule: Any = None  # of create_optimizer_and_scheduler, until a training uses it
         self._eval_loaders = EvalLoaders()
         self._training: Training | None = None
+        self.accelerator = PipelineAccelerator(self)
+        if self.rank == 0:
+            arguments.report_ignored(self.args)
+        self._hub = HubRepository(self.args)
+        if self.args.push_to_hub:
+            self.init_hf_repo()
         self._start_callbacks(model, callbacks or [])
 
     def _start_callbacks(self, model: Any, user_callbacks: list[Any]) -> None:
@@ -221,11 +269,22 @@ class PipelineTrainer:
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
-        arguments.check_subclass(cls, PipelineTrainer)
+        overrides.check_subclass(cls, PipelineTrainer)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        arguments.check_attribute(self, name, value)
+        creation = self.__dict__.get("_creation")
+        if creation is not None and name in ("optimizer", "lr_scheduler"):
+            setattr(creation, name, value)
+            return
+        overrides.check_attribute(self, name, value)
         super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        raise overrides.missing_attribute(self, name)
+
+    def _overrides(self, name: str) -> bool:
+        """Return whether a subclass or the script has replaced a method."""
+        return name in self.__dict__ or getattr(type(self), name) is not getattr(PipelineTrainer, name)
 
     # -- the engine
 
@@ -233,7 +292,12 @@ class PipelineTrainer:
     def engine(self) -> TrainingEngine:
         """The engine, made at first use. All ranks must make the first access together."""
         if self._holder.engine is None:
-            engine = self._holder.open(self.args, self.processing_class, partial(fire, self), self._sample_tokens)
+            maker = StageOptimizer(self.args, self._create_stage_optimizer, self.settings)
+            engine = self._holder.open(
+                self.args, self.processing_class, partial(fire, self), self._sample_tokens, maker
+            )
+            engine.stage.__dict__["generate"] = self.generate
+            self._loss.stage = engine.stage
             self.callback_handler.model, self.callback_handler.optimizer = engine.stage, engine.optimizer
             return engine
         return self._holder.engine
@@ -244,14 +308,177 @@ class PipelineTrainer:
         return self._holder.model
 
     @property
+    def model_wrapped(self) -> Any:
+        """The same as `model`."""
+        return self.model
+
+    @property
+    def tokenizer(self) -> Any:
+        """The same as `processing_class`."""
+        return self.processing_class
+
+    @property
+    def label_names(self) -> list[str]:
+        """Names of the columns with labels."""
+        return ["labels"]
+
+    @property
+    def hub_model_id(self) -> str | None:
+        """The id of the model's repository; None before it is created."""
+        return self._hub.id
+
+    @property
     def optimizer(self) -> Any:
-        """The engine's optimizer; None before the engine is made."""
-        return None if self._holder.engine is None else self._holder.engine.optimizer
+        """The optimizer of this rank's stage; None before the engine is made."""
+        if self._creation is not None:
+            return self._creation.optimizer
+        return None if self._holder.engine is None else self._holder.engine.basic_optimizer
 
     @property
     def lr_scheduler(self) -> Any:
         """The schedule of the last training; None before the first."""
-        return self.callback_handler.lr_scheduler
+        return self.callback_handler.lr_scheduler if self._creation is None else self._creation.lr_scheduler
+
+    def get_num_trainable_parameters(self) -> int:
+        """Return the number of trained values of the whole model."""
+        return self._pipeline.trained_values
+
+    def get_optimizer_group(self, param: Any = None) -> Any:
+        """Return the optimizer's group of a parameter, or without one the parameters of all groups.
+
+        Args:
+            param: A parameter of this rank's stage.
+        """
+        groups = self.optimizer.param_groups
+        if param is None:
+            return [group["params"] for group in groups]
+        return next(group for group in groups if any(p is param for p in group["params"]))
+
+    # -- optimizer and schedule
+
+    get_optimizer_cls_and_kwargs = staticmethod(Trainer.get_optimizer_cls_and_kwargs)
+
+    def get_decay_parameter_names(self, model: Any) -> list[str]:
+        """Return the names of the parameters with weight decay, as in Trainer."""
+        return decaying_parameters(model)
+
+    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
+        """Make the optimizer and the schedule of this rank's stage; a subclass may set the attributes itself.
+
+        Args:
+            num_training_steps: Optimizer steps of the training.
+        """
+        self.create_optimizer()
+        self.create_scheduler(num_training_steps=num_training_steps)
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        """Make the optimizer of this rank's stage, or return the one that there is.
+
+        Args:
+            model: The stage; default: `model`.
+
+        Raises:
+            ConfigError: If it cannot be made.
+        """
+        if self._creation is None:  # a script calls it
+            return self.engine.basic_optimizer
+        if self._creation.optimizer is None:
+            stage = self.model if model is None else model
+            self._creation.optimizer, self._creation.again = self._optimizers.make_optimizer(
+                self.args, stage, self.get_decay_parameter_names(stage), self.get_optimizer_cls_and_kwargs
+            )
+        return self._creation.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Make the learning-rate schedule of this rank's optimizer, or return the one that there is.
+
+        Args:
+            num_training_steps: Optimizer steps of the training.
+            optimizer: The optimizer; default: `optimizer`.
+        """
+        if self.lr_scheduler is not None:
+            return self.lr_scheduler
+        if optimizer is None:
+            optimizer = self.engine.basic_optimizer if self.optimizer is None else self.optimizer
+        made = self._optimizers.make_scheduler(self.args, optimizer, num_training_steps)
+        if self._creation is not None:
+            self._creation.lr_scheduler = made
+        return made
+
+    def _create_stage_optimizer(self) -> tuple[Any, Any]:
+        """Return the optimizer of the stage that is being built, and a function for another one of its kind."""
+        creation = self._creation = _Creation()
+        try:
+            if self._overrides("create_optimizer_and_scheduler"):
+                self.create_optimizer_and_scheduler(num_training_steps=self._count_steps())
+                self._schedule = creation.lr_scheduler
+            else:
+                made = self.create_optimizer()
+                creation.optimizer = made if creation.optimizer is None else creation.optimizer
+            return creation.optimizer, creation.again
+        finally:
+            self._creation = None
+
+    def _create_schedule(self, max_steps: int) -> Any:
+        """Return a new schedule for the optimizer of the open engine."""
+        if self._overrides("create_optimizer_and_scheduler"):
+            schedule, self._schedule = self._schedule, None
+            hint = "It makes the optimizer, whose schedule has ended: make a new trainer, or override create_scheduler."
+            require(schedule is not None, "create_optimizer_and_scheduler", "a second training", "one training", hint)
+            return schedule
+        creation = self._creation = _Creation(optimizer=self.engine.basic_optimizer)
+        try:
+            made = self.create_scheduler(num_training_steps=max_steps)
+            return creation.lr_scheduler if made is None else made
+        finally:
+            self._creation = None
+
+    def _count_steps(self) -> int:
+        """Return the optimizer steps of a training from its beginning; 1 without training data."""
+        own_loader = self._overrides("get_train_dataloader")
+        if self.train_dataset is None and not own_loader:
+            return max(1, self.args.max_steps)
+        sampler = self._make_sampler(self._training_samples(), 0)
+        return self._training_length(sampler.per_epoch).max_steps
+
+    # -- the loss
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Compute the loss of a micro-batch on the last stage, as Trainer does. Only an overriding method calls this.
+
+        Args:
+            model: Returns the logits when it is called with the inputs; the pipeline has computed them.
+            inputs: Of the micro-batch, with "labels".
+            return_outputs: Return (loss, outputs).
+            num_items_in_batch: Number of labels of the step.
+        """
+        inputs = dict(inputs)
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = self._loss.total_loss(outputs.logits, labels, num_items_in_batch)
+        counted = num_items_in_batch is not None and (self.model_accepts_loss_kwargs or self._loss.has_function)
+        if self.args.average_tokens_across_devices and counted and model.training:
+            loss = loss * self.replicas
+        return (loss, outputs) if return_outputs else loss
+
+    @property
+    def model_accepts_loss_kwargs(self) -> bool:
+        """Whether the model's loss uses num_items_in_batch, by Trainer's rule."""
+        kind = self._pipeline.model_class
+        parameters = inspect.signature(kind.forward).parameters.values()
+        return bool(getattr(kind, "accepts_loss_kwargs", any(p.kind is p.VAR_KEYWORD for p in parameters)))
+
+    def _is_loss_scaled(self) -> bool:
+        """Whether a subclass's loss is divided by the labels of the whole step, by Trainer's rule."""
+        if self.loss_is_scaled_for_ga is not None:
+            return self.loss_is_scaled_for_ga
+        return self.model_accepts_loss_kwargs or self._loss.has_function
+
+    def _call_compute_loss(self, model: Any, inputs: dict[str, Any], items: Any, **options: Any) -> Any:
+        known = self.model_accepts_loss_kwargs or self._loss.has_function
+        return self.compute_loss(model, inputs, num_items_in_batch=items if known else None, **options)
 
     def end(self) -> None:
         """Flush the stores and close the connections; otherwise this happens when the program ends.
@@ -292,9 +519,14 @@ class PipelineTrainer:
             arguments.check(self.args)  # the script may have changed them
             require(trial is None, "trial", trial, "None: the trainer does not search hyperparameters")
             check_ignored_keys("ignore_keys_for_eval", ignore_keys_for_eval)
-            samples = self._samples(self.train_dataset, "train_dataset")
+            samples = self._training_samples()
             set_epoch(samples.data, 0)  # an earlier training may have set another one, and facts are compared
             facts = self._facts(samples, self.args.per_device_train_batch_size, "train_dataset")
+            if samples.loader is not None:
+                own = not isinstance(self.data_collator, PackingCollator)
+                require(own, "packing", True, "False with get_train_dataloader or _get_train_sampler of a subclass")
+                order = self._make_sampler(samples, 0)
+                facts["order of the training loader (digest)"] = getattr(order, "digest", "")
         resumes = bool(resume_from_checkpoint) if resume_from_checkpoint in (None, True, False) else "from a folder"
         more = {"resumes": resumes, "save_on_signal": self._save_on_signal, "packing": packs(self.data_collator)}
         setup.check_equal_arguments(ranks, self.args, **facts, **more)
@@ -306,13 +538,19 @@ class PipelineTrainer:
             samples,
             resume_point,
             loss=self._loss,
-            make_scheduler=self._optimizers.scheduler,
             save_messages=self._save_messages,
             report=self._report,
             save_on_signal=self._save_on_signal,
         )
         self._holder.hide_original()
-        return self._training.run()
+        self.is_in_train = True
+        try:
+            output = self._training.run()
+        finally:
+            self.is_in_train = False
+        if self.args.push_to_hub:
+            self.push_to_hub()
+        return output
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -377,12 +615,14 @@ class PipelineTrainer:
     def _run_evaluation(self, data: Any, name: str, prefix: str, loss_only: bool, *, arrays: bool) -> EvalLoopOutput:
         ranks = all_ranks()
         with ranks.collective_errors():
-            samples = self._samples(data, name)
+            method = "get_test_dataloader" if name == "test_dataset" else "get_eval_dataloader"
+            if self._overrides(method):
+                samples = SampleSource.of_loader(getattr(self, method)(data), method)
+            else:
+                samples = self._samples(data, name)
             facts = self._facts(samples, self.args.per_device_eval_batch_size, name)
         setup.check_equal_arguments(ranks, self.args, **facts)
         engine = self.engine
-        engine.allow_evaluation(self.args.per_device_eval_batch_size * self.sequences_per_sample)
-        self._allow_packing(samples, self.args.per_device_eval_batch_size)
         loader = self._eval_loaders.of(
             data,
             samples,
@@ -391,6 +631,8 @@ class PipelineTrainer:
             replica=engine.grid.data_parallel_id,
             sequences=self.sequences_per_sample,
         )
+        engine.allow_evaluation(max(loader.largest, self.args.per_device_eval_batch_size * self.sequences_per_sample))
+        self._allow_packing(samples, self.args.per_device_eval_batch_size)
         self.callback_handler.eval_dataloader = loader
         evaluation = Evaluation(
             engine,
@@ -425,7 +667,13 @@ class PipelineTrainer:
         if self.train_dataset is None:
             return None
         with waiting_for_data(self.train_dataset):
-            return longest_sample(self._samples(self.train_dataset, "train_dataset"), data_seed(self.args))
+            return longest_sample(self._training_samples(), data_seed(self.args))
+
+    def _training_samples(self) -> SampleSource:
+        """Return the training data, or those of a subclass's loader."""
+        if self._overrides("get_train_dataloader") or self._overrides("_get_train_sampler"):
+            return SampleSource.of_loader(self.get_train_dataloader(), "get_train_dataloader")
+        return self._samples(self.train_dataset, "train_dataset")
 
     def _samples(self, data: Any, name: str) -> SampleSource:
         """Return a dataset with the columns that the model takes. name: for errors."""
@@ -436,6 +684,48 @@ class PipelineTrainer:
             if packs(self.data_collator):
                 columns.append(SEQ_LENGTHS)
         return SampleSource.of(data, self.data_collator, columns, name)
+
+    # -- loaders for scripts, and for subclasses that replace them
+
+    def get_train_dataloader(self) -> DataLoader:
+        """Return a loader of this replica's micro-batches in the first epoch.
+
+        A subclass may return another DataLoader of a dataset with a length and indices. Every rank calls it, and takes
+        its dataset, batches, collator and workers. Random draws of its sampler are the same on all ranks.
+        """
+        samples, args = self._samples(self.train_dataset, "train_dataset"), self.args
+        options = {"collate_fn": samples.collate, **loader_options(args)}
+        if self._overrides("_get_train_sampler"):
+            sampler = self._get_train_sampler(self.train_dataset)
+            size, drop = args.per_device_train_batch_size, args.dataloader_drop_last
+            return DataLoader(samples.data, size, sampler=sampler, drop_last=drop, **options)
+        replica = self.rank % self.replicas  # as in DeepSpeed's grid
+        return DataLoader(samples.data, batch_sampler=SamplerBatches(self._make_sampler(samples, replica)), **options)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        """Return the sampler of the training data; None for the order of `train_sampling_strategy`."""
+        return None
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        """Return a loader of an evaluation's micro-batches; a subclass may return another, see `get_train_dataloader`.
+
+        Args:
+            eval_dataset: As for `evaluate`.
+        """
+        return self._evaluation_loader(select_dataset(eval_dataset, self.eval_dataset), "eval_dataset")
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
+        """Return a loader of a prediction's micro-batches; a subclass may return another, see `get_train_dataloader`.
+
+        Args:
+            test_dataset: The dataset.
+        """
+        return self._evaluation_loader(test_dataset, "test_dataset")
+
+    def _evaluation_loader(self, data: Any, name: str) -> DataLoader:
+        samples, args = self._samples(data, name), self.args
+        options = {"collate_fn": samples.collate, "drop_last": args.dataloader_drop_last, **loader_options(args)}
+        return DataLoader(samples.data, args.per_device_eval_batch_size, **options)
 
     def num_examples(self, dataloader: Any) -> int:
         """Return the number of samples in the dataset of one of this trainer's loaders."""
@@ -448,7 +738,7 @@ class PipelineTrainer:
         pipeline = self._pipeline
         return StepLoss.of(pipeline.model_config, pipeline.model_class, model, self.args.label_smoothing_factor, own)
 
-    def _make_sampler(self, samples: SampleSource, replica: int) -> ShardedSampler:
+    def _make_sampler(self, samples: SampleSource, replica: int) -> Any:
         """Make the order of the training samples of a replica."""
         data, processing = self.train_dataset, self.processing_class
         return make_sampler(samples, self.args, data, processing, replicas=self.replicas, replica=replica)
@@ -567,10 +857,80 @@ class PipelineTrainer:
 
         Args:
             output_dir: `args.output_dir` by default. The folder is complete on the machine of rank 0.
-            _internal_call: Trainer's argument; ignored.
+            _internal_call: Do not push the model to the hub if `args.push_to_hub` is set.
         """
         processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         model_io.save_model(self.engine, output_dir or self.args.output_dir, self.args, processing)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """Create the model's repository on the hub, on rank 0. A failing hub is reported in one line.
+
+        Args:
+            token: Default: `args.hub_token`.
+            private: Default: `args.hub_private_repo`.
+        """
+        if self.rank == 0:
+            self._hub.create(token, private)
+
+    def push_to_hub(
+        self,
+        commit_message: str = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **card: Any,
+    ) -> Any:
+        """Write the model to `args.output_dir` and upload that folder without checkpoints. Every rank must call this.
+
+        A failing hub is reported in one line and does not end the run.
+
+        Args:
+            commit_message: Of the commit.
+            blocking: Wait for the upload.
+            token: Default: `args.hub_token`.
+            revision: Default: `args.hub_revision`.
+            private: Default: `args.hub_private_repo`.
+            card: As for `create_model_card`.
+
+        Returns:
+            On rank 0 huggingface_hub's commit, or a future of it without `blocking`; None on other ranks.
+        """
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        self.save_model(_internal_call=True)
+        name = (self.args.hub_model_id or Path(self.args.output_dir).absolute().name).split("/")[-1]
+        self.create_model_card(**{"model_name": name, **card})
+
+        def upload() -> Any:
+            if self.rank != 0:
+                return None
+            return self._hub.upload(commit_message, token=token, revision=revision, private=private, blocking=blocking)
+
+        return while_others_wait(upload, self.group)
+
+    # -- generation
+
+    def generate(self, inputs: Any = None, **options: Any) -> Any:
+        """Generate text with the current weights. Every rank must call this; `model.generate` does the same.
+
+        Stages keep no cache: each token evaluates its whole prefix again. To generate much, load the saved model.
+
+        Args:
+            inputs: Prompts, int64 [B, S], padded on the left.
+            options: Of transformers' `generate`: attention_mask, max_new_tokens, do_sample, num_beams, …
+
+        Returns:
+            Prompts and new tokens on every rank, int64 [B, S + new].
+
+        Raises:
+            ConfigError: If the model does not generate text, or an option returns more than tokens.
+
+        Example:
+            >>> tokens = trainer.generate(**tokenizer("Once upon", return_tensors="pt"), max_new_tokens=20)
+        """
+        return generation.generate(self.engine, self.group, inputs, options)
 
     def create_model_card(self, **fields: Any) -> None:
         """Write a model card, README.md in `args.output_dir`, on rank 0.

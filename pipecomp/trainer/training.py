@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import get_scheduler
 from transformers.trainer_utils import TrainOutput, compare_trainer_and_checkpoint_args, speed_metrics
 from transformers.utils import logging as transformers_logging
 
@@ -140,19 +139,6 @@ class TrainingLength:
         return abs(epoch - self.epochs_after(step)) > 1 / self.updates
 
 
-def make_lr_scheduler(args: Any, optimizer: Any, make: Callable[[Any], Any] | None, max_steps: int) -> Any:
-    """Make the user's schedule with `make`, or the one that `args` names."""
-    if make is not None:
-        return make(optimizer)
-    return get_scheduler(
-        args.lr_scheduler_type,
-        optimizer=optimizer,
-        num_warmup_steps=args.get_warmup_steps(max_steps),
-        num_training_steps=max_steps,
-        scheduler_specific_kwargs=args.lr_scheduler_kwargs,
-    )
-
-
 def uses_metric(scheduler: Any) -> bool:
     """Return whether the schedule steps after evaluations, by a metric."""
     return isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) or type(scheduler).__name__ == "GreedyLR"
@@ -201,7 +187,6 @@ class Training:
         samples: The training data.
         resume_point: The checkpoint to resume from, or None.
         loss: The engine's loss.
-        make_scheduler: Makes the user's schedule from an optimizer; None for the schedule of the arguments.
         save_messages: Copy the message store into checkpoints.
         report: Write the page of `pipecomp report` at the end.
         save_on_signal: Stop after the current step with a checkpoint on SIGTERM and SIGINT.
@@ -217,7 +202,6 @@ class Training:
         resume_point: checkpoints.ResumePoint | None,
         *,
         loss: StepLoss,
-        make_scheduler: Callable[[Any], Any] | None,
         save_messages: bool,
         report: bool,
         save_on_signal: bool,
@@ -239,12 +223,13 @@ class Training:
             self._length = length = self._seek(resume_point.position, resume_point.state.global_step)
         pad = getattr(trainer.processing_class, "pad_token_id", None)
         seed = ops.mix_seed(data_seed(args), engine.grid.data_parallel_id)  # replicas mask differently
-        self._loader = StepLoader(samples, sampler, seed, loader_options(args), pad)
+        options = loader_options(args, samples.loader)
+        self._loader = StepLoader(samples, sampler, seed, options, pad, self._loss.model_inputs)
         handler = trainer.callback_handler
         if trainer.uses_deepspeed_optimizer:
             handler.lr_scheduler = None  # DeepSpeed's engine has the configuration's
         else:
-            handler.lr_scheduler = make_lr_scheduler(args, engine.basic_optimizer, make_scheduler, length.max_steps)
+            handler.lr_scheduler = trainer._create_schedule(length.max_steps)
         self._start_state(resume_point)
         self._resume_point = None if resume_point is None else trainer._load_checkpoint(resume_point)
         engine.set_loader(self._loader)
@@ -443,6 +428,7 @@ class Training:
             self._loss.set_problem_type(engine.stage.config, batches[0].labels)
             if engine.is_last_stage():
                 labels = self._loss.masked_labels(engine.stage, batches)
+                self._loss.hold_inputs(batches)
                 # In local steps replicas do not wait for each other: each averages over its own labels.
                 group = None if engine.begins_local_step() else self._loss_group
                 self._loss.set_share(labels, self._trainer.replicas, group, engine.device)
@@ -494,7 +480,7 @@ class Training:
         loss = common["loss"]
         trainer._report_end(self._recording.end(self._engine, stats, page=self._report), stats)
         if args.max_steps <= 0:
-            samples = len(trainer.train_dataset) * args.num_train_epochs
+            samples = len(self._loader.dataset) * args.num_train_epochs
         else:
             samples = length.max_steps * length.accumulation * args.per_device_train_batch_size * trainer.replicas
         metrics = speed_metrics(

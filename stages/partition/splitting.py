@@ -171,6 +171,48 @@ class Stage(PipelineStage):
     def _own_dtype(self) -> torch.dtype:
         return quantization.compute_dtype(self, torch.float32)
 
+    @property
+    def device(self) -> torch.device:
+        """Device of its parameters."""
+        return next(self.parameters()).device
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The stage's own blocks."""
+        everything: Any = self._model.base_model.get_submodule(self._architecture.blocks)
+        return [everything[i] for i in range(self.lo, self.hi)]
+
+    def get_input_embeddings(self) -> nn.Module | None:
+        """Return the model's module that embeds tokens; only the first stage uses it."""
+        embedding: nn.Module | None = self._model.get_input_embeddings()
+        return embedding
+
+    def compact_model(self) -> Any:
+        """Return a model of the stage's blocks alone, with new modules in the places of those that other stages have.
+
+        For code that patches the modules of a whole model: its own modules are the stage's.
+        """
+        top, base = shallow_copy(self._model), self._model.base_model_prefix
+        _replace_module(top, f"{base}.{self._architecture.blocks}", nn.ModuleList(self.blocks))
+        if not self.is_last:
+            for path in [name for name in top._modules if name != base]:
+                _replace_module(top, path, nn.Identity())
+            for path in self._architecture.after:
+                _replace_module(top, f"{base}.{path}", nn.Identity())
+        return top
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            model = self.__dict__.get("_model")
+            if name.startswith("_") or not hasattr(type(model), name):
+                raise
+            raise AttributeError(
+                f"{name}: a stage is a part of {type(model).__name__}; write the whole model with trainer.save_model "
+                "or engine.save_pretrained and load it with from_pretrained"
+            ) from None
+
     def train(self, mode: bool = True) -> Stage:
         self.training = mode
         self._model.train(mode)

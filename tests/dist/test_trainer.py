@@ -6,6 +6,7 @@ import gc
 import json
 import shutil
 import stat
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,7 @@ def recut(folder: str) -> list[dict[str, Any]]:
 def loop(folder: str) -> dict[str, Any]:
     """Trainer and engine, uncompressed and compressed, shuffled."""
     import pipecomp
-    from pipecomp.trainer.arguments import parameter_groups
+    from pipecomp.trainer.optimizers import parameter_groups
 
     out: dict[str, Any] = {}
     steps = 5
@@ -140,7 +141,7 @@ def loop(folder: str) -> dict[str, Any]:
             gpt2(),
             num_stages=2,
             training_data=samples(),
-            parameter_groups=parameter_groups(args),
+            parameter_groups=partial(parameter_groups, args),
             optimizer=lambda groups: torch.optim.AdamW(groups, lr=2e-3, fused=True),
             config={
                 "train_micro_batch_size_per_gpu": 2,

@@ -162,12 +162,18 @@ def errors(folder: str) -> dict[str, str]:
         model.config.output_hidden_states = True
         made(model)
 
+    def best_of_modes() -> None:
+        args = work.arguments(folder, eval_strategy="epoch", save_strategy="epoch", load_best_model_at_end=True)
+        kind = (Modes, {"lr": 0.1})
+        data = work.unequal(), work.unequal(3)
+        PipelineTrainer(gpt2(2, 16), args, work.padded, *data, optimizer_cls_and_kwargs=kind).train()
+
     cases: dict[str, Any] = {
         "clipping": lambda: changed("max_grad_norm", 0.1, after=False),
         "batch": lambda: changed("per_device_train_batch_size", 1, after=False),
         "rate": lambda: changed("learning_rate", 0.1, after=True),
         "hidden states": hidden_states,
-        "modes": lambda: made(optimizer_cls_and_kwargs=(Modes, {"lr": 0.1})).train(),
+        "modes": best_of_modes,
         "no dataset": lambda: made().evaluate({"first": work.unequal(3), "second": None}),
         "ended": lambda: ended(folder),
         "labels": lambda: made(collate=labelled).train(),
@@ -278,7 +284,7 @@ def test_a_callback_that_stops_training_before_a_step_stops_it_where_trainer_doe
         ("batch", "ConfigError: per_device_train_batch_size: got 1, allowed: "),
         ("rate", "ConfigError: learning_rate: got 0.1, allowed: 0.002, the value this trainer was made with"),
         ("hidden states", "ConfigError: config.output_hidden_states: got True"),
-        ("modes", "ConfigError: optimizers[0]: got 'Modes', allowed: an optimizer without train() and eval()"),
+        ("modes", "ConfigError: load_best_model_at_end: got True, allowed: False with Modes"),
         ("no dataset", "eval_dataset: got \"None for ['second']\", allowed: a dataset for each name"),
         ("ended", "end() has closed the trained model"),
         ("labels", "labels: sample 0 has 0 at place 6, to be predicted from padding"),

@@ -134,6 +134,7 @@ class _Modes(torch.optim.SGD):
         (torch.optim.RMSprop, True),
         (lambda p: torch.optim.LBFGS(p), True),  # takes no step without a closure, in any precision
         (torch.optim.Adafactor, False),
+        (torch.optim.Adagrad, False),  # has states from the start
         (lambda p: torch.optim.Muon([q for q in p if q.ndim == 2]), False),
         (lambda p: _ByRows(p, lr=0.1), False),
         (lambda p: _Modes(p, lr=0.1), False),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import os
 import random
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -23,6 +25,7 @@ from torch.utils.data import IterableDataset
 from transformers import (
     EarlyStoppingCallback,
     GPT2LMHeadModel,
+    Seq2SeqTrainingArguments,
     Trainer,
     TrainerCallback,
     TrainerControl,
@@ -31,6 +34,7 @@ from transformers import (
 )
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 from transformers.trainer_pt_utils import nested_concat, nested_numpify
+from transformers.training_args import OptimizerNames
 
 import pipecomp
 from pipecomp.buffers import open_environment
@@ -56,6 +60,7 @@ from pipecomp.trainer.deepspeed_config import engine_config
 from pipecomp.trainer.evaluation import _concatenate, pack, unpack
 from pipecomp.trainer.losses import StepLoss, count_labels
 from pipecomp.trainer.meters import TrafficMeter
+from pipecomp.trainer.optimizers import OptimizerFactories, parameter_groups
 from tests.models import gpt2
 
 NO_WORKERS: dict[str, Any] = {"num_workers": 0}
@@ -81,6 +86,94 @@ def test_exported_lazily() -> None:
 # -- arguments
 
 
+def test_every_field_of_trainings_arguments_is_known() -> None:
+    """A new version of transformers must not add one that has no effect."""
+    known = [arguments.SUPPORTED, arguments.IGNORED, arguments.FOR_SCRIPTS, arguments._UNSUPPORTED]
+    found = Counter(name for names in known for name in names)
+    fields = {field.name for field in dataclasses.fields(TrainingArguments)}
+    assert {name: found[name] for name in fields} == dict.fromkeys(fields, 1)
+    more = {field.name for field in dataclasses.fields(Seq2SeqTrainingArguments)} - fields
+    assert more == set(arguments._UNSUPPORTED_SEQ2SEQ)
+
+
+def test_a_field_of_a_newer_transformers_is_refused_by_name(usual: TrainingArguments) -> None:
+    @dataclasses.dataclass
+    class Newer(TrainingArguments):
+        shiny: bool = False
+
+    arguments.check(changed(usual, shiny=True))  # a field of the script's own class
+    made = Newer(output_dir=usual.output_dir, use_cpu=True, report_to="none", shiny=True)
+    arguments.check(made)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arguments, "TrainingArguments", Newer)
+        with pytest.raises(ConfigError, match="shiny: got True, allowed: False: this version"):
+            arguments.check(made)
+
+
+@pytest.mark.parametrize(("name", "value"), [("predict_with_generate", True), ("generation_max_length", 5)])
+def test_arguments_of_seq2seq_are_refused_by_name(usual: TrainingArguments, name: str, value: Any) -> None:
+    made = Seq2SeqTrainingArguments(output_dir=usual.output_dir, use_cpu=True, report_to="none")
+    arguments.check(made)
+    with pytest.raises(ConfigError, match=rf"{name}: .*trainer\.generate"):
+        arguments.check(changed(made, **{name: value}))
+
+
+def test_what_is_ignored_is_logged(usual: TrainingArguments, caplog: pytest.LogCaptureFixture) -> None:
+    arguments.report_ignored(usual)
+    assert not caplog.records
+    arguments.report_ignored(changed(usual, ddp_find_unused_parameters=False, hub_always_push=True))
+    assert [record.args[0] for record in caplog.records if record.args] == ["hub_always_push"]
+    caplog.clear()
+    arguments.report_ignored(changed(usual, ddp_find_unused_parameters=True, ddp_bucket_cap_mb=25))
+    assert {record.args[0] for record in caplog.records} == {"ddp_find_unused_parameters", "ddp_bucket_cap_mb"}  # type: ignore[index]
+
+
+@pytest.mark.parametrize("name", [name.value for name in OptimizerNames])
+def test_every_optimizer_is_made_or_refused_by_name(usual: TrainingArguments, name: str) -> None:
+    targets = "all-linear" if name.startswith(("galore", "apollo")) else None
+    args = changed(usual, optim=OptimizerNames(name), optim_target_modules=targets, weight_decay=0.1)
+    stage = split(gpt2(2, 16), num_stages=2)[1]
+    refused: list[ConfigError] = []
+    try:
+        arguments.check(args)
+    except ConfigError as error:
+        refused.append(error)
+    if refused:
+        assert (refused[0].key, refused[0].got) == ("optim", name)
+        assert refused[0].hint
+        return
+    made, again = OptimizerFactories().make_optimizer(args, stage, None, Trainer.get_optimizer_cls_and_kwargs)
+    own = [p for group in made.param_groups for p in group["params"]]
+    assert {id(p) for p in own} == {id(p) for p in stage.parameters()}
+    assert {group["weight_decay"] for group in made.param_groups} == {0.1, 0.0}
+    for p in own:
+        p.grad = torch.ones_like(p)
+    before = [p.detach().clone() for p in own]
+    made.step()
+    assert all((p != b).any() for p, b in zip(own, before, strict=True))
+    assert type(again([torch.nn.Parameter(torch.ones(3))])) is type(made)
+
+
+@pytest.mark.parametrize(
+    ("values", "key"),
+    [
+        ({"optim_args": "momentum"}, "optim"),
+        ({"optim_target_modules": "all-linear"}, "optim_target_modules"),
+        ({"optim": "galore_adamw"}, "optim_target_modules"),
+        ({"push_to_hub": True, "hub_strategy": "checkpoint"}, "hub_strategy"),
+        ({"liger_kernel_config": {"rope": True}}, "liger_kernel_config"),
+        (
+            {"use_liger_kernel": True, "liger_kernel_config": {"cross_entropy": True}},
+            "liger_kernel_config.cross_entropy",
+        ),
+    ],
+)
+def test_arguments_that_cannot_go_together(usual: TrainingArguments, values: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        arguments.check(changed(usual, **values))
+    assert caught.value.key == key
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -88,18 +181,11 @@ def test_exported_lazily() -> None:
         ("batch_eval_metrics", True),
         ("bf16_full_eval", True),
         ("debug", ["tpu"]),
-        ("ddp_find_unused_parameters", True),
         ("enable_jit_checkpoint", True),
         ("fsdp", "full_shard"),
-        ("neftune_noise_alpha", 5.0),
-        ("optim_args", "a=b"),
         ("parallelism_config", object()),
-        ("push_to_hub", True),
         ("save_on_each_node", True),
-        ("torch_compile", True),
         ("use_cache", True),
-        ("use_liger_kernel", True),
-        ("optim", "adafactor"),
         ("train_sampling_strategy", "batch_rebalance"),
         ("label_names", ["start_positions"]),
         ("skip_memory_metrics", False),
@@ -139,7 +225,6 @@ def test_accelerators_settings_are_refused(usual: TrainingArguments) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR"),
         ("ACCELERATE_USE_FSDP", "true"),
         ("ACCELERATE_USE_PARALLELISM_CONFIG", "true"),
     ],
@@ -260,7 +345,7 @@ def test_groups_of_all_stages_are_trainers(usual: TrainingArguments) -> None:
     found = {}
     for stage in split(model, num_stages=3):
         names = {id(p): name for name, p in stage.named_parameters()}
-        for group in arguments.parameter_groups(args)(stage):
+        for group in parameter_groups(args, stage):
             found |= {names[id(p)]: group["weight_decay"] for p in group["params"]}
     assert found == expected
     assert set(found.values()) == {0.0, 0.3}
@@ -279,43 +364,6 @@ def test_callbacks_take_up_what_the_checkpoint_has_of_them() -> None:
     assert isinstance(handler.callbacks[0], DefaultFlowCallback)
     assert (found.early_stopping_patience, found.early_stopping_patience_counter) == (4, 3)
     assert trainer.control.should_save
-
-
-def test_methods_of_trainer_that_are_not_called() -> None:
-    with pytest.raises(ConfigError, match=r"Mine\.compute_loss"):
-
-        class Mine(PipelineTrainer):
-            def compute_loss(self) -> None: ...
-
-    class Mixin:
-        def _get_train_sampler(self) -> None: ...
-
-    with pytest.raises(ConfigError, match=r"Mixin\._get_train_sampler"):
-
-        class Mixed(Mixin, PipelineTrainer): ...
-
-    class Logging(PipelineTrainer):
-        def log(self, logs: dict[str, float], start_time: float | None = None) -> None: ...
-        def report(self) -> None: ...
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("compute_loss", "nothing: this trainer does not call it"),
-        ("get_train_dataloader", "nothing: this trainer does not call it"),
-        ("compute_loss_func", "an argument of PipelineTrainer"),
-        ("label_smoother", "label_smoothing_factor"),
-        ("lr_scheduler", r"optimizers=\(None"),
-        ("optimizer", r"optimizers=\(a function"),
-    ],
-)
-def test_what_only_trainer_would_follow_cannot_be_set(name: str, words: str) -> None:
-    trainer = object.__new__(PipelineTrainer)
-    with pytest.raises(ConfigError, match=rf"PipelineTrainer\.{name}: got 5, allowed: {words}"):
-        setattr(trainer, name, 5)
-    trainer.compute_metrics, trainer.note, trainer.log = 5, 5, print  # type: ignore[attr-defined, method-assign]
-    assert (trainer.compute_metrics, trainer.note) == (5, 5)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("given", "told"), [(lambda: 5, ()), (lambda trial: (5, trial), (5, None))])

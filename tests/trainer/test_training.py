@@ -27,7 +27,8 @@ from pipecomp.trainer.data_loading import EvalLoader, LengthSampler, SampleSourc
 from pipecomp.trainer.evaluation import EvaluatedBatch, Evaluation
 from pipecomp.trainer.losses import StepLoss
 from pipecomp.trainer.meters import LossMeter, TrainingRecorder
-from pipecomp.trainer.training import Training, TrainingLength, make_lr_scheduler, update_best, uses_metric
+from pipecomp.trainer.optimizers import OptimizerFactories
+from pipecomp.trainer.training import Training, TrainingLength, update_best, uses_metric
 from tests.models import gpt2
 from tests.report.runs import AQSGD, counters, made_step
 
@@ -297,7 +298,7 @@ def test_a_schedule_goes_on_where_a_stage_has_another_number_of_groups(
             return folder, {}
 
         engine = SimpleNamespace(basic_optimizer=optimizer, save_checkpoint=save, load_checkpoint=load)
-        return engine, make_lr_scheduler(args, optimizer, None, 20)
+        return engine, OptimizerFactories().make_scheduler(args, optimizer, 20)
 
     def steps(engine: Any, scheduler: Any, count: int) -> list[list[float]]:
         rates = []
@@ -375,7 +376,7 @@ def test_a_schedule_has_what_the_arguments_say_of_it(tmp_path: Path) -> None:
     def trainers(optimizer: Any) -> Any:
         return get_scheduler(kind, optimizer, 4, 20, scheduler_specific_kwargs=options)
 
-    assert rates(lambda optimizer: make_lr_scheduler(args, optimizer, None, 20)) == rates(trainers)
+    assert rates(lambda optimizer: OptimizerFactories().make_scheduler(args, optimizer, 20)) == rates(trainers)
 
 
 @pytest.mark.parametrize("greater", [True, False])
