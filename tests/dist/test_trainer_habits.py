@@ -283,8 +283,8 @@ READ: dict[str, Callable[[Any], Any]] = {
     "the number of trained values": lambda t: (
         t.get_num_trainable_parameters() == sum(p.numel() for p in lm().parameters())
     ),
-    "main process": lambda t: t.accelerator.is_main_process and t.accelerator.is_local_main_process,
-    "number of processes": lambda t: (t.accelerator.num_processes, t.accelerator.process_index) == (1, 0),
+    "main process": lambda t: t.accelerator.is_main_process == (t.rank == 0),
+    "number of processes": lambda t: (t.accelerator.num_processes, t.accelerator.process_index) == (t.world, t.rank),
     "the accelerator's device": lambda t: t.accelerator.device.type == "cpu",
     "unwrapping": lambda t: t.accelerator.unwrap_model(t.model) is t.model,
     "waiting": lambda t: t.accelerator.wait_for_everyone() is None,
