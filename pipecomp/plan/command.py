@@ -62,11 +62,22 @@ class PlanRequest:
         R = self.nodes // K
         return tuple(max(self.slowdowns[k * R : (k + 1) * R]) for k in range(K)) if self.slowdowns else ()
 
-    def check_memory(self, needed_bytes: float) -> None:
-        """Raise ConfigError if a node has less memory than needed."""
-        memory = self.options.memory
-        allowed = f"at least {round_up(needed_bytes / 1e9)} GB for each node"
-        require(memory is None or needed_bytes <= memory * 1e9, "memory", memory, allowed)
+    def check_memory(self, stages: Sequence[float]) -> None:
+        """Raise ConfigError if a node has less memory than a stage needs. stages: bytes of each."""
+        options, needed = self.options, max(stages)
+        ways = {
+            "more stages": True,
+            "fewer samples in --micro-batch": options.micro_batch != 1,
+            "fewer --tokens": True,
+            "--recompute": not options.recompute and options.speed is not None,
+            "--lora 16": options.lora is None,
+            "--load-in-4bit": options.lora is not None and options.bits != 4,
+        }
+        allowed = f"at least {round_up(needed / 1e9)} GB for each node"
+        hint = f"Stage {stages.index(needed)} needs the most. Less is needed with any of: " + ", ".join(
+            way for way, possible in ways.items() if possible
+        )
+        require(options.memory is None or needed <= options.memory * 1e9, "memory", options.memory, allowed, hint)
 
 
 def run_plan(
@@ -261,7 +272,7 @@ def plan(
     fewest = fewest_bits(model, config, options.dropout)
     choices: list[search.PlanChoice] = []
     averages: dict[int, list[tuple[str, float]]] = {}  # by number of stages
-    least_memory = math.inf
+    least_memory: list[float] = [math.inf]  # of each stage, in the layout that needs least
     possible = search.layouts(request.nodes, request.stages, len(profile.blocks))
     for K, replicas in search.divisible(possible, options.batch, options.micro_batch):
         slowdowns = request.stage_slowdowns(K)
@@ -282,9 +293,9 @@ def plan(
                 choice = search.choose_with_tied(job, used, network, speeds, fewest)
             else:
                 choice = search.choose(job, used, network, speeds, fewest)
-            needed = max(choice.taken.memory_bytes())
-            least_memory = min(least_memory, needed)
-            if options.memory is None or needed <= options.memory * 1e9:
+            needed = choice.taken.memory_bytes()
+            least_memory = min(least_memory, needed, key=max)
+            if options.memory is None or max(needed) <= options.memory * 1e9:
                 choices.append(choice)
     request.check_memory(least_memory)
     choice = search.first_near_fastest(choices, lambda c: c.taken.step_s)
@@ -326,7 +337,7 @@ def plan_sizes(request: PlanRequest, profile: Profile) -> TrainingJob:
     split = balanced(model, profile, K, tie=options.tie)
     layout: dict[str, Any] = {"plan": split, "replicas": replicas, "tied": tied_values(model, split)}
     job = TrainingJob(profile=profile, samples=samples, micro_batches=micro_batches, dtype=request.dtype, **layout)
-    request.check_memory(max(memory_bytes(job)))
+    request.check_memory(memory_bytes(job))
     return job
 
 

@@ -36,21 +36,19 @@ from pipecomp.plan.profile import (
     PartCost,
     Profile,
     check_tokens,
+    count_stages,
     example,
+    forward_with_loss,
     profile_from_stages,
-    representative_stages,
-    without_weights,
 )
 from pipecomp.plan.search import aqsgd_sections, constant_error_bits
 from pipecomp.plan.simulation import Channel, LinkNetwork, between_replicas
-from pipecomp.schedule import SavedTensorBytes
 from pipecomp.stages.link.endpoint import LinkReceiver, LinkSender, Position
 from pipecomp.stages.link.gloo import GlooTransport, neighbour_groups
 from pipecomp.stages.link.layout import Layout
 from pipecomp.stages.link.tls import TlsTransport
 from pipecomp.stages.link.transport import PacerTo, Transport, loopback_pair
 from pipecomp.stages.partition.adapters import attach
-from pipecomp.stages.partition.architectures import architecture_of, default_loss
 from pipecomp.stages.partition.loading import Source, build_stage, resolve
 from pipecomp.stages.partition.quantization import plain_config
 from pipecomp.stages.partition.splitting import Stage
@@ -181,11 +179,10 @@ def time_link(
 
 @dataclass(frozen=True, kw_only=True)
 class StageTime:
-    """Costs of one micro-batch on a stage; kept_bytes: bytes that the forward keeps for the backward."""
+    """Seconds of one micro-batch on a stage."""
 
     forward_s: float
     backward_s: float
-    kept_bytes: float
 
 
 def time_stage(
@@ -200,22 +197,16 @@ def time_stage(
     """
     parameters = [p for p in stage.parameters() if p.requires_grad]
     device, dtype = next(stage.parameters()).device, stage.dtype
-    per_token = architecture_of(stage.config).heads[stage.plan.model_class].per_token
-    labels_BS = torch.zeros((samples, tokens), dtype=torch.int64, device=device)
     forward: list[float] = []
     backward: list[float] = []
-    training, saved = stage.training, SavedTensorBytes(parameters)
+    training = stage.training
     stage.train()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         end = time.perf_counter() + seconds
         while len(forward) <= _MIN_RUNS or (len(forward) < _MAX_RUNS and time.perf_counter() < end):
             inputs = example(stage, samples, tokens, dtype, device, needs_gradient=sends_gradients)
             began = _now(device)
-            with contextlib.nullcontext() if forward else saved.counting():
-                out = stage(inputs)
-            result = out["hidden_states"] if isinstance(out, dict) else out
-            if stage.is_last and per_token:
-                result = default_loss(stage.config)(result, labels_BS)
+            result = forward_with_loss(stage, inputs)
             middle = _now(device)
             sources = [*parameters, *(x for x in inputs.values() if x is not None and x.requires_grad)]
             # Note: not backward(), which would leave gradients and trigger the hooks of an optimizer.
@@ -224,29 +215,26 @@ def time_stage(
             forward.append(middle - began)
             backward.append(_now(device) - middle)
     stage.train(training)
-    return StageTime(
-        forward_s=statistics.median(forward[1:]),
-        backward_s=statistics.median(backward[1:]),
-        kept_bytes=float(saved.bytes),
-    )
+    return StageTime(forward_s=statistics.median(forward[1:]), backward_s=statistics.median(backward[1:]))
 
 
 def time_model(model: Any, tokens: int, dtype: torch.dtype, device: torch.device, *, samples: int = 1) -> Profile:
     """Measure a model's profile: its first, a middle and its last block with random weights, one at a time.
 
+    Seconds are measured; operations and memory are counted.
+
     samples: per micro-batch; timing several samples separates the cost of a call from that of a sample.
     """
     source = resolve(model)
     config_only = Source(config=plain_config(source.config), model_class=source.model_class)
-    plan, chosen = representative_stages(without_weights(model, dtype))
-    costs: dict[int, PartCost] = {}
+    plan, costs, hidden = count_stages(model, tokens, dtype)
     calls: list[tuple[float, float]] = []
     several = max(_SEVERAL, samples)
 
     def per_sample(one_s: float, several_s: float) -> float:
         return (several_s - one_s) / (several - 1) if several_s > one_s else several_s / several  # below the noise
 
-    for index in chosen:
+    for index in costs:
         stage = build_stage(config_only, plan, index, dtype=dtype)
         assert isinstance(stage, Stage), "a language model's"
         if source.adapter is not None:
@@ -254,9 +242,8 @@ def time_model(model: Any, tokens: int, dtype: torch.dtype, device: torch.device
         stage.to(device)
         one, more = (time_stage(stage, n, tokens) for n in (1, several))
         forward_s, backward_s = per_sample(one.forward_s, more.forward_s), per_sample(one.backward_s, more.backward_s)
-        costs[index] = PartCost(flops=0.0, kept_bytes=one.kept_bytes, forward_s=forward_s, backward_s=backward_s)
+        costs[index] = replace(costs[index], forward_s=forward_s, backward_s=backward_s)
         calls.append((max(0.0, one.forward_s - forward_s), max(0.0, one.backward_s - backward_s)))
-        hidden = stage.hidden_size
     call_s = (min(c[0] for c in calls), min(c[1] for c in calls))
     where = format_count(torch.get_num_threads(), "thread")
     if device.type == "cuda":

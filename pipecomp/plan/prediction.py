@@ -26,6 +26,8 @@ _SHORTER = 0.99  # factor by which one more micro-batch in flight must shorten a
 # Bytes per parameter on each replica, and bytes that replicas share: weight, gradient and Adam's two moments in
 # float32; in half precision the weight and a float32 gradient, and a shared float32 copy and moments (ZeRO 1).
 _FULL_PRECISION, _HALF_PRECISION = (16, 0), (6, 12)
+RUNTIME_BYTES = 0.5e9
+"""A process with torch, DeepSpeed and transformers before it has a model: benchmarks/planned_memory.py."""
 
 
 @serializable
@@ -161,20 +163,28 @@ class StepPrediction:
 
 
 def memory_bytes(job: TrainingJob, slack: int = 1) -> list[float]:
-    """Return the bytes of each stage: weights, gradients, Adam's state, and activations of micro-batches in flight.
+    """Return the peak bytes of each stage's process.
 
-    Frozen weights have no gradients and no state, and may be quantized.
-
-    With activation checkpointing they include those of one block, of the micro-batch whose backward runs.
+    They are the process itself, weights, gradients, Adam's state, activations of micro-batches in flight, and what is
+    needed for a moment by the forward and backward of one micro-batch. Frozen weights have no gradients and no state,
+    and may be quantized. With activation checkpointing they include the activations of one block.
     """
-    in_flight = in_flight_counts(slack, job.plan.num_stages, job.micro_batches, job.plan.lowest_trained)
-    kept = job.profile.kept_bytes(job.plan, job.samples)
-    own, shared = _FULL_PRECISION if job.dtype == torch.float32 else _HALF_PRECISION
-    recomputed = job.samples * job.profile.again_bytes
-    plan = job.plan
+    full = job.dtype == torch.float32
+    own, shared = _FULL_PRECISION if full else _HALF_PRECISION
+    plan, profile = job.plan, job.profile
+    counts = in_flight_counts(slack, plan.num_stages, job.micro_batches, plan.lowest_trained)
+    kept, working = profile.kept_bytes(plan, job.samples), profile.working_bytes(plan, job.samples)
+    again = job.samples * profile.again_bytes
     return [
-        (own + shared / job.replicas) * trained + frozen + count * each + (recomputed if each else 0)
-        for trained, frozen, count, each in zip(plan.trained, plan.frozen_bytes, in_flight, kept, strict=True)
+        RUNTIME_BYTES
+        + (own + shared / job.replicas) * trained
+        + frozen
+        + count * each
+        + (again if each else 0)
+        + moment
+        for trained, frozen, count, each, moment in zip(
+            plan.trained, plan.frozen_bytes, counts, kept, working, strict=True
+        )
     ]
 
 

@@ -2,17 +2,22 @@
 
 Operations are counted on shapes alone, with Hugging Face's own code and no memory for weights, so that a laptop can
 profile a 70B model. Every block counts as one from the middle. Attention is counted as if every token attended to all
-others and the matrix were kept; fused kernels keep less.
+others. Its matrix counts as kept where no fused kernel computes it: "eager" attention, and dropout on CPUs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipecomp.errors import ConfigError, require
@@ -24,6 +29,7 @@ from pipecomp.stages.partition.quantization import plain_config
 from pipecomp.stages.partition.splitting import Stage, take_stage
 from pipecomp.utils.serialization import serializable
 
+_MANY = 8  # samples
 _POSITIONS_AFTER_PADDING = {"roberta", "xlm-roberta", "camembert"}  # positions start after the padding token's
 
 
@@ -37,15 +43,19 @@ class PartCost:
         kept_bytes: Bytes that the forward keeps for the backward.
         forward_s: Seconds of the forward; None if unknown.
         backward_s: Seconds of the backward; None if unknown.
+        working_bytes: Bytes that forward and backward need for a moment beyond those kept, such as copies of logits.
+        gradient_bytes: The same, however many samples there are: a weight's new gradient before it is added.
     """
 
     flops: float
     kept_bytes: float
     forward_s: float | None = None
     backward_s: float | None = None
+    working_bytes: float = 0.0
+    gradient_bytes: float = 0.0
 
     def __sub__(self, other: PartCost) -> PartCost:
-        """Return the difference to another part's cost, at least 0."""
+        """Return the difference to another part's cost, at least 0; what is needed for a moment stays."""
 
         def less(a: float | None, b: float | None) -> float | None:
             return None if a is None or b is None else max(0.0, a - b)
@@ -55,6 +65,8 @@ class PartCost:
             kept_bytes=max(0.0, self.kept_bytes - other.kept_bytes),
             forward_s=less(self.forward_s, other.forward_s),
             backward_s=less(self.backward_s, other.backward_s),
+            working_bytes=self.working_bytes,
+            gradient_bytes=self.gradient_bytes,
         )
 
 
@@ -147,6 +159,11 @@ class Profile:
         """Return the bytes that each stage keeps per micro-batch in flight, without `again_bytes`."""
         return [samples * sum(p.kept_bytes for p in self._kept_parts(plan, k)) for k in range(plan.num_stages)]
 
+    def working_bytes(self, plan: SplitPlan, samples: int) -> list[float]:
+        """Return the bytes that each stage needs for a moment, beyond what it keeps, for a micro-batch."""
+        stages = range(plan.num_stages)
+        return [max(p.gradient_bytes + samples * p.working_bytes for p in self._parts(plan, k)) for k in stages]
+
     def _parts(self, plan: SplitPlan, stage: int, first: int = 0) -> list[PartCost]:
         """Return the parts of a stage from block `first` on; with 0 the embeddings too."""
         lo, hi = plan.cuts[stage : stage + 2]
@@ -234,6 +251,14 @@ def count(model: Any, tokens: int, dtype: torch.dtype = torch.float32) -> Profil
         ConfigError: More tokens than the model has positions.
     """
     check_tokens(model, tokens)
+    plan, costs, hidden = count_stages(model, tokens, dtype)
+    lowest = min(plan.first_trained_block, plan.blocks - 1)  # below it there is no backward
+    weights = sum(plan.trained[lowest:]) / sum(plan.parameters[lowest:])
+    return profile_from_stages(costs, plan, hidden=hidden, tokens=tokens, backward_operations=1.0 + weights)
+
+
+def count_stages(model: Any, tokens: int, dtype: torch.dtype) -> tuple[SplitPlan, dict[int, PartCost], int]:
+    """Count the stages of `representative_stages`; return their plan, their costs and the hidden size."""
     # Note: fake tensors, since model code reads values of tensors on the meta device, but not of fake ones.
     with FakeTensorMode(allow_non_fake_inputs=True):
         model_skeleton = without_weights(model, dtype)
@@ -248,22 +273,111 @@ def count(model: Any, tokens: int, dtype: torch.dtype = torch.float32) -> Profil
         if joined:
             model_skeleton.set_experts_implementation("batched_mm")  # as many operations, but copies of weights
             for k, stage in stages.items():
-                flops = _count_stage(stage, tokens, counted).flops
-                kept_bytes = costs[k].kept_bytes * dtype.itemsize / counted.itemsize
-                costs[k] = PartCost(flops=flops, kept_bytes=kept_bytes)
-        lowest = min(plan.first_trained_block, plan.blocks - 1)  # below it there is no backward
-        weights = sum(plan.trained[lowest:]) / sum(plan.parameters[lowest:])
-    hidden = stages[chosen[0]].hidden_size
-    return profile_from_stages(costs, plan, hidden=hidden, tokens=tokens, backward_operations=1.0 + weights)
+                cost, factor = costs[k], dtype.itemsize / counted.itemsize
+                costs[k] = PartCost(
+                    flops=_count_stage(stage, tokens, counted).flops,
+                    kept_bytes=factor * cost.kept_bytes,
+                    working_bytes=factor * cost.working_bytes,
+                    gradient_bytes=factor * cost.gradient_bytes,
+                )
+    return plan, costs, stages[chosen[0]].hidden_size
 
 
 def _count_stage(stage: Stage, tokens: int, dtype: torch.dtype) -> PartCost:
-    saved = SavedTensorBytes(stage.parameters())
-    with FlopCounterMode(display=False) as operations, saved.counting():
-        logits = stage(example(stage, 1, tokens, dtype, "meta"))
-        if stage.is_last and architecture_of(stage.config).heads[stage.plan.model_class].per_token:
-            default_loss(stage.config)(logits.float(), torch.zeros((1, tokens), dtype=torch.int64, device="meta"))
-    return PartCost(flops=float(operations.get_total_flops()), kept_bytes=float(saved.bytes))
+    with FlopCounterMode(display=False) as operations, torch.no_grad():
+        forward_with_loss(stage, example(stage, 1, tokens, dtype, "meta"))
+    with _fused_attention():
+        return replace(_count_memory(stage, tokens, dtype), flops=float(operations.get_total_flops()))
+
+
+def forward_with_loss(stage: Stage, inputs: dict[str, Any]) -> Tensor:
+    """Return a stage's output, or the model's loss of labels 0 where there are logits for every token."""
+    out = stage(inputs)
+    out = out["hidden_states"] if isinstance(out, dict) else out
+    if stage.is_last and architecture_of(stage.config).heads[stage.plan.model_class].per_token:
+        labels_BS = torch.zeros(out.shape[:2], dtype=torch.int64, device=out.device)
+        return default_loss(stage.config)(out, labels_BS)
+    return out
+
+
+def _count_memory(stage: Stage, tokens: int, dtype: torch.dtype) -> PartCost:
+    """Count what a stage on the meta device keeps and needs for a moment; its operations count as 0.
+
+    What further samples need is counted where they are many: with few, a weight's gradient may be what is largest.
+    """
+    trained = [p for p in stage.parameters() if p.requires_grad]
+    hooks = [p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None)) for p in trained]
+    kept, needed = {}, {}
+    for samples in (1, _MANY, 2 * _MANY):
+        saved, live = SavedTensorBytes(stage.parameters()), _LiveBytes()
+        with live:
+            with saved.counting():
+                result = forward_with_loss(stage, example(stage, samples, tokens, dtype, "meta"))
+            if result.requires_grad:
+                result.backward(torch.ones_like(result))
+            del result
+        kept[samples], needed[samples] = saved.bytes, max(0, live.peak - saved.bytes)
+    for hook in hooks:
+        hook.remove()
+    each = max(0.0, (needed[2 * _MANY] - needed[_MANY]) / _MANY)
+    once = max(0.0, needed[1] - each)
+    return PartCost(flops=0.0, kept_bytes=float(kept[1]), working_bytes=each, gradient_bytes=once)
+
+
+class _LiveBytes(TorchDispatchMode):
+    """Counts the bytes of tensors that operations make, and their peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = self._bytes = 0
+        self._seen: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            storage = x.untyped_storage() if isinstance(x, Tensor) else None
+            if storage is None or storage._cdata in given or storage in self._seen:
+                continue
+            self._seen.add(storage)
+            self._bytes += storage.nbytes()
+            weakref.finalize(storage, self._forget, storage.nbytes())
+        self.peak = max(self.peak, self._bytes)
+        return out
+
+    def _forget(self, size: int) -> None:
+        self._bytes -= size
+
+
+@contextlib.contextmanager
+def _fused_attention() -> Iterator[None]:
+    """Let attention on the meta device keep what a fused kernel keeps; torch's own choice there is to keep all."""
+    plain = torch.nn.functional.scaled_dot_product_attention
+
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if dropout_p and not torch.cuda.is_available():
+            return plain(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        if enable_gqa:
+            key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
+        bias = attn_mask.to(query.dtype) if attn_mask is not None and attn_mask.dtype == torch.bool else attn_mask
+        fused = torch.ops.aten._scaled_dot_product_efficient_attention
+        out: Tensor = fused(query, key, value, bias, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale)[0]
+        return out
+
+    torch.nn.functional.scaled_dot_product_attention = attention
+    try:
+        yield
+    finally:
+        torch.nn.functional.scaled_dot_product_attention = plain
 
 
 def example(

@@ -117,7 +117,6 @@ def test_a_stage_is_timed_without_a_trace():
         found = time_stage(stage, 2, 8, seconds=0.01)
         assert found.forward_s > 0
         assert found.backward_s > 0
-        assert found.kept_bytes > 2 * 8 * 16 * 4
         assert all(p.grad is None for p in stage.parameters())
         assert not stage.training
         drawn = torch.rand(3)

@@ -29,6 +29,7 @@ from pipecomp.plan.command import parse_networks, round_up, run_plan
 from pipecomp.plan.options import PlanOptions
 from pipecomp.plan.packet_sizes import activation_bytes, gradient_bytes, with_bits
 from pipecomp.plan.prediction import (
+    RUNTIME_BYTES,
     MachineSpeeds,
     StepPrediction,
     TrainingJob,
@@ -128,8 +129,9 @@ def test_packets_that_keep_an_error_count_with_the_most_bits_or_their_mean(way, 
     assert count(5, mean_bits=3.25) == count(5), "a number stays"
 
 
-def llama(layers=4, width=64, tied=False):
-    sizes = {"hidden_size": width, "intermediate_size": 3 * width, "vocab_size": 200, "max_position_embeddings": 64}
+def llama(layers=4, width=64, tied=False, vocabulary=200):
+    sizes = {"hidden_size": width, "intermediate_size": 3 * width, "max_position_embeddings": 64}
+    sizes |= {"vocab_size": vocabulary}
     return make_config("llama", layers, **sizes, tie_word_embeddings=tied)
 
 
@@ -201,11 +203,12 @@ class TestProfile:
         assert block > 10 * inputs
         plain = memory_bytes(made)
         found = memory_bytes(again)
-        weights = [16 * values for values in made.plan.parameters]
+        moments = profile.working_bytes(made.plan, 2)
+        others = [RUNTIME_BYTES + 16 * n + moment for n, moment in zip(made.plan.parameters, moments, strict=True)]
         for held, stage, flying in ((0.0, 0, 3), (0.0, 1, 2), (head, 2, 1)):
             more = profile.first.kept_bytes if stage == 0 else 0
-            assert plain[stage] == weights[stage] + flying * 2 * (2 * block + held + more)
-            assert found[stage] == weights[stage] + flying * 2 * (2 * inputs + held + more) + 2 * block
+            assert plain[stage] == others[stage] + flying * 2 * (2 * block + held + more)
+            assert found[stage] == others[stage] + flying * 2 * (2 * inputs + held + more) + 2 * block
         half = profile.recomputing(torch.bfloat16)
         assert half.kept_bytes(made.plan, 2)[1] == 2 * 2 * inputs / 2
 
@@ -396,13 +399,26 @@ class TestPrediction:
     def test_memory_counts_what_is_in_flight(self):
         made = job(K=2, M=8)
         found = predict(made, Config(), uniform(2, float("inf")))
-        assert found.memory_bytes() == [16 * made.plan.parameters[0] + 2 * 2e6, 16 * made.plan.parameters[1] + 2e6]
+        first, second = (n + RUNTIME_BYTES for n in (2 * 2e6, 2e6))
+        assert found.memory_bytes() == [16 * made.plan.parameters[0] + first, 16 * made.plan.parameters[1] + second]
         half = memory_bytes(replace(made, dtype=torch.bfloat16))
-        assert half[1] == 18 * made.plan.parameters[1] + 2e6, "with a copy in float32"
+        assert half[1] == 18 * made.plan.parameters[1] + second, "with a copy in float32"
         shared = memory_bytes(replace(made, dtype=torch.bfloat16, replicas=4))
-        assert shared[1] == (6 + 12 / 4) * made.plan.parameters[1] + 2e6, (
+        assert shared[1] == (6 + 12 / 4) * made.plan.parameters[1] + second, (
             "each replica has a part of it and of Adam's state"
         )
+
+    def test_memory_counts_what_is_needed_for_a_moment(self):
+        """Of 2 samples the logits' gradient and that of their logarithms; an embedding's new gradient."""
+        S, V, D = 32, 4000, 64
+        profile = count(llama(vocabulary=V), S)
+        assert profile.last.working_bytes == pytest.approx(2 * S * V * 4, rel=0.05)
+        assert profile.first.gradient_bytes == pytest.approx(V * D * 4, rel=0.05)
+        made = replace(job(K=2, samples=2), profile=profile)
+        plain = replace(profile, last=replace(profile.last, working_bytes=0.0, gradient_bytes=0.0))
+        more = memory_bytes(made)[1] - memory_bytes(replace(made, profile=plain))[1]
+        block = profile.blocks[0].gradient_bytes + 2 * profile.blocks[0].working_bytes
+        assert more == profile.last.gradient_bytes + 2 * profile.last.working_bytes - block > 0
 
     def test_memory_counts_error_feedback(self):
         """float32 values: all of a worker's, and those of which a rank is the owner."""
@@ -974,7 +990,10 @@ class TestWithoutASpeed:
         (("--stages", "3", "--bandwidth", "1gbit/1gbit/1gbit"), "one rate, or 2 for 3 stages"),
         (("--stages", "2", "--recompute"), "recompute: got True, allowed: no value without --speed"),
         (("--stages", "2", "--one-pass"), "one-pass: got True, allowed: no value without --speed"),
-        (("--stages", "2", "--memory", "0.001"), "memory: got 0.001, allowed: at least 0.055 GB for each node"),
+        (
+            ("--stages", "2", "--memory", "0.001"),
+            "memory: got 0.001, allowed: at least 0.56 GB for each node.",
+        ),
         (("--stages", "9"), "stages: got 9, allowed: at most 8: the model has so many blocks"),
         (("--speed", "1/2", "--nodes", "3"), "speed: got '1/2', allowed: one number, or one for each of 3 nodes"),
         (("--speed", "1/fast"), "speed: got '1/fast', allowed: numbers above 0"),
