@@ -175,17 +175,14 @@ def memory_bytes(job: TrainingJob, slack: int = 1) -> list[float]:
     counts = in_flight_counts(slack, plan.num_stages, job.micro_batches, plan.lowest_trained)
     kept, working = profile.kept_bytes(plan, job.samples), profile.working_bytes(plan, job.samples)
     again = job.samples * profile.again_bytes
-    return [
-        RUNTIME_BYTES
-        + (own + shared / job.replicas) * trained
-        + frozen
-        + count * each
-        + (again if each else 0)
-        + moment
-        for trained, frozen, count, each, moment in zip(
-            plan.trained, plan.frozen_bytes, counts, kept, working, strict=True
-        )
+    weights = [
+        (own + shared / job.replicas) * n + more for n, more in zip(plan.trained, plan.frozen_bytes, strict=True)
     ]
+    activations = [
+        count * each + (again if each else 0) + moment
+        for count, each, moment in zip(counts, kept, working, strict=True)
+    ]
+    return [RUNTIME_BYTES + a + b for a, b in zip(weights, activations, strict=True)]
 
 
 def _residual_bytes(job: TrainingJob, config: Config) -> list[float]:

@@ -304,7 +304,7 @@ class TestPrediction:
         assert found.step_s == pytest.approx(2 * 0.01 / 3 + 8 * packet_s + 4 * 0.01 / 3)
         assert found.step_s < before.step_s
         assert as_row(found)["in_flight"] == [1, 1]
-        assert found.memory_bytes()[0] == plan.frozen_bytes[0], "no gradients, no moments, nothing kept"
+        assert found.memory_bytes()[0] == RUNTIME_BYTES + plan.frozen_bytes[0], "no gradients, no moments, nothing kept"
 
     def test_first_epoch_sends_whole_activations(self):
         found = predict(job(), with_bits(AQSGD, 2, 4), uniform(2, 1e7))
