@@ -21,7 +21,7 @@ from pipecomp.buffers.lmdb_file import FORMAT_KEY, RUN_KEY, ValueFile, link_key,
 from pipecomp.buffers.lmdb_folder import DAMAGED_FILE, DATA_FILE, LOCK_FILE, UNSYNCED_FILE, RankFolder, store_errors
 from pipecomp.buffers.store import sample_hash
 from pipecomp.buffers.value import read_header, stored_size
-from pipecomp.errors import ConfigError, StoreError
+from pipecomp.errors import ConfigError, StoreError, write_limits
 
 _RANK = re.compile(r"rank-(\d+)")
 _COPY = "compacted"
@@ -271,7 +271,7 @@ def _compact(
         (folder / LOCK_FILE).unlink(missing_ok=True)
         os.replace(target / DATA_FILE, folder / DATA_FILE)
     except OSError as error:
-        raise StoreError(f"{folder}: cannot be compacted: {error}") from error
+        raise StoreError(f"{folder}: cannot be compacted: {error}{write_limits(error.errno, folder)}") from error
     finally:
         _remove(target, DATA_FILE, LOCK_FILE)
         if target.is_dir():

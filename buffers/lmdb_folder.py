@@ -28,7 +28,7 @@ from typing import BinaryIO
 import lmdb
 
 from pipecomp.buffers.base import DamagedStoreError
-from pipecomp.errors import StoreError
+from pipecomp.errors import StoreError, write_limits
 from pipecomp.utils.files import atomic_write, lock_file, unlock_file
 
 DATA_FILE = "data.mdb"
@@ -38,7 +38,7 @@ UNSYNCED_FILE = "unsynced"
 DAMAGED_FILE = DATA_FILE + ".damaged"  # a file that was set aside; the next one replaces it
 
 _FICLONE = 0x40049409  # Linux: let two files share their blocks until one changes them (XFS, Btrfs)
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_LIMITED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # EIO: LMDB's for a short write
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENODEV)
 _DAMAGED = (
@@ -80,14 +80,8 @@ def is_refused_write(error: StoreError) -> bool:
 def _remedy(error: lmdb.Error | OSError, path: Path) -> str:
     code = error.code if isinstance(error, lmdb.Error) else error.errno
     free_space = "free some space there, set store.max_bytes, or give a store.path on another disk"
-    if code in _FULL:
-        return f". The disk is full, or a limit on file sizes is reached: {free_space}"
-    if code == errno.EIO:  # LMDB's code for a short write, which a full disk causes
-        try:
-            free: int | str = shutil.disk_usage(path).free >> 20
-        except OSError:
-            free = "an unknown number of"
-        return f". The disk has {free} MiB free. If it is full: {free_space}"
+    if code in _LIMITED:
+        return f"{write_limits(code, path)}: {free_space}"
     if isinstance(error, lmdb.ReadonlyError) or code in _READ_ONLY:
         return ". It must be writable: change its permissions, or give another store.path"
     if code in _NO_LOCKS:

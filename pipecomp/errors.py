@@ -23,7 +23,10 @@ PipecompError
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import resource
+import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -75,7 +78,34 @@ def writable(key: str, path: str | os.PathLike[str], what: str = "a folder") -> 
     try:
         yield
     except OSError as error:
-        raise ConfigError(key, str(path), f"{what} that can be written ({error.strerror or error})") from error
+        raise ConfigError(key, str(path), f"{what} that can be written ({write_error(error, path)})") from error
+
+
+def write_error(error: OSError, path: str | os.PathLike[str]) -> str:
+    """Return the system's message of a failed write at `path`, with the limit that may be its cause."""
+    return (error.strerror or str(error)) + write_limits(error.errno, path)
+
+
+def write_limits(code: int | None, path: str | os.PathLike[str]) -> str:
+    """Return what limits writes at `path`, in brackets, where errno's `code` is of a limit; else an empty text."""
+    if code not in (errno.EFBIG, errno.EDQUOT, errno.EIO):
+        return ""
+    limits = []
+    if code == errno.EIO:  # also the code of LMDB for a write that a limit cut short
+        limits.append(f"{_free_mib(path)} MiB are free; the disk fails, is full, or a quota is used up")
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if most != resource.RLIM_INFINITY:
+        limits.append(f"files of this process may have at most {most >> 10} KiB (ulimit -f)")
+    elif code == errno.EFBIG:
+        limits.append("the file system allows no larger one")
+    return f" ({'; '.join(limits)})" if limits else ""
+
+
+def _free_mib(path: str | os.PathLike[str]) -> int:
+    folder = os.path.realpath(path)
+    while not os.path.exists(folder):
+        folder = os.path.dirname(folder)
+    return shutil.disk_usage(folder).free >> 20
 
 
 class ShapeError(PipecompError, ValueError):

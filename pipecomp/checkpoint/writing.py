@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 
 from pipecomp.distributed.collectives import gathered
-from pipecomp.errors import CheckpointError, OutputError, PipecompError, SplitError
+from pipecomp.errors import CheckpointError, OutputError, PipecompError, SplitError, write_error, write_limits
 from pipecomp.utils.activity import local_activity
 
 
@@ -36,8 +37,10 @@ def describe_error(path: object, error: BaseException) -> str:
     while isinstance(error.__context__, OSError):  # torch raises another error when it closes a file after a full disk
         error = error.__context__
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename or path}: {error.strerror}"
+        return f"{error.filename or path}: {write_error(error, error.filename or str(path))}"
     text = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if code := re.search(r"\(os error (\d+)\)", text):  # of Rust
+        text += write_limits(int(code[1]), str(path))
     return text if str(path) in text else f"{path}: {text}"
 
 

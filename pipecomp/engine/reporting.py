@@ -17,7 +17,7 @@ from pipecomp.engine.local_steps import LocalTraining
 from pipecomp.engine.reduction import GradientReduction
 from pipecomp.engine.schedule import InFlightControl
 from pipecomp.engine.trace import MAX_EVENTS, Trace, TracedStore, chrome_events
-from pipecomp.errors import OutputError
+from pipecomp.errors import OutputError, write_error
 from pipecomp.interfaces import StageContext
 from pipecomp.stages.link.links import Links
 from pipecomp.stages.partition.splitting import Stage
@@ -127,7 +127,7 @@ class Reporting:
                 trace = {"traceEvents": chrome_events(by_rank), "displayTimeUnit": "ms"}
                 atomic_write_text(path, json.dumps(trace))
             except OSError as error:
-                problem = f"{path} cannot be written on rank 0: {error.strerror or error}"
+                problem = f"{path} cannot be written on rank 0: {write_error(error, path)}"
         problem = broadcast(problem)
         if problem is not None:
             raise OutputError(problem)

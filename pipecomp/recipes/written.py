@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from pipecomp.errors import ConfigError, writable
+from pipecomp.errors import ConfigError, writable, write_error
 from pipecomp.report.recorder import lines_until
 from pipecomp.utils.serialization import json_line
 
@@ -43,7 +43,7 @@ class WrittenOutput(ABC):
         try:
             yield
         except OSError as error:
-            message = f"{self._option}: {self._path} cannot be written: {error.strerror or error}"
+            message = f"{self._option}: {self._path} cannot be written: {write_error(error, self._path)}"
             self._error = self._error or message
             self.close()
 

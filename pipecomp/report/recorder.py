@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
-from pipecomp.errors import ConfigError, StalledError
+from pipecomp.errors import ConfigError, StalledError, write_error
 from pipecomp.stats import Traffic, code_bits
 from pipecomp.utils.activity import local_activity
 from pipecomp.utils.files import atomic_write_text
@@ -75,8 +75,9 @@ class Recorder:
             for record in self.kept:
                 self._last |= record  # an evaluation's line may have no counters
         except OSError as error:
+            reason = write_error(error, self.folder)
             if required:
-                raise ConfigError("--out", str(folder), f"a folder that can be written ({error.strerror})") from error
+                raise ConfigError("--out", str(folder), f"a folder that can be written ({reason})") from error
             self._give_up(error)
 
     def start(self, steps: int, **facts: Any) -> None:
@@ -198,7 +199,7 @@ class Recorder:
 
     def _give_up(self, error: OSError | StalledError) -> None:
         self._close()
-        why = getattr(error, "strerror", None) or error
+        why = write_error(error, self.folder or ".") if isinstance(error, OSError) else error
         _log.warning("%s cannot be written (%s); the run continues without it", self.folder, why)
 
 

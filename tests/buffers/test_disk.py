@@ -131,7 +131,7 @@ def test_a_store_that_begins_on_a_full_disk_says_so(small_disk):
         return "\n".join(said)
 
     for text in in_child(begin).splitlines() or [""]:
-        assert "No space left on device. The disk is full" in text
+        assert "No space left on device: free some space there" in text
 
 
 def test_space_that_comes_back_is_used(tmp_path, small_disk):

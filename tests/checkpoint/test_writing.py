@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import stat
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 from pipecomp.checkpoint import writing
-from pipecomp.checkpoint.writing import CollectiveWrite, RecordingCheckpointEngine, private_files
+from pipecomp.checkpoint.writing import CollectiveWrite, RecordingCheckpointEngine, describe_error, private_files
 from pipecomp.errors import CheckpointError
 
 
@@ -29,6 +31,24 @@ def test_a_full_disk_is_noted_with_its_path_and_without_a_stack() -> None:
     writer.save({}, "/dev/null/never")
     assert attempts.problem == "/dev/full: No space left on device", "the first one counts"
     assert writer.commit("x") == "committed x"
+
+
+@pytest.mark.parametrize("code", [errno.EFBIG, errno.EIO, errno.EDQUOT])
+@pytest.mark.parametrize("rust", [False, True])
+def test_a_limit_on_file_sizes_is_named(tmp_path: Path, code: int, rust: bool) -> None:
+    error: Exception = OSError(code, os.strerror(code))
+    if rust:
+        error = RuntimeError(f"I/O error: {os.strerror(code)} (os error {code})")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, before[1]))
+    try:
+        text = describe_error(tmp_path / "weights", error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert os.strerror(code) in text
+    assert "at most 64 KiB (ulimit -f)" in text
+    assert ("quota" in text) == (code in (errno.EIO, errno.EDQUOT))
+    assert "quota" not in describe_error("weights", OSError(errno.ENOENT, "no such file"))
 
 
 def test_what_is_written_is_on_the_disk_before_anything_vouches_for_it(
