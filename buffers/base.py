@@ -123,7 +123,13 @@ class MessageStore(Protocol):
 
 
 class StoreEnvironment(Protocol):
-    """All message stores of one rank."""
+    """All message stores of one rank.
+
+    Attributes:
+        temporary: `close` removes the files, because nothing will continue from them.
+    """
+
+    temporary: bool
 
     @property
     def run(self) -> str | None:

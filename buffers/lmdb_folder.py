@@ -161,6 +161,14 @@ class RankFolder(AbstractContextManager["RankFolder"]):
             self._sync()  # the data file's name first
             (self.path / UNSYNCED_FILE).unlink(missing_ok=True)
 
+    def remove_store(self) -> None:
+        """Delete the store's files, and the folders if they are empty then. What the disk keeps, stays."""
+        with suppress(OSError):
+            for name in (DATA_FILE, LOCK_FILE, DAMAGED_FILE, UNSYNCED_FILE, IN_USE_FILE):
+                (self.path / name).unlink(missing_ok=True)
+            self.path.rmdir()
+            self.path.parent.rmdir()
+
     def release(self) -> None:
         """Unlock the folder; safe to call twice."""
         unlock_file(self._lock_fd)

@@ -205,6 +205,7 @@ class LmdbEnvironment:
 
     Attributes:
         damaged: damage was found after the opening, so the next one checks everything.
+        temporary: see StoreEnvironment.
     """
 
     def __init__(
@@ -226,7 +227,7 @@ class LmdbEnvironment:
         self._stores: dict[str, LmdbStore] = {}
         self._pid = os.getpid()
         self._closed = False
-        self.damaged = False
+        self.damaged = self.temporary = False
         self._folder = RankFolder(self.path)
         with ExitStack() as undo:
             undo.callback(self._folder.release)
@@ -380,7 +381,9 @@ class LmdbEnvironment:
                 self.writer.close()
             finally:
                 self.file.close()
-                if synced and not self.damaged:
+                if self.temporary:
+                    self._folder.remove_store()
+                elif synced and not self.damaged:
                     self._folder.mark_synced()
                 self._folder.release()
 

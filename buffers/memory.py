@@ -65,6 +65,7 @@ class MemoryEnvironment:
     """The memory stores of one rank; options as for `open_environment`. Nothing of them survives the process."""
 
     run = None
+    temporary = False  # it always is
 
     def __init__(self, **options: Any) -> None:
         self._options = options

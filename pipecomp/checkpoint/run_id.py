@@ -2,7 +2,8 @@
 
 A run gets an id when training begins with empty stores: a random one, or `store.run`. Its stores and checkpoints keep
 it. A process continues the run by loading one of its checkpoints, or by giving the same `store.run`. Activations cached
-by another run are refused before a step uses them: they come from a model with other weights.
+by another run are refused before a step uses them: they come from a model with other weights. An engine that closes in
+order removes its stores unless a checkpoint needs them: nobody could continue the run.
 """
 
 from __future__ import annotations
@@ -36,6 +37,11 @@ class RunIdentity:
         self.id = run_id
         self._environment, self._path = environment, path
         self._named, self._known, self._bound = named, known, False
+        self.set_checkpoint(copied=known)
+
+    def set_checkpoint(self, *, copied: bool) -> None:
+        """Keep the stores after the end if the run continues from a checkpoint without a copy of them, or by name."""
+        self._environment.temporary = copied and not self._named
 
     def load(self, run_id: str | None) -> None:
         """Continue the run of a loaded checkpoint. Raises StoreError if the stores or `store.run` are of another."""
@@ -64,7 +70,7 @@ class RunIdentity:
 
 def _remedy(path: str) -> str:
     return (
-        "set another store.path, or remove the cached activations with "
+        "set another store.path, or remove the cached activations with store.overwrite or "
         f"`pipecomp store prune {Path(path)} --everything` (on every machine)"
     )
 

@@ -28,6 +28,7 @@ class Store(Section):
             then needs as much space again.
         run: name of the run; a store of a run with another name is refused. None: a random name, which resuming from a
             checkpoint takes from there.
+        overwrite: remove what another run has stored at `path` before this one begins.
         on_write_error: "stop", or "continue" without storing new samples while the disk refuses writes.
         pinned_bytes: limit of pinned host memory through which a rank's links, stores and compressed gradients reach
             its GPU; None for 256 MiB. torch pins more for batches and gloo's collectives. Refused on the CPU, where it
@@ -46,6 +47,7 @@ class Store(Section):
     drift_check: int | None = Field(default=10, ge=1, description="null or a number of steps of at least 1")
     in_checkpoints: bool = False
     run: str | None = None
+    overwrite: bool = False
     on_write_error: Annotated[str, OneOf(("stop", "continue"))] = "stop"
     pinned_bytes: int | None = Field(default=None, ge=1, description="null or a number of bytes above 0")
     clusters: int | None = Field(
@@ -65,7 +67,7 @@ class Store(Section):
     def check_given(self) -> None:
         """Reject keys about files with the memory backend, and keys about samples with clusters."""
         if self.backend == "memory":
-            keys = ("path", "run", "in_checkpoints", "on_write_error")
+            keys = ("path", "run", "overwrite", "in_checkpoints", "on_write_error")
             self.refuse_given(keys, "only with backend 'lmdb', not 'memory'")
         if self.clusters is None:
             return

@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from pipecomp.allreduce.group import Group
 from pipecomp.buffers import MessageStore, StoreEnvironment, open_environment
+from pipecomp.buffers.admin import forget
 from pipecomp.checkpoint.run_id import RunIdentity, find_run, model_digest
 from pipecomp.config import Config
 from pipecomp.distributed.consistency import AllRanks
@@ -473,6 +474,8 @@ def open_links(
         environment, stores = None, dict[int, MessageStore | None].fromkeys(described)
         if settings.activations.method == "aqsgd":
             with all_ranks.collective_errors(), local_activity(f"opens its message store {settings.store.path}"):
+                if settings.store.overwrite:
+                    forget(settings.store.path, engine.global_rank)
                 environment = _environment(settings, engine.global_rank, staging)
                 opened.callback(environment.close)
                 stores = {index: environment.link(f"link-{index}", values) for index, values in described.items()}

@@ -160,11 +160,13 @@ class CheckpointManager:
         return asdict(sampler.position(self.engine.progress.batches_taken))
 
     def _save_rank(self, folder: Path) -> None:
-        environment = self.engine.links.environment
+        environment, copied = self.engine.links.environment, False
         if environment is not None and self.context.settings.store.in_checkpoints:
-            environment.save(manifest.messages_copy(folder, self.context.rank))
+            copied = environment.save(manifest.messages_copy(folder, self.context.rank))
         state = {"random": random_state(), "messages": self._stored_versions()}
         write_state(state, _rank_file(folder, self.context.rank))
+        if self.run is not None:
+            self.run.set_checkpoint(copied=copied)
 
     # -- loading
 
@@ -285,6 +287,7 @@ class CheckpointManager:
         exact, differing = False, self._differing_data(own.get("data", {}))
         with all_ranks.collective_errors():
             self.run.load(own.get("run"))
+            self.run.set_checkpoint(copied=manifest.messages_copy(folder, self.context.rank).is_dir())
             if differing:
                 engine.links.forget()
             elif saved is not None:

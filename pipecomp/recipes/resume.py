@@ -73,6 +73,7 @@ _TRANSPORT_AND_STORAGE = (
     "pipecomp.store.drift_check",
     "pipecomp.store.in_checkpoints",
     "pipecomp.store.run",
+    "pipecomp.store.overwrite",
     "pipecomp.store.on_write_error",
 )
 _BATCH_SIZES = ("gradient_accumulation_steps", "train_batch_size")  # they depend on the number of replicas

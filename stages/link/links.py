@@ -97,7 +97,9 @@ class Links:
             end.transport.failed(error)
 
     def abort(self, lost_rank: int, reason: str) -> None:
-        """Notify both neighbors that `lost_rank` is gone."""
+        """Notify both neighbors that `lost_rank` is gone. The stores stay."""
+        if self.environment is not None:
+            self.environment.temporary = False
         for end in self:
             end.transport.abort(lost_rank, reason)
 

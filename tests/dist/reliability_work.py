@@ -30,6 +30,12 @@ def make(
     return pipecomp.initialize(gpt2(seed=seed), num_stages=stages, config=config, training_data=data or samples())
 
 
+def close_and_leave_store(engine: Any) -> None:
+    """Close an engine whose store stays, as that of a process that was killed does."""
+    engine.links.environment.temporary = False
+    engine.close()
+
+
 def losses(engine: Any, steps: int) -> list[float]:
     return [float(engine.train_batch()) for _ in range(steps)]
 

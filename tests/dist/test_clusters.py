@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from pipecomp.buffers.lmdb_folder import DATA_FILE, UNSYNCED_FILE
 from pipecomp.distributed.local_launcher import run_ranks
-from tests.dist.reliability_work import losses, make, messages
+from tests.dist.reliability_work import close_and_leave_store, losses, make, messages
 from tests.limits import HANG_S
 from tests.models import samples
 
@@ -43,7 +43,7 @@ def trained(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
     out["again"], out["then again"] = losses(engine, 4), messages(engine)
     drifts = [end.stats.drifts for end in engine.links], [end.stats.drift_checks for end in engine.links]
     out["drifts"] = drifts
-    engine.close()
+    close_and_leave_store(engine)
 
     dist.barrier()
     if rank == 1:

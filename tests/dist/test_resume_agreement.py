@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from pipecomp.distributed.local_launcher import run_ranks
-from tests.dist.reliability_work import losses, make, messages
+from tests.dist.reliability_work import close_and_leave_store, losses, make, messages
 from tests.limits import HANG_S
 
 pytestmark = pytest.mark.ranks
@@ -22,7 +22,7 @@ def resumed(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
     losses(engine, 4)
     engine.save_checkpoint(f"{folder}/c")
     losses(engine, 4)
-    engine.close()
+    close_and_leave_store(engine)
     if rank == 1:
         for copy in Path(folder, "c").glob("*/pipecomp-messages-rank-1"):
             shutil.rmtree(copy)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch.distributed as dist
 
 from pipecomp.distributed.local_launcher import run_ranks
 from tests.limits import HANG_S
@@ -31,10 +32,8 @@ def engines(rank, world, note, folder, keys, end, rounds=ROUNDS):
     if keys is not None:
         os.environ["PIPECOMP_KEYS"] = f"{keys}/rank-{rank}"
     counts, losses = [], []
-    for number in range(rounds):
+    for _ in range(rounds):
         section = {"activations": {"method": "aqsgd"}, "store": {"path": f"{folder}/store"}}
-        if number:  # each run owns its store: the next one starts with a new folder unless the last was given up
-            section["store"]["path"] = f"{folder}/store-{number}"
         engine = initialize(gpt2(), num_stages=world, config=ds_config(section), training_data=samples())
         if end == "with":
             with engine:
@@ -118,3 +117,61 @@ def same_store(rank, world, note, folder):
 def test_a_store_in_use_by_an_open_engine_names_close(tmp_path):
     for error in run_ranks(2, same_store, str(tmp_path), timeout_s=HANG_S).values():
         assert "close()" in error
+
+
+def stores(rank, world, note, folder):
+    """What is left of a run's store after its end, and what the next run does with it."""
+    from pipecomp import initialize
+    from pipecomp.errors import StoreError
+
+    path = Path(folder, "store")
+
+    def run(*, steps=2, **store):
+        config = ds_config({"activations": {"method": "aqsgd"}, "store": {"path": str(path), **store}})
+        engine = initialize(gpt2(), num_stages=world, config=config, training_data=samples())
+        return engine, [float(engine.train_batch()) for _ in range(steps)]
+
+    left, losses = {}, []
+
+    def close(name, engine):
+        engine.close()
+        dist.barrier()
+        left[name] = path.exists()
+        dist.barrier()
+
+    engine, expected = run()
+    close("finished", engine)
+    engine, again = run(in_checkpoints=True)
+    losses.append(again)
+    engine.save_checkpoint(f"{folder}/copied")
+    close("copied", engine)
+    engine, _ = run(in_checkpoints=True, steps=0)
+    engine.load_checkpoint(f"{folder}/copied")
+    left["exact"] = engine.resumed.exact
+    close("loaded", engine)
+    engine, _ = run()
+    engine.save_checkpoint(f"{folder}/alone")
+    close("not copied", engine)
+    engine, _ = run(steps=0)
+    engine.load_checkpoint(f"{folder}/alone")
+    left["continued"] = engine.resumed.exact
+    close("loaded without a copy", engine)
+    engine, _ = run(steps=0)
+    with pytest.raises(StoreError, match=r"this is a new run.*store\.overwrite"):
+        engine.train_batch()
+    close("another run's", engine)
+    engine, again = run(overwrite=True)
+    losses.append(again)
+    close("overwritten", engine)
+    engine, _ = run(run="mine")
+    close("named", engine)
+    return left, losses, expected
+
+
+@pytest.mark.timeout(HANG_S)
+def test_a_run_removes_its_store_unless_it_can_continue_from_it(tmp_path):
+    for left, losses, expected in run_ranks(2, stores, str(tmp_path), timeout_s=HANG_S).values():
+        gone = {"finished": False, "copied": False, "loaded": False, "overwritten": False}
+        kept = {"not copied": True, "loaded without a copy": True, "another run's": True, "named": True}
+        assert left == {**gone, **kept, "exact": True, "continued": True}
+        assert losses == [expected, expected]
