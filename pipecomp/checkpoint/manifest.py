@@ -8,10 +8,7 @@ written atomically. A checkpoint is valid if it has a manifest and every listed 
 from __future__ import annotations
 
 import json
-import os
-import re
 import shutil
-from contextlib import suppress
 from pathlib import Path
 
 from pipecomp.utils.files import UNFINISHED, atomic_write_text, file_crc
@@ -20,7 +17,6 @@ NOT_FINISHED = "it was not finished"
 _MANIFEST = "pipecomp-seal-{}.json"
 _MANIFESTS = "pipecomp-seal-*.json"
 _WRITTEN = ("*_states.pt", "pipecomp-*")  # by DeepSpeed, and beside it
-_STEP = re.compile(r"global_step(\d+)")
 
 
 def messages_copy(folder: Path, rank: int) -> Path:
@@ -79,52 +75,3 @@ def problem(folder: Path) -> str | None:
         except (OSError, ValueError, KeyError, TypeError) as error:
             return f"{path.name} cannot be read: {error}"
     return None
-
-
-def steps(save_dir: str | os.PathLike[str]) -> dict[int, Path]:
-    """The checkpoints in `save_dir` with DeepSpeed's default names, valid or not, by step."""
-    folders = {}
-    for path in Path(save_dir).glob("global_step*"):
-        match = _STEP.fullmatch(path.name)
-        if match and path.is_dir():
-            folders[int(match[1])] = path
-    return dict(sorted(folders.items()))
-
-
-def keep_last_good(save_dir: str | os.PathLike[str]) -> None:
-    """Delete all checkpoints but the last valid one, to make room; none if none is valid."""
-    folders = list(steps(save_dir).values())
-    good = next((path for path in reversed(folders) if problem(path) is None), None)
-    for path in folders:
-        if good is not None and path != good:
-            with suppress(OSError):  # the disk may accept no writes at all
-                _delete(path)
-
-
-def remove_old(save_dir: str | os.PathLike[str], keep: int, *, written: int) -> None:
-    """Delete all checkpoints but the last `keep` finished ones.
-
-    Args:
-        save_dir: Their folder.
-        keep: How many to keep, at least 1.
-        written: Step of the checkpoint that was just written, which is kept.
-    """
-    folders = steps(save_dir)
-    others = [step for step, path in folders.items() if step != written and finished(path)]
-    kept = {written, *others[len(others) - min(keep - 1, len(others)) :]}
-    for step, path in folders.items():
-        if step not in kept:
-            with suppress(OSError):  # a write-protected folder stays
-                _delete(path)
-
-
-def remove_after(save_dir: str | os.PathLike[str], step: int) -> None:
-    """Delete the checkpoints after `step`, when a run goes back to it."""
-    for number, path in steps(save_dir).items():
-        if number > step:
-            _delete(path)
-
-
-def _delete(folder: Path) -> None:
-    remove(folder)  # first, so that a half-deleted checkpoint is not valid
-    shutil.rmtree(folder, ignore_errors=True)

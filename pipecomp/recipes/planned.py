@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from pipecomp.checkpoint import manifest
 from pipecomp.data import DataOptions, Segment
 from pipecomp.data.formats import parse_columns
 from pipecomp.data.loading import FILES, read_texts
@@ -39,6 +38,7 @@ from pipecomp.recipes.resume import STEPS, lock_folder
 from pipecomp.recipes.steps import warmup_decay
 from pipecomp.report.recorder import CHECKPOINTS, PLAN, SAMPLE
 from pipecomp.stages.partition.merging import merge_adapter
+from pipecomp.trainer.checkpoints import STATE_FILE, list_checkpoints
 from pipecomp.utils.files import atomic_write_text
 from pipecomp.utils.units import format_count
 
@@ -248,7 +248,7 @@ def plan_run(
 
 def check_unused(options: TrainOptions, folder: Path) -> None:
     """Raise ConfigError if a run without checkpoints would overwrite files that existing checkpoints need."""
-    unused = options.save_every is not None or not manifest.steps(folder / CHECKPOINTS)
+    unused = options.save_every is not None or not list_checkpoints(str(folder / CHECKPOINTS))
     hint = f"{folder} has checkpoints: the run resumes from the last good one. To start over, choose another folder"
     require(unused, "--save-every", None, "a number", hint)
 
@@ -331,8 +331,8 @@ def deepspeed_config(options: TrainOptions, planned: dict[str, Any], folder: Pat
 
 def resumes(options: TrainOptions, folder: Path) -> bool:
     """Return whether a finished checkpoint in the folder makes this run resume."""
-    checkpoints = manifest.steps(folder / CHECKPOINTS)
-    return options.save_every is not None and any(map(manifest.finished, checkpoints.values()))
+    found = list_checkpoints(str(folder / CHECKPOINTS))
+    return options.save_every is not None and any((path / STATE_FILE).is_file() for _, path in found)
 
 
 def read_plan(folder: Path, stages: int, world: int) -> dict[str, Any]:

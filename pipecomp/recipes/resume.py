@@ -11,19 +11,18 @@ import argparse
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pipecomp.checkpoint import manifest
+import torch.distributed as dist
+
 from pipecomp.checkpoint.run_id import model_values
 from pipecomp.checkpoint.writing import private_files
-from pipecomp.data import DataPosition
-from pipecomp.distributed.collectives import gathered, while_others_wait
+from pipecomp.config import read_json_object
+from pipecomp.distributed.collectives import broadcast, gathered
 from pipecomp.distributed.consistency import differences
-from pipecomp.distributed.preemption import say_here
-from pipecomp.errors import CheckpointError, ConfigError, require, writable
-from pipecomp.interfaces import TrainingEngine
+from pipecomp.errors import ConfigError, require, writable
+from pipecomp.trainer.checkpoints import PIPELINE_FILE, last_good, list_checkpoints
 from pipecomp.utils.files import lock_file
 
 # Arguments that may differ when a run resumes: outputs, the length of training, the starting point, and those compared
@@ -62,8 +61,6 @@ MAY_DIFFER = frozenset(
 )
 DATA, SAMPLES, REPLICAS, STAGES = "hash of the training data", "samples of a step", "replicas", "stages"
 STEPS = "steps of the run"  # compared if the schedule depends on them
-_STATE_KEY, _TRAINED_KEY, _DUE_KEY = "recipe", "recipe_trained", "recipe_evaluation_due"
-_MachineCheckpoints = tuple[list[int] | None, dict[int, str]]
 _locked: set[str] = set()  # folders, by this process
 # Settings of transport and storage that do not change what is trained: a run that timed out may get a longer timeout.
 _TRANSPORT_AND_STORAGE = (
@@ -168,9 +165,10 @@ class RunCheckpoints:
         auto: Keys of the settings that were "auto" in the configuration file.
 
     Attributes:
-        step: Step of the checkpoint that this run resumes from; 0 for a new run.
+        folder: Of all checkpoints; None for a run without.
+        found: The checkpoint that this run resumes from; None for a new run.
+        keep: The number of checkpoints to keep.
         on_signal: The run writes a checkpoint after a signal.
-        evaluation_due: The run that wrote the checkpoint was stopped before the evaluation after its last step.
 
     Raises:
         ConfigError: If arguments have no effect, or the configuration cannot be saved.
@@ -185,14 +183,11 @@ class RunCheckpoints:
         auto: Sequence[str] = (),
     ) -> None:
         self.folder = None if args.checkpoint is None else Path(args.checkpoint)
-        self._every, self._keep = args.save_every, args.keep or 2
+        self.found: str | None = None
+        self.keep, self._every = args.keep or 2, args.save_every
         self._settings, self._trained, self._auto = dict(settings), dict(trained), tuple(auto)
         self._resume = args.resume is not None
         self.on_signal = self.folder is not None and args.save_on_signal is not False
-        self.evaluation_due = False
-        self._own = False  # all checkpoints of later steps are this run's
-        self.step = 0
-        self._position: DataPosition | None = None
         if self.folder is None:
             for name in ("save_every", "keep", "resume", "save_on_signal"):
                 require(
@@ -208,10 +203,13 @@ class RunCheckpoints:
             raise ConfigError("--checkpoint", args.checkpoint, allowed)
         make_folder("--checkpoint", args.checkpoint)
 
-    def find(self) -> str:
-        """Find the checkpoint to resume from and set `step`. Every rank must call this.
+    @property
+    def step(self) -> int:
+        """Step of the checkpoint that this run resumes from; 0 for a new run."""
+        return 0 if self.found is None else int(self.found.rpartition("-")[2])
 
-        One rank of each machine reads its checkpoints, newest first, until one is good on all machines.
+    def find(self) -> str:
+        """Find the checkpoint to resume from and set `found`. Every rank must call this.
 
         Returns:
             A text for the report.
@@ -223,39 +221,31 @@ class RunCheckpoints:
         """
         if self.folder is None:
             return ""
+        self._check_unused(self.folder)
         if not self._resume:
-            self._check_unused(self.folder)
             return ""
-        found = _read_until_good(self.folder)
-        _check_everywhere(self.folder, found)
-        self.step = max(_on_all(found), default=0)
-        problems = {step: problem for _, of_rank in found for step, problem in of_rank.items() if step > self.step}
-        if self.step:
-            self._check(self.folder / f"global_step{self.step}")
+        self.found, skipped = last_good("--checkpoint", str(self.folder), None)
+        if self.found is not None:
+            self._check(Path(self.found) / PIPELINE_FILE)
         text = f"continues after step {self.step}" if self.step else "no good checkpoint: starts from the beginning"
-        return text + "".join(f"; skipped step {step}: {problem}" for step, problem in sorted(problems.items()))
+        return text + "".join(f"; skipped step {step}: {problem}" for step, problem in sorted(skipped.items()))
 
     def _check_unused(self, folder: Path) -> None:
-        own = list(manifest.steps(folder)) if _first_of_machine() else []
-        steps = sorted({step for steps in gathered(own) for step in steps})
+        first = os.environ.get("LOCAL_RANK", "0") == "0"
+        own = [[step for step, _ in list_checkpoints(str(folder))], [p.name for p in folder.glob("global_step*")]]
+        by_rank = gathered(own if first else [[], []])
+        steps, older = (sorted({value for of_rank in by_rank for value in of_rank[k]}) for k in (0, 1))
+        hint = f"It has {', '.join(older)} of an earlier version, which engine.load_checkpoint reads"
+        require(not older, "--checkpoint", str(folder), "a folder without them", hint)
         listed = ", ".join(map(str, steps))
         hint = f"It has step {listed}; --resume auto resumes from the last good one"
-        require(not steps, "--checkpoint", str(folder), "a folder without checkpoints", hint)
+        require(not steps or self._resume, "--checkpoint", str(folder), "a folder without checkpoints", hint)
 
-    def _check(self, folder: Path) -> None:
+    def _check(self, file: Path) -> None:
         """Compare the checkpoint's settings with this run's, before it is loaded or files are overwritten."""
-        from pipecomp.checkpoint.reshard import read_state, saved_position
-
-        state = read_state(folder)
-        if state is None:
-            return  # this machine has no stage's file; loading raises the error
-        saved = state.get(_STATE_KEY, {})
-        # Older versions saved none or fewer of these values, so only common ones are compared.
-        trained = state.get(_TRAINED_KEY, {})
-        pipeline = state.get("pipecomp", {}).get("pipeline")
-        if pipeline is not None and SAMPLES in trained:
-            accumulation = trained[SAMPLES] // (pipeline["micro_batch"] * pipeline["replicas"])
-            self._position = saved_position(state["pipecomp"], accumulation)
+        run = broadcast(read_json_object("--checkpoint", file).get("run", {}) if dist.get_rank() == 0 else None)
+        saved, trained = run.get("settings", {}), run.get("trained", {})
+        # Another version may have recorded fewer of these values, so only common ones are compared.
         both = (trained.keys() & self._trained.keys()) - {REPLICAS, STAGES}
         stages, replicas = ({run.get(what) for run in (trained, self._trained)} for what in (STAGES, REPLICAS))
         alone = {run.get(STAGES) == run.get(REPLICAS) == 1 for run in (trained, self._trained)}
@@ -277,149 +267,22 @@ class RunCheckpoints:
             remedy = f"To start over, choose another folder than {self.folder}"
             raise ConfigError("--resume", "auto", f"the settings of the checkpoint: {listed}. {remedy}")
 
-    def position(self) -> DataPosition | None:
-        """Return the place in the training data of the checkpoint of `find`; None if it has none.
-
-        Every rank must call this.
-        """
-        saved = gathered(None if self._position is None else asdict(self._position))
-        return next((DataPosition.of(position) for position in saved if position is not None), None)
-
-    def load(self, engine: TrainingEngine) -> str:
-        """Load the checkpoint of `find`, if there is one. Every rank must call this.
-
-        Returns:
-            A text for the report.
-        """
-        if not self.step:
-            return ""
-        _, state = engine.load_checkpoint(str(self.folder), tag=f"global_step{self.step}")
-        self.evaluation_due = bool((state or {}).get(_DUE_KEY))
-        if engine.resumed is None:
-            return "all state restored"
-        if engine.resumed.exact:
-            return "with the cached activations of that step: losses equal those of an uninterrupted run"
-        return "with the cached activations that both ends of each link have in common; others are dropped"
+    def record(self) -> dict[str, Any]:
+        """Return what a checkpoint records of the run."""
+        return {"settings": self._settings, "trained": self._trained}
 
     def is_due(self, step: int, *, ends_epoch: bool, last: bool) -> bool:
         """Return whether a checkpoint is due after step `step`."""
         return self.folder is not None and (last or (ends_epoch if self._every is None else step % self._every == 0))
 
-    def save(self, engine: TrainingEngine, *, last: bool) -> bool:
-        """Write a checkpoint that is due. Every rank must call this. Returns False if it could not be written."""
-        saved = self.save_now(engine)
-        if not saved:
-            say_here(
-                "the run ends without this checkpoint"
-                if last
-                else "the run continues without this checkpoint, and tries again when the next one is due"
-            )
-        return saved
 
-    def save_now(self, engine: TrainingEngine, *, evaluation_due: bool = False) -> bool:
-        """Write a checkpoint, if there is a folder for it. Every rank must call this.
-
-        If the disk is full, all older checkpoints but the last good one are deleted before a second attempt.
-
-        Args:
-            engine: The engine.
-            evaluation_due: The evaluation after this step is pending; see `load`.
-
-        Returns:
-            False if it could not be written; every rank prints the reason.
-        """
-        if self.folder is None:
-            return True
-        if not self._own:
-            self._remove_later(self.folder)
-        state: dict[str, Any] = {_STATE_KEY: self._settings, _TRAINED_KEY: self._trained}
-        if evaluation_due:
-            state[_DUE_KEY] = True
-        try:
-            engine.save_checkpoint(str(self.folder), client_state=state)
-        except CheckpointError as error:
-            say_here(f"{error}. Trying again after deleting all older checkpoints but the last good one")
-            folder = self.folder
-            while_others_wait(lambda: manifest.keep_last_good(folder) if _first_of_machine() else None)
-            try:
-                engine.save_checkpoint(str(self.folder), client_state=state)
-            except CheckpointError as again:
-                say_here(str(again))
-                return False
-        if _first_of_machine():
-            manifest.remove_old(self.folder, self._keep, written=engine.global_steps)
-        return True
-
-    def _remove_later(self, folder: Path) -> None:
-        """Delete checkpoints of later steps, left by an earlier run, which would count as this run's last ones."""
-        if _first_of_machine():
-            manifest.remove_after(folder, self.step)
-        gathered(None)  # all machines finish first, because the next checkpoint may have the same name
-        self._own = True
-
-
-def _read_until_good(folder: Path) -> list[_MachineCheckpoints]:
-    """Read checkpoints on each machine, newest first, until one is good on all machines.
-
-    Returns:
-        By rank: the steps of good checkpoints (on a machine's first rank, else None), and the problems of others.
-    """
-    first = _first_of_machine()
-    unread = list(manifest.steps(folder).items()) if first else []
-    good, bad = list[int](), dict[int, str]()
-
-    def read() -> None:
-        if unread:
-            step, path = unread.pop()
-            problem = manifest.problem(path)
-            if problem is None:
-                good.append(step)
-            else:
-                bad[step] = problem
-
-    before = None
-    while True:
-        while_others_wait(read)
-        found = gathered((list(good) if first else None, dict(bad)))
-        if found == before or _on_all(found):
-            return found
-        before = found
-
-
-def _on_all(found: list[_MachineCheckpoints]) -> set[int]:
-    """Return the steps that are good on every machine."""
-    return set.intersection(*(set(steps) for steps, _ in found if steps is not None))
-
-
-def _check_everywhere(folder: Path, found: list[_MachineCheckpoints]) -> None:
-    """Raise ConfigError if some machines have good checkpoints that a run from the beginning would delete.
-
-    That is so if another machine has none or only damaged ones, and if no step is good on all machines. An unfinished
-    checkpoint on each machine is no error: a killed run leaves it. found: from `_read_until_good`.
-    """
-    machines = {rank: (good, bad) for rank, (good, bad) in enumerate(found) if good is not None}
-    some = sorted({step for good, _ in machines.values() for step in good})
-    if not some or _on_all(found):
-        return
-    wanted = "a folder with the run's checkpoints on every machine"
-    remedy = "To start over, choose another folder"
-    others = f"and others have step {', '.join(map(str, some))}"
-    killed = False
-    for rank, (good, bad) in machines.items():
-        if good:
-            continue
-        if bad and set(bad.values()) == {manifest.NOT_FINISHED}:
-            killed = True
-            continue
-        damaged = "; ".join(f"step {step}: {problem}" for step, problem in sorted(bad.items()))
-        none = f"rank {rank}'s machine has no {f'good ones ({damaged})' if bad else 'checkpoints'}"
-        raise ConfigError("--checkpoint", str(folder), f"{wanted}: {none}, {others}. {remedy}")
-    good_on = "; ".join(f"rank {rank}'s has step {', '.join(map(str, good))}" for rank, (good, _) in machines.items())
-    require(killed, "--checkpoint", str(folder), f"{wanted}: no step is good on all, {good_on}. {remedy}")
-
-
-def _first_of_machine() -> bool:
-    return os.environ.get("LOCAL_RANK", "0") == "0"
+def loaded_text(resumed: Any) -> str:
+    """Describe for the report what a checkpoint has restored. resumed: `engine.resumed`."""
+    if resumed is None:
+        return "all state restored"
+    if resumed.exact:
+        return "with the cached activations of that step: losses equal those of an uninterrupted run"
+    return "with the cached activations that both ends of each link have in common; others are dropped"
 
 
 def _differences(saved: Mapping[str, Any], own: Mapping[str, Any], keys: Iterable[str]) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import PrinterCallback, TrainerCallback, TrainerState, TrainingArguments
+from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
 
 from pipecomp.buffers.admin import forget
@@ -24,14 +24,23 @@ from pipecomp.distributed.launch_env import is_first_of_machine
 from pipecomp.distributed.preemption import say_here
 from pipecomp.errors import ConfigError, OutputError, SplitError
 from pipecomp.recipes.report import Report
-from pipecomp.recipes.resume import REPLICAS, SAMPLES, STAGES, STEPS, RunCheckpoints, lock_folder, make_folder
+from pipecomp.recipes.resume import (
+    REPLICAS,
+    SAMPLES,
+    STAGES,
+    STEPS,
+    RunCheckpoints,
+    loaded_text,
+    lock_folder,
+    make_folder,
+)
 from pipecomp.recipes.run import Workload
 from pipecomp.recipes.steps import Plan, check_config, complete, make_plan, read_config
 from pipecomp.report.recorder import Recorder, default_folder
 from pipecomp.stats import Traffic
 from pipecomp.trainer import PipelineTrainer
 from pipecomp.trainer.callbacks import fire
-from pipecomp.trainer.checkpoints import EVALUATION, ResumePoint
+from pipecomp.trainer.checkpoints import ResumePoint, layout, read, remove_after
 from pipecomp.trainer.data_loading import SampleSource
 from pipecomp.trainer.losses import StepLoss
 from pipecomp.trainer.meters import TrainingRecorder
@@ -110,7 +119,7 @@ class RecipeTrainer(PipelineTrainer):
     uses_deepspeed_optimizer = True
 
     def __init__(self, args: argparse.Namespace, work: Workload) -> None:
-        self._recipe, self._work = args, work
+        self._recipe, self._work, self._wrote = args, work, False
         ranks = rendezvous.all_ranks()
         with ranks.collective_errors():
             self._run = self._set_up()
@@ -203,6 +212,7 @@ class RecipeTrainer(PipelineTrainer):
             logging_steps=1,
             logging_nan_inf_filter=False,
             save_strategy="no",  # `_StepControl` decides
+            save_total_limit=self._run.checkpoints.keep,
             disable_tqdm=True,
             use_cpu=True,
         )
@@ -283,25 +293,32 @@ class RecipeTrainer(PipelineTrainer):
         return {} if self._work.is_compared else super()._facts(samples, micro_batch, name)
 
     def _prepare_training(self, resume: str | os.PathLike | bool | None) -> ResumePoint | None:
-        self._holder.prepare_training(self.args, None, clear_stores=False)
-        step = self._run.checkpoints.step
-        if not step:
-            return None
-        plan, checkpoints = self._run.plan, self._run.checkpoints
-        epoch = self._training_length(plan.per_epoch).epochs_after(step)
-        state = TrainerState(global_step=step, epoch=epoch, train_batch_size=plan.micro_batch)
-        state.compute_steps(self.args, plan.steps)
-        return ResumePoint(str(checkpoints.folder), state, same=True, position=checkpoints.position())
+        self._holder.prepare_training(self.args, resumes=False, clear_stores=False)
+        found = self._run.checkpoints.found
+        return None if found is None else read(found, layout(self.plan, self.replicas), self.group)
 
     def _load_checkpoint(self, resume_point: ResumePoint) -> ResumePoint:
-        self._console.resumed(self._run.checkpoints.load(self.engine))
-        return resume_point._replace(due=(EVALUATION,) if self._run.checkpoints.evaluation_due else ())
+        resume_point = super()._load_checkpoint(resume_point)
+        self._console.resumed(loaded_text(self.engine.resumed))
+        return resume_point
 
-    def _write_checkpoint(self, *, messages: bool, count: Callable[[], Any], due: Sequence[str]) -> bool:
-        assert self._training is not None
-        if self._training.is_stopping():
-            return self._run.checkpoints.save_now(self.engine, evaluation_due=EVALUATION in due)
-        return self._run.checkpoints.save(self.engine, last=self.state.global_step == self._run.plan.steps)
+    def _write_checkpoint(self, *, count: Callable[[], Any], due: Sequence[str]) -> bool:
+        checkpoints = self._run.checkpoints
+        if checkpoints.folder is None:
+            return True
+        if not self._wrote:  # an earlier run's checkpoints of later steps would count as this run's last ones
+            remove_after(str(checkpoints.folder), checkpoints.step, self.group)
+            self._wrote = True
+        return super()._write_checkpoint(count=count, due=due)
+
+    def _checkpoint_folder(self) -> str:
+        return str(self._run.checkpoints.folder)
+
+    def _write_model(self, folder: str) -> None:
+        """Write no model: --save does at the end."""
+
+    def _run_settings(self) -> dict[str, Any]:
+        return self._run.checkpoints.record()
 
     def _start_recorder(self) -> tuple[Recorder, dict[str, Any]]:
         return self._recorder, {"kind": "recipe", "recipe": self._recipe.recipe, "unit": self._work.unit}

@@ -1,11 +1,11 @@
-"""The trainer's checkpoints: their files, resuming, rotation and the copies of message stores.
+"""Checkpoints of `PipelineTrainer` and of recipes: their files, resuming and rotation.
 
-    checkpoint-N/   the model as a from_pretrained folder, tokenizer, training_args.bin, and
-        pipeline.json            cuts and replicas; a run with others reshards the checkpoint. Also the work that was
-                                 pending after the step when a signal stopped training
-        deepspeed/               DeepSpeed's own checkpoint: optimizer states, float32 masters, error-feedback residuals
+    checkpoint-N/   the model as a from_pretrained folder, tokenizer, training_args.bin (not those of recipes), and
+        pipeline.json            cuts and replicas; a run with others reshards the checkpoint. Also the settings of the
+                                 run, and the work that was pending after the step when a signal stopped training
+        deepspeed/               the engine's checkpoint: weights, optimizer states, error-feedback residuals, and with
+                                 store.in_checkpoints the cached activations
         rank_state_R.pth         random generators and schedule of rank R
-        messages/rank-R/         AQ-SGD's cached activations of rank R, a copy of the store
         trainer_state.json       written last: a folder without it is incomplete
 
 Without a shared disk, each machine keeps the files of its ranks in a folder of the same name.
@@ -17,10 +17,11 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -29,9 +30,7 @@ from transformers import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from transformers.utils import logging as transformers_logging
 
-from pipecomp.buffers import LmdbEnvironment
 from pipecomp.buffers.admin import forget
-from pipecomp.buffers.lmdb_folder import DATA_FILE, copy_file
 from pipecomp.checkpoint import manifest
 from pipecomp.checkpoint.reshard import load_schedule, read_state, saved_position
 from pipecomp.checkpoint.writing import (
@@ -46,7 +45,6 @@ from pipecomp.config import Config, read_json_object
 from pipecomp.data import DataPosition
 from pipecomp.distributed.collectives import broadcast, gathered, while_others_wait
 from pipecomp.distributed.preemption import say_here
-from pipecomp.distributed.rendezvous import all_ranks
 from pipecomp.errors import ConfigError, OutputError, WireError, require
 from pipecomp.interfaces import TrainingEngine
 from pipecomp.stages.partition.planning import SplitPlan
@@ -57,7 +55,7 @@ STATE_FILE = "trainer_state.json"
 PIPELINE_FILE = "pipeline.json"
 DEEPSPEED = "deepspeed"  # the tag of DeepSpeed's checkpoint, a folder
 EVALUATION, EPOCH_END = "evaluation", "epoch end"
-_DUE = "due"
+_DUE, _RUN = "due", "run"
 _KEY = "resume_from_checkpoint"
 
 _log = transformers_logging.get_logger(__name__)
@@ -67,7 +65,8 @@ class ResumePoint(NamedTuple):
     """The checkpoint that a training resumes from.
 
     same: its pipeline has the same cuts and replicas. due: the work that was pending after its step when a signal
-    stopped training, `EVALUATION` or `EPOCH_END` or both. position: in the training data, None if not recorded.
+    stopped training, `EVALUATION` or `EPOCH_END` or both. position: in the training data, None if not recorded. run:
+    the settings of its run.
     """
 
     folder: str
@@ -75,11 +74,60 @@ class ResumePoint(NamedTuple):
     same: bool
     due: tuple[str, ...] = ()
     position: DataPosition | None = None
+    run: Mapping[str, Any] = MappingProxyType({})
 
 
 def layout(plan: SplitPlan, replicas: int) -> dict[str, Any]:
     """Describe the pipeline. Cached activations and random generators carry over only between equal layouts."""
     return {"cuts": list(plan.cuts), "replicas": replicas}
+
+
+def last_good(key: str, output_dir: str, group: Any) -> tuple[str | None, dict[int, str]]:
+    """Find the last checkpoint that is good on all machines. Every rank must call this.
+
+    The first rank of each machine reads the machine's checkpoints, newest first, until one is good everywhere.
+
+    Args:
+        key: The setting that names the folder, for errors.
+        output_dir: The folder of the checkpoints.
+        group: A gloo group of all ranks.
+
+    Returns:
+        The checkpoint's folder, or None; and the reasons why later ones were skipped, by step.
+
+    Raises:
+        ConfigError: On every rank, if none is good on all machines, and some machines have good ones. Checkpoints that
+            a killed run has not finished on the other machines are no error.
+    """
+    first = os.environ.get("LOCAL_RANK", "0") == "0"
+    own = dict(list_checkpoints(output_dir)) if first else {}
+    skipped: dict[int, str] = {}
+    lost: list[str] = []
+    steps = {_checked_step(step) for steps in gathered(sorted(own), group) for step in steps}
+    for step in sorted(steps, reverse=True):
+        problem = partial(_problem, own.get(step)) if first else lambda: ""
+        by_rank = gathered(while_others_wait(problem, group), group)
+        bad = {rank: str(problem) for rank, problem in enumerate(by_rank) if problem}
+        if not bad:
+            return folder_of(output_dir, step), skipped
+        rank, text = next(iter(bad.items()))
+        skipped[step] = f"on rank {rank}'s machine {text}" if None in by_rank else text
+        if None in by_rank and set(bad.values()) != {manifest.NOT_FINISHED}:
+            lost.append(f"{PREFIX_CHECKPOINT_DIR}-{step}: {skipped[step]}")
+    hint = "To start over, choose another folder"
+    require(not lost, key, str(output_dir), f"a folder with the run's checkpoints on every machine: {lost}", hint)
+    return None, skipped
+
+
+def _problem(folder: Path | None) -> str | None:
+    """Return why training cannot resume from a checkpoint of this machine; None if it can."""
+    if folder is None:
+        return "it is missing"
+    if not (folder / DEEPSPEED).is_dir():
+        return f"it has no {DEEPSPEED}: another program or save_only_model wrote it"
+    if dist.get_rank() == 0 and not (folder / STATE_FILE).is_file():
+        return manifest.NOT_FINISHED
+    return manifest.problem(folder / DEEPSPEED)
 
 
 def find(
@@ -101,14 +149,26 @@ def find(
     """
     if resume is None or resume is False:
         return None
-    place = _last_undamaged(output_dir, group) if resume is True else str(resume)
+    folder: str | None = str(resume)
+    if resume is True:
+        folder, skipped = last_good(_KEY, output_dir, group)
+        listed = "; ".join(f"{PREFIX_CHECKPOINT_DIR}-{step}: {problem}" for step, problem in skipped.items())
+        allowed = f"True only if {output_dir} has a complete checkpoint of PipelineTrainer"
+        require(folder is not None, _KEY, True, allowed, listed or None)
+        if listed and dist.get_rank() == 0:
+            _log.warning(f"skipping {listed}")
+    assert folder is not None
+    return read(folder, pipeline, group)
+
+
+def read(folder: str, pipeline: dict[str, Any], group: Any) -> ResumePoint:
+    """Read the checkpoint in a folder on rank 0. Every rank must call this. Raises ConfigError as `find` does."""
     answer: Any = None
     if dist.get_rank() == 0:
         try:
-            folder = _last(output_dir) if place is None else Path(place)
-            theirs, state = _read(folder, resume)
-            due = theirs.pop(_DUE, [])
-            answer = folder.name, state, theirs == pipeline, due, _position(folder / DEEPSPEED)
+            theirs, state = _read(Path(folder))
+            due, run = theirs.pop(_DUE, []), theirs.pop(_RUN, {})
+            answer = state, theirs == pipeline, due, _position(Path(folder) / DEEPSPEED), run
             if theirs != pipeline:
                 _log.warning(
                     f"{folder} has the layout {theirs}, this run {pipeline}: weights, optimizer states and schedule "
@@ -119,13 +179,13 @@ def find(
     answer = broadcast(answer, group=group)
     if isinstance(answer, dict):
         raise ConfigError(**answer)
-    # Note: each rank uses its own output_dir and takes only the checkpoint's name from rank 0, so that no path that
-    # arrives over the network is ever unpickled.
-    own = Path(output_dir) / _checked_name(answer[0]) if resume is True else Path(str(resume))
-    position = None if answer[4] is None else DataPosition.of(answer[4])
-    resume_point = ResumePoint(str(own), TrainerState(**answer[1]), answer[2], tuple(answer[3]), position)
+    # Note: each rank uses its own folder, so that no path that arrives over the network is ever unpickled.
+    state, same, due, position, run = answer
+    position = None if position is None else DataPosition.of(position)
+    resume_point = ResumePoint(folder, TrainerState(**state), same, tuple(due), position, run)
     best = Path(resume_point.state.best_model_checkpoint or "").name
-    resume_point.state.best_model_checkpoint = str(own.parent / best) if _is_checkpoint_name(best) else None
+    own = Path(folder).parent / best
+    resume_point.state.best_model_checkpoint = str(own) if _is_checkpoint_name(best) else None
     return resume_point
 
 
@@ -141,58 +201,18 @@ def _position(folder: Path) -> dict[str, Any] | None:
     return None if position is None else asdict(position)
 
 
-def _last_undamaged(output_dir: str, group: Any) -> str | None:
-    """Return the last checkpoint that no machine finds damaged; None if rank 0 has no complete one.
-
-    After a power failure a machine may lack files that were not yet on disk. ConfigError if all are damaged.
-    """
-    names = [path.name for path in _complete_checkpoints(output_dir)] if dist.get_rank() == 0 else None
-    damaged: list[str] = []
-    for name in reversed(broadcast(names, group=group)):
-        folder = Path(output_dir) / _checked_name(name)
-        by_rank = gathered(while_others_wait(partial(_inspect, folder / DEEPSPEED), group), group)
-        problems = [f"on rank {rank}'s machine {problem}" for rank, (_, problem) in enumerate(by_rank) if problem]
-        if not problems or not any(finished for finished, _ in by_rank):  # older versions wrote no manifest
-            return str(folder)
-        damaged.append(f"{name}: {problems[0]}")
-        if dist.get_rank() == 0:
-            _log.warning(f"skipping {folder}: {problems[0]}")
-    require(not damaged, _KEY, True, f"True only with an undamaged checkpoint: {'; '.join(damaged)}")
-    return None
-
-
-def _inspect(folder: Path) -> tuple[bool, str | None]:
-    """Return, on the first rank of a machine, whether the checkpoint is finished, and its problem."""
-    first = os.environ["LOCAL_RANK"] == "0"
-    return (manifest.finished(folder), manifest.problem(folder)) if first else (False, None)
-
-
-def _last(output_dir: str) -> Path:
-    complete = _complete_checkpoints(output_dir)
-    require(complete, _KEY, True, f"True only if {output_dir} has a complete checkpoint")
-    return complete[-1]
-
-
-def _complete_checkpoints(output_dir: str) -> list[Path]:
-    """List the complete checkpoints in the order of their steps."""
-    return [path for _, path in list_checkpoints(output_dir) if (path / STATE_FILE).is_file()]
-
-
 def list_checkpoints(output_dir: str) -> list[tuple[int, Path]]:
     """List (step, folder) of all checkpoints, transformers.Trainer's included, in the order of their steps."""
     folders = Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
     return sorted((int(number), path) for path in folders if (number := path.name.rpartition("-")[2]).isdecimal())
 
 
-def _read(folder: Path, resume: object) -> tuple[dict[str, Any], dict[str, Any]]:
+def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Read a checkpoint's pipeline layout and trainer state. ConfigError if training cannot resume from it."""
-    require((folder / STATE_FILE).is_file(), _KEY, str(resume), f"a checkpoint folder: {folder} has no {STATE_FILE}")
-    require(
-        (folder / DEEPSPEED).is_dir() and (folder / PIPELINE_FILE).is_file(),
-        _KEY,
-        str(resume),
-        "a checkpoint of PipelineTrainer, written without save_only_model",
-    )
+    allowed = f"a checkpoint folder: {folder} has no {STATE_FILE}"
+    require((folder / STATE_FILE).is_file(), _KEY, str(folder), allowed)
+    allowed = "a checkpoint of PipelineTrainer, written without save_only_model"
+    require((folder / DEEPSPEED).is_dir() and (folder / PIPELINE_FILE).is_file(), _KEY, str(folder), allowed)
     return read_json_object(_KEY, folder / PIPELINE_FILE), read_json_object(_KEY, folder / STATE_FILE)
 
 
@@ -204,12 +224,19 @@ def folder_of(output_dir: str, step: int) -> str:
     return str(Path(output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}")
 
 
-def complete(folder: str, state: TrainerState, plan: SplitPlan, replicas: int, due: Sequence[str] = ()) -> None:
+def complete(
+    folder: str,
+    state: TrainerState,
+    plan: SplitPlan,
+    replicas: int,
+    due: Sequence[str] = (),
+    run: Mapping[str, Any] | None = None,
+) -> None:
     """Write the files that complete a checkpoint. Rank 0 calls it after all ranks have written theirs.
 
-    due: see `ResumePoint`.
+    due, run: see `ResumePoint`.
     """
-    pipeline = layout(plan, replicas) | ({_DUE: list(due)} if due else {})
+    pipeline = layout(plan, replicas) | ({_DUE: list(due)} if due else {}) | ({_RUN: dict(run)} if run else {})
     atomic_write_text(Path(folder) / PIPELINE_FILE, json.dumps(pipeline) + "\n")
     with atomic_write(Path(folder) / STATE_FILE) as part:  # its presence marks the checkpoint as complete
         state.save_to_json(str(part))
@@ -228,7 +255,7 @@ def _set_latest_mtime(folder: Path) -> None:
 def save_engine(engine: TrainingEngine, folder: str, scheduler: Any, attempts: CollectiveWrite) -> None:
     """Write engine, random generators and schedule. Every rank must call this."""
     engine.save_checkpoint(folder, tag=DEEPSPEED)
-    state = {"random": random_state(), "scheduler": scheduler.state_dict()}
+    state = {"random": random_state(), "scheduler": None if scheduler is None else scheduler.state_dict()}
 
     def write() -> None:
         with atomic_write(_rank_file(folder, dist.get_rank())) as part:  # on disk before the checkpoint is complete
@@ -238,11 +265,11 @@ def save_engine(engine: TrainingEngine, folder: str, scheduler: Any, attempts: C
 
 
 def load_engine(engine: TrainingEngine, resume_point: ResumePoint, scheduler: Any) -> None:
-    """Load weights, optimizer, schedule and, with equal layouts, random generators. Every rank must call this."""
+    """Load weights, optimizer, schedule and, with equal layouts, random generators. Every rank must call this.
+
+    scheduler: None if the engine has it.
+    """
     folder = resume_point.folder
-    if resume_point.same:
-        with all_ranks().collective_errors():
-            restore_store(engine, folder)
     path, _ = engine.load_checkpoint(folder, tag=DEEPSPEED)
     file = _rank_file(folder, dist.get_rank() if resume_point.same else 0)
     require(
@@ -256,8 +283,11 @@ def load_engine(engine: TrainingEngine, resume_point: ResumePoint, scheduler: An
     except Exception as error:  # torch and pickle raise various errors for a truncated file, without its name
         raise ConfigError(_KEY, str(file), f"an undamaged file ({describe_error(file, error)})") from error
     if resume_point.same:
-        scheduler.load_state_dict(state["scheduler"])
         set_random_state(state["random"])
+    if scheduler is None:
+        return
+    if resume_point.same:
+        scheduler.load_state_dict(state["scheduler"])
     else:
         load_schedule(scheduler, engine.basic_optimizer.param_groups, state["scheduler"])
 
@@ -293,6 +323,13 @@ def remove(folder: str) -> None:
     _remove(str(Path(folder).parent), [Path(folder).name])
 
 
+def remove_after(output_dir: str, step: int, group: Any) -> None:
+    """Delete the checkpoints of later steps on every machine. Every rank must call this."""
+    if os.environ["LOCAL_RANK"] == "0":
+        _remove(output_dir, [path.name for number, path in list_checkpoints(output_dir) if number > step])
+    dist.barrier(group=group)  # the next one may have the same name
+
+
 def keep_only(output_dir: str, best: str, group: Any) -> None:
     """Delete all checkpoints but this one on every machine. Every rank must call this."""
     dist.barrier(group=group)
@@ -317,11 +354,11 @@ def _remove(output_dir: str, names: Any, *, keep: str | None = None) -> None:
             shutil.rmtree(Path(output_dir) / name, ignore_errors=True)
 
 
-def _checked_name(name: Any) -> str:
-    """Check a checkpoint's name received from rank 0, because its files are unpickled. WireError for any other name."""
-    if not _is_checkpoint_name(name):
-        raise WireError(f"rank 0 names the checkpoint {repr(name)[:200]}, allowed: {PREFIX_CHECKPOINT_DIR}-*")
-    return str(name)
+def _checked_step(step: Any) -> int:
+    """Check a step received from another rank: files of its checkpoint are unpickled. WireError if it is none."""
+    if type(step) is not int:
+        raise WireError(f"a rank names the checkpoint of step {repr(step)[:200]}, allowed: a whole number")
+    return step
 
 
 def _is_checkpoint_name(name: Any) -> bool:
@@ -331,31 +368,23 @@ def _is_checkpoint_name(name: Any) -> bool:
 # -- message stores
 
 
-MESSAGES = "messages"  # folder of a checkpoint
-
-
-def prepare_store(settings: Config, engine: TrainingEngine | None, checkpoint: str | None) -> None:
-    """Clear the cached activations before a training. `restore_store` then loads those of a checkpoint.
+def prepare_store(settings: Config, engine: TrainingEngine | None, *, resumes: bool) -> None:
+    """Clear the cached activations before a training; a checkpoint has a copy of those that belong to it.
 
     Args:
         settings: The "pipecomp" section.
-        engine: The open engine or None. It must be closed where `needs_closed_engine` is true.
-        checkpoint: The checkpoint to restore activations from, or None.
+        engine: The open engine or None.
+        resumes: The training resumes from a checkpoint.
     """
     if settings.activations.method != "aqsgd":
         return
     if engine is not None:
         drop_cached_activations(engine)
     if settings.store.backend == "memory":
-        if checkpoint is not None:
+        if resumes:
             _log.warning("checkpoints do not save cached activations in memory: training continues without them")
     elif engine is None:
         forget(settings.store.path, dist.get_rank())  # its entries are newer than the checkpoint, or of another run
-
-
-def needs_closed_engine(settings: Config, checkpoint: str | None) -> bool:
-    """Return whether the engine must be closed because a checkpoint's store replaces its own."""
-    return settings.activations.method == "aqsgd" and settings.store.backend != "memory" and checkpoint is not None
 
 
 def drop_cached_activations(engine: TrainingEngine) -> None:
@@ -365,38 +394,10 @@ def drop_cached_activations(engine: TrainingEngine) -> None:
         engine.links.environment.commit()
 
 
-def save_store(engine: TrainingEngine, folder: str, *, copied: bool) -> None:
-    """Copy this rank's message store into a checkpoint if `copied` and it is on disk.
-
-    Otherwise delete a copy in the folder: an earlier training may have left one for the same step.
-    """
-    environment = engine.links.environment
-    if copied and isinstance(environment, LmdbEnvironment):
-        environment.flush()  # no writes follow before the next step
-        copy_file(environment.path / DATA_FILE, _store_copy(folder))
-    else:
-        _store_copy(folder).unlink(missing_ok=True)
-
-
-def restore_store(engine: TrainingEngine, folder: str) -> None:
-    """Load a checkpoint's cached activations into this rank's empty store, before the engine loads the checkpoint.
-
-    The store stays empty if the copy is missing, damaged, or made with other settings.
-    """
-    environment = engine.links.environment
-    if isinstance(environment, LmdbEnvironment) and not environment.restore(_store_copy(folder).parent):
-        rank = dist.get_rank()
-        _log.warning(f"{folder} has no cached activations for rank {rank}: training continues without them")
-
-
-def _store_copy(folder: str) -> Path:
-    return Path(folder) / MESSAGES / f"rank-{dist.get_rank()}" / DATA_FILE
-
-
 # -- writing during a training
 
 
-def write_checkpoint(trainer: Any, *, messages: bool, count: Callable[[], Any], due: Sequence[str] = ()) -> bool:
+def write_checkpoint(trainer: Any, *, count: Callable[[], Any], due: Sequence[str] = ()) -> bool:
     """Write checkpoint-N of the last step. Every rank must call this.
 
     A checkpoint that cannot be written is removed. A second attempt first deletes older checkpoints as far as
@@ -404,21 +405,20 @@ def write_checkpoint(trainer: Any, *, messages: bool, count: Callable[[], Any], 
 
     Args:
         trainer: The `PipelineTrainer`.
-        messages: Whether to copy the message store.
         count: Updates the state's number of tokens and the recorded counters.
         due: The work that is pending after the step, see `ResumePoint`.
 
     Returns:
         False if it could not be written; every rank logs the reason.
     """
-    args, state = trainer.args, trainer.state
-    folder = folder_of(args.output_dir, state.global_step)
+    args, state, output_dir = trainer.args, trainer.state, trainer._checkpoint_folder()
+    folder = folder_of(output_dir, state.global_step)
     best = state.best_model_checkpoint
     limit = args.save_total_limit or 0
     for last in (limit < 2, True):
         try:
             with private_files():
-                _write_files(trainer, folder, messages, count, due)
+                _write_files(trainer, folder, count, due)
         except OutputError as error:
             remove(folder)
             state.best_model_checkpoint = best
@@ -426,30 +426,29 @@ def write_checkpoint(trainer: Any, *, messages: bool, count: Callable[[], Any], 
                 say_here(f"{error}. Training continues without {Path(folder).name}")
                 return False
             say_here(f"{error}. Trying again after deleting the oldest checkpoints, as save_total_limit allows")
-            rotate(args.output_dir, limit - 1, best, trainer.group)
+            rotate(output_dir, limit - 1, best, trainer.group)
         else:
-            rotate(args.output_dir, args.save_total_limit, state.best_model_checkpoint, trainer.group)
+            rotate(output_dir, args.save_total_limit, state.best_model_checkpoint, trainer.group)
             return True
     raise AssertionError("the last attempt returns")
 
 
-def _write_files(trainer: Any, folder: str, messages: bool, count: Callable[[], Any], due: Sequence[str]) -> None:
+def _write_files(trainer: Any, folder: str, count: Callable[[], Any], due: Sequence[str]) -> None:
     """Write all files, the trainer's state last. OutputError on every rank if one cannot write."""
     args, state = trainer.args, trainer.state
     attempts = CollectiveWrite(folder)
     if trainer.rank == 0:  # incomplete until all files are written
         attempts.attempt(lambda: (Path(folder) / STATE_FILE).unlink(missing_ok=True))
-    trainer.save_model(folder, _internal_call=True)
+    trainer._write_model(folder)
     if not args.save_only_model:
         save_engine(trainer.engine, folder, trainer.lr_scheduler, attempts)
-        attempts.attempt(lambda: save_store(trainer.engine, folder, copied=messages))
     count()
     if state.best_global_step:
-        best = folder_of(args.output_dir, state.best_global_step)
+        best = folder_of(str(Path(folder).parent), state.best_global_step)
         if broadcast(Path(best).is_dir(), group=trainer.group):
             state.best_model_checkpoint = best
     attempts.raise_problems()  # every rank has written its files
     if trainer.rank == 0:
         callbacks.save(trainer)
-        attempts.attempt(lambda: complete(folder, state, trainer.plan, trainer.replicas, due))
+        attempts.attempt(lambda: complete(folder, state, trainer.plan, trainer.replicas, due, trainer._run_settings()))
     attempts.raise_problems()

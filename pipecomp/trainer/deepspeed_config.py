@@ -16,7 +16,12 @@ SECTION = "pipecomp"
 
 
 def engine_config(
-    args: Any, pipecomp: str | os.PathLike | dict[str, Any] | None, *, complete: bool = False, sequences: int = 1
+    args: Any,
+    pipecomp: str | os.PathLike | dict[str, Any] | None,
+    *,
+    complete: bool = False,
+    sequences: int = 1,
+    save_messages: bool = True,
 ) -> dict[str, Any]:
     """Return the configuration for `pipecomp.initialize`.
 
@@ -26,6 +31,7 @@ def engine_config(
             supplies values that are missing or "auto".
         complete: `pipecomp` is a DeepSpeed configuration with all values, optimizer included; return it unchanged.
         sequences: of the model, for each sample that `args` counts.
+        save_messages: the default of store.in_checkpoints.
 
     Raises:
         ConfigError: If a value contradicts `args`, or a pipeline does not support it.
@@ -74,7 +80,9 @@ def engine_config(
     section.setdefault("seed", args.seed)
     settings = Config.from_dict(section)
     if settings.activations.method == "aqsgd" and settings.store.backend == "lmdb":
-        section.setdefault("store", {}).setdefault("path", str(Path(args.output_dir) / "messages"))
+        store = section.setdefault("store", {})
+        store.setdefault("path", str(Path(args.output_dir) / "messages"))
+        store.setdefault("in_checkpoints", save_messages)
     if settings.gradients.exchanges_in_optimizer:
         if args.weight_decay:
             allowed = f"0 with gradients.method {settings.gradients.method!r}, which has one parameter group"

@@ -160,11 +160,10 @@ class EngineHolder:
             self.engine = None
             self._lost = self._trained and not isinstance(self._original, nn.Module)
 
-    def prepare_training(self, args: Any, checkpoint: str | None, *, clear_stores: bool = True) -> None:
+    def prepare_training(self, args: Any, *, resumes: bool, clear_stores: bool = True) -> None:
         """Call `model_init`, if there is one, for a new model as Trainer does, and clear the message stores.
 
-        checkpoint: the checkpoint to restore cached activations from, or None. Raises ConfigError if an argument
-        changed after its last use.
+        resumes: from a checkpoint. Raises ConfigError if an argument changed after its last use.
         """
         if self._model_init is not None and self.engine is not None:
             self.close()
@@ -177,9 +176,7 @@ class EngineHolder:
         )
         arguments.check_unchanged(args, {name: self._used[name] for name in names})
         if clear_stores:
-            if checkpoints.needs_closed_engine(self._pipeline.settings, checkpoint):
-                self.close()
-            checkpoints.prepare_store(self._pipeline.settings, self.engine, checkpoint)
+            checkpoints.prepare_store(self._pipeline.settings, self.engine, resumes=resumes)
         self._lost = False  # a new training starts from the folder's weights or a checkpoint's
 
 

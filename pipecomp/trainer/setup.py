@@ -122,13 +122,16 @@ class PipelineSetup:
         *,
         complete_config: bool = False,
         sequences: int = 1,
+        save_messages: bool = True,
     ) -> PipelineSetup:
         """Plan the partition. Parameters as for `PipelineTrainer`. Raises ConfigError and SplitError.
 
-        complete_config and sequences: see `deepspeed_config.engine_config`.
+        complete_config, sequences, save_messages: see `deepspeed_config.engine_config`.
         """
         world = dist.get_world_size()
-        config = deepspeed_config.engine_config(args, pipecomp, complete=complete_config, sequences=sequences)
+        config = deepspeed_config.engine_config(
+            args, pipecomp, complete=complete_config, sequences=sequences, save_messages=save_messages
+        )
         settings = Config.from_dict(config[deepspeed_config.SECTION])
         limits.set(settings.transport.data_timeout_s)
         stages = num_stages if num_stages is not None or cuts is not None else world

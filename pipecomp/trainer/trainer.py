@@ -205,6 +205,7 @@ class PipelineTrainer:
             cuts,
             complete_config=self.uses_deepspeed_optimizer,
             sequences=self.sequences_per_sample,
+            save_messages=save_messages,
         )
         self.settings, self.plan, self.replicas = self._pipeline.settings, self._pipeline.plan, self._pipeline.replicas
         self.flos_per_token = self._pipeline.flos_per_token
@@ -214,7 +215,7 @@ class PipelineTrainer:
         if not self.uses_deepspeed_optimizer:
             check_optim(self.args, flat=self._pipeline.flattens_parameters)
         self._optimizers = OptimizerFactories.of(optimizers, optimizer_cls_and_kwargs, model, self.settings)
-        self._save_messages, self._report, self._save_on_signal = save_messages, report, save_on_signal
+        self._report, self._save_on_signal = report, save_on_signal
 
         self.processing_class = processing_class
         pads = processing_class is not None and isinstance(processing_class, PreTrainedTokenizerBase)
@@ -538,7 +539,6 @@ class PipelineTrainer:
             samples,
             resume_point,
             loss=self._loss,
-            save_messages=self._save_messages,
             report=self._report,
             save_on_signal=self._save_on_signal,
         )
@@ -755,9 +755,7 @@ class PipelineTrainer:
         """Find the checkpoint to resume from, and clear the message stores."""
         layout = checkpoints.layout(self.plan, self.replicas)
         resume_point = checkpoints.find(resume, self.args.output_dir, layout, self.group)
-        self._holder.prepare_training(
-            self.args, resume_point.folder if resume_point is not None and resume_point.same else None
-        )
+        self._holder.prepare_training(self.args, resumes=resume_point is not None)
         return resume_point
 
     def _load_checkpoint(self, resume_point: checkpoints.ResumePoint) -> checkpoints.ResumePoint:
@@ -765,9 +763,21 @@ class PipelineTrainer:
         checkpoints.load_engine(self.engine, resume_point, self.lr_scheduler)
         return resume_point
 
-    def _write_checkpoint(self, *, messages: bool, count: Callable[[], Any], due: Sequence[str]) -> bool:
+    def _write_checkpoint(self, *, count: Callable[[], Any], due: Sequence[str]) -> bool:
         """Write a checkpoint of the last step; returns whether it was written. Arguments as `write_checkpoint`."""
-        return checkpoints.write_checkpoint(self, messages=messages, count=count, due=due)
+        return checkpoints.write_checkpoint(self, count=count, due=due)
+
+    def _checkpoint_folder(self) -> str:
+        """Return the folder of the checkpoints."""
+        return str(self.args.output_dir)
+
+    def _write_model(self, folder: str) -> None:
+        """Write the model into a checkpoint."""
+        self.save_model(folder, _internal_call=True)
+
+    def _run_settings(self) -> dict[str, Any]:
+        """Return the settings of the run, which a checkpoint records, as JSON values."""
+        return {}
 
     def _start_recorder(self) -> tuple[Recorder, dict[str, Any]]:
         """Open the run's folder. Returns its recorder and facts for run.json, with the unit of speed."""

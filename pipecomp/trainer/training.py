@@ -187,7 +187,6 @@ class Training:
         samples: The training data.
         resume_point: The checkpoint to resume from, or None.
         loss: The engine's loss.
-        save_messages: Copy the message store into checkpoints.
         report: Write the page of `pipecomp report` at the end.
         save_on_signal: Stop after the current step with a checkpoint on SIGTERM and SIGINT.
 
@@ -202,13 +201,12 @@ class Training:
         resume_point: checkpoints.ResumePoint | None,
         *,
         loss: StepLoss,
-        save_messages: bool,
         report: bool,
         save_on_signal: bool,
     ) -> None:
         args = trainer.args
         engine: TrainingEngine = trainer.engine
-        self._trainer, self._engine, self._loss, self._save_messages = trainer, engine, loss, save_messages
+        self._trainer, self._engine, self._loss = trainer, engine, loss
         self._report, self._interruption = report, Interruption(active=save_on_signal)
         self._stop_reason: str | None = None
         # The group of the last stages of all replicas, which sum their numbers of labels.
@@ -541,9 +539,7 @@ class Training:
         due: the work that is pending after this step, see `checkpoints.ResumePoint`.
         """
         with self._engine.propagate_failure():
-            saved = self._trainer._write_checkpoint(
-                messages=self._save_messages, count=self._update_counters, due=tuple(due)
-            )
+            saved = self._trainer._write_checkpoint(count=self._update_counters, due=tuple(due))
         if saved:
             fire(self._trainer, "on_save")
         else:

@@ -99,8 +99,8 @@ def trainers(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
 
     trained(resume=False)
     out = {"same": trained(), "other data": trained(data=samples(9, seed=7)), "finer": trained(section=finer)}
-    cut_off(Path(f"{folder}/run/checkpoint-3/messages/rank-1/data.mdb"))
-    out["without messages"] = trained()
+    cut_off(Path(f"{folder}/run/checkpoint-3/deepspeed/pipecomp-messages-rank-1/data.mdb"))
+    out["without messages"] = trained(resume=f"{folder}/run/checkpoint-3")
     cut_off(Path(f"{folder}/run/checkpoint-3/deepspeed/layer_00-model_states.pt"))
     out["passed over"] = trained()
     from pipecomp import PipelineTrainer

@@ -128,7 +128,7 @@ def test_a_killed_rank_costs_a_restart_and_nothing_else(work, ended):
     assert [line["step"] for line in theirs] == list(range(1, STEPS + 1))
     assert ours == theirs
     kept = {p.name for p in (work / "killed" / "checkpoints").iterdir()}
-    assert kept == {"latest", f"global_step{STEPS - STEPS % EVERY}", f"global_step{STEPS}"}
+    assert kept == {f"checkpoint-{STEPS - STEPS % EVERY}", f"checkpoint-{STEPS}"}
 
 
 @pytest.mark.usefixtures("ended")

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from pipecomp.checkpoint import manifest
 from pipecomp.distributed.rendezvous import AllRanks
 from pipecomp.errors import ConfigError, DataError, writable
 from pipecomp.plan.options import PlanOptions, TrainOptions
 from pipecomp.recipes import planned
 from pipecomp.recipes.steps import warmup_decay
 from pipecomp.report.recorder import CHECKPOINTS, PLAN
+from pipecomp.trainer.checkpoints import STATE_FILE
 
 
 def options_of(folder: Path, *data: str, **more: Any) -> TrainOptions:
@@ -169,14 +169,14 @@ def test_options_reach_the_ranks_as_they_are(tmp_path: Path) -> None:
 
 
 def finished_checkpoint(folder: Path) -> None:
-    (folder / "global_step3").mkdir(parents=True)
-    manifest.write(folder / "global_step3", 0)
+    (folder / "checkpoint-3").mkdir(parents=True)
+    (folder / "checkpoint-3" / STATE_FILE).touch()
 
 
 def test_without_a_checkpoint_there_is_no_earlier_plan(tmp_path: Path) -> None:
     """A run that ran out of memory is started again with a smaller --batch: the old plan has the old one's sizes."""
     (tmp_path / PLAN).write_text(json.dumps({"config": {}, "cuts": [0, 1, 4], "chosen": {"replicas": 2}}))
-    (tmp_path / CHECKPOINTS / "global_step3").mkdir(parents=True)  # not finished
+    (tmp_path / CHECKPOINTS / "checkpoint-3").mkdir(parents=True)  # not finished
     assert not planned.resumes(options_of(tmp_path, save_every=1, batch=8), tmp_path)
 
 

@@ -26,8 +26,9 @@ from typing import NamedTuple
 
 import psutil
 
+from pipecomp.checkpoint import manifest
 from pipecomp.distributed.placement import free_port
-from pipecomp.recipes.resume import manifest
+from pipecomp.trainer.checkpoints import DEEPSPEED, list_checkpoints
 from tests.models import write_text
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -115,8 +116,8 @@ def steps(folder: Path) -> int:
 
 def saved(folder: Path) -> int:
     """The step of the last good checkpoint."""
-    found = manifest.steps(folder / "checkpoints")
-    return max((step for step, path in found.items() if manifest.problem(path) is None), default=0)
+    found = list_checkpoints(str(folder / "checkpoints"))
+    return max((step for step, path in found if manifest.problem(path / DEEPSPEED) is None), default=0)
 
 
 def ranks(folder: Path) -> list[psutil.Process]:

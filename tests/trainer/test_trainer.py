@@ -9,7 +9,7 @@ import os
 import random
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from types import MethodType, SimpleNamespace
@@ -37,8 +37,6 @@ from transformers.trainer_pt_utils import nested_concat, nested_numpify
 from transformers.training_args import OptimizerNames
 
 import pipecomp
-from pipecomp.buffers import open_environment
-from pipecomp.buffers.admin import forget
 from pipecomp.checkpoint import manifest
 from pipecomp.checkpoint.run_id import model_digest
 from pipecomp.checkpoint.writing import random_state, set_random_state
@@ -61,6 +59,7 @@ from pipecomp.trainer.evaluation import _concatenate, pack, unpack
 from pipecomp.trainer.losses import StepLoss, count_labels
 from pipecomp.trainer.meters import TrafficMeter
 from pipecomp.trainer.optimizers import OptimizerFactories, parameter_groups
+from tests.limits import HANG_S
 from tests.models import gpt2
 
 NO_WORKERS: dict[str, Any] = {"num_workers": 0}
@@ -270,7 +269,7 @@ def test_configuration_from_arguments(usual: TrainingArguments) -> None:
     assert config["pipecomp"] == {
         "activations": {"method": "aqsgd"},
         "seed": 11,
-        "store": {"path": f"{args.output_dir}/messages"},
+        "store": {"path": f"{args.output_dir}/messages", "in_checkpoints": True},
     }
     assert engine_config(changed(args, max_grad_norm=0.0), None)["gradient_clipping"] == float("inf")
     half = engine_config(changed(args, bf16=True), None)
@@ -881,15 +880,6 @@ def test_random_generators_go_on_where_they_were() -> None:
     assert [random.random(), float(np.random.rand()), float(torch.rand(()))] == expected
 
 
-def test_the_last_whole_checkpoint(tmp_path: Path) -> None:
-    for number in (5, 40, 300):
-        (tmp_path / f"checkpoint-{number}").mkdir()
-        if number < 300:
-            (tmp_path / f"checkpoint-{number}" / "trainer_state.json").write_text("{}")
-    (tmp_path / "checkpoint-best").mkdir()
-    assert checkpoints._last(str(tmp_path)).name == "checkpoint-40"
-
-
 def test_a_state_that_is_written_in_part_makes_no_whole_checkpoint(tmp_path: Path) -> None:
     class Ended(TrainerState):
         def save_to_json(self, json_path: str) -> None:
@@ -970,20 +960,30 @@ def test_rank_0_names_no_folder_beside_the_checkpoints(
     assert all(folder.is_dir() for folder in (output / "checkpoint-1", output / "outputs", beside))
 
 
-def saying(answers: list[Any]) -> Any:
-    """Rank 0's, one after the other."""
-    following = iter(answers)
-    return lambda value, group: next(following)
+@pytest.fixture
+def reading(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes this process rank 0 or 1 of several. It is given what the others answer: for the steps, then for each."""
+
+    def prepare(*others: list[Any], rank: int = 0) -> None:
+        answers = iter(others)
+        monkeypatch.setenv("LOCAL_RANK", "0")
+        monkeypatch.setattr(checkpoints.dist, "get_rank", lambda: rank)
+        monkeypatch.setattr(checkpoints, "broadcast", lambda value, group: value)
+        monkeypatch.setattr(checkpoints, "while_others_wait", lambda act, group: act())
+        monkeypatch.setattr(checkpoints, "gathered", lambda own, group: [own, *next(answers, [])])
+
+    return prepare
 
 
-@pytest.mark.parametrize("name", ["../beside/checkpoint-1", "/checkpoint-1", "..", "", "outputs", None, 7])
-def test_rank_0_names_no_checkpoint_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: Any) -> None:
+LAYOUT = {"cuts": [0, 1, 2], "replicas": 1}
+
+
+@pytest.mark.parametrize("step", ["../beside", "7", None, True, 7.0])
+def test_a_rank_names_no_checkpoint_elsewhere(tmp_path: Path, reading: Callable[..., None], step: Any) -> None:
     """Loading unpickles: a rank looks only into folders that it was told of itself."""
-    monkeypatch.setattr(checkpoints.dist, "get_rank", lambda: 1)
-    for said in ([[name]], [[], (name, {}, True, ())]):
-        monkeypatch.setattr(checkpoints, "broadcast", saying(said))
-        with pytest.raises(WireError, match=r"rank 0 names the checkpoint .*, allowed: checkpoint-\*"):
-            checkpoints.find(True, str(tmp_path), {}, None)
+    reading([[step]])
+    with pytest.raises(WireError, match=r"a rank names the checkpoint of step .*, allowed: a whole number"):
+        checkpoints.find(True, str(tmp_path), {}, None)
 
 
 def whole(folder: Path, step: int) -> Path:
@@ -998,51 +998,107 @@ def whole(folder: Path, step: int) -> Path:
 
 
 def test_the_last_checkpoint_is_one_that_is_whole_on_every_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, reading: Callable[..., None]
 ) -> None:
-    """Another machine may have lost its newest one, or have it without a manifest."""
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    monkeypatch.setattr(checkpoints.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(checkpoints, "broadcast", lambda value, group: value)
-    theirs: dict[str, Any] = {}
-    monkeypatch.setattr(checkpoints, "while_others_wait", lambda act, group: act())
-    monkeypatch.setattr(checkpoints, "gathered", lambda own, group: [own, theirs.get("now", own), (False, None)])
+    """Another machine may lack the newest one, or have one more; second ranks of machines have nothing to say."""
     for step in (600, 700):
         whole(tmp_path, step)
-    found = checkpoints.find(True, str(tmp_path), {"cuts": [0, 1, 2], "replicas": 1}, None)
+    reading([[600, 700], []], [None, ""])
+    found = checkpoints.find(True, str(tmp_path), LAYOUT, None)
     assert found is not None
     assert found.folder == str(tmp_path / "checkpoint-700")
-    answers = iter([(False, "it was not finished"), (True, None)])
-    monkeypatch.setattr(checkpoints, "gathered", lambda own, group: [own, next(answers), (False, None)])
-    found = checkpoints.find(True, str(tmp_path), {"cuts": [0, 1, 2], "replicas": 1}, None)
-    assert found is not None
-    assert found.folder == str(tmp_path / "checkpoint-600")
+    reading([[600, 800], []], [None, ""], ["it was not finished", ""], [None, ""])
+    assert checkpoints.last_good("--checkpoint", str(tmp_path), None) == (
+        str(tmp_path / "checkpoint-600"),
+        {800: "on rank 0's machine it is missing", 700: "on rank 1's machine it was not finished"},
+    )
 
 
-def test_a_checkpoint_that_is_passed_over_is_not_trained_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_does_not_begin_anew_where_one_machine_has_lost_its_checkpoints(
+    tmp_path: Path, reading: Callable[..., None]
+) -> None:
+    """The next one would take the place of those that the others have. A killed run leaves unfinished ones."""
+    for step in (600, 700):
+        whole(tmp_path, step)
+    for answers in (([[]], ["it is missing"], ["it is missing"]), ([[800]], [None], ["x was changed"], ["x"])):
+        reading(*answers)
+        with pytest.raises(ConfigError, match=r"--checkpoint: .* a folder with the run's checkpoints on every machine"):
+            checkpoints.last_good("--checkpoint", str(tmp_path), None)
+    reading([[700]], ["it was not finished"], ["it was not finished"])
+    assert checkpoints.last_good("--checkpoint", str(tmp_path), None)[0] is None
+
+
+def test_a_checkpoint_that_is_passed_over_is_not_trained_from(tmp_path: Path, reading: Callable[..., None]) -> None:
     """Without another checkpoint, people decide."""
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    monkeypatch.setattr(checkpoints.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(checkpoints, "broadcast", lambda value, group: value)
-    monkeypatch.setattr(checkpoints, "while_others_wait", lambda act, group: act())
-    monkeypatch.setattr(checkpoints, "gathered", lambda own, group: [own])
+    reading()
     (whole(tmp_path, 700) / checkpoints.DEEPSPEED / "weights.pt").write_text("weighty")
-    told = "True only with an undamaged checkpoint: checkpoint-700: on rank 0's machine weights.pt was changed"
+    (tmp_path / "checkpoint-800").mkdir()
+    (tmp_path / "checkpoint-best").mkdir()
+    told = "checkpoint of PipelineTrainer. checkpoint-800: it has no deepspeed: .*700: weights.pt was changed"
     with pytest.raises(ConfigError, match=told):
-        checkpoints.find(True, str(tmp_path), {"cuts": [0, 1, 2], "replicas": 1}, None)
+        checkpoints.find(True, str(tmp_path), LAYOUT, None)
 
 
-def test_each_rank_goes_on_from_the_folder_that_it_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_older_checkpoints_than_a_good_one_are_not_read(
+    tmp_path: Path, reading: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading()
+    for step in (1, 2, 3, 10):
+        whole(tmp_path, step)
+    (tmp_path / "checkpoint-10" / checkpoints.STATE_FILE).unlink()
+    read, look = [], manifest.problem
+    monkeypatch.setattr(manifest, "problem", lambda path: read.append(path.parent.name) or look(path))
+    found = checkpoints.last_good("--checkpoint", str(tmp_path), None)
+    assert found == (str(tmp_path / "checkpoint-3"), {10: "it was not finished"})
+    assert read == ["checkpoint-3"]
+
+
+def test_ranks_meet_while_one_is_reading(
+    tmp_path: Path, reading: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A collective waits half an hour; a checkpoint may take longer to read."""
+    met, three_times = [], threading.Event()
+
+    def gathered(mine: object, group: Any) -> list:
+        met.append(mine)
+        if met.count(False) == 3:
+            three_times.set()
+        return [mine]
+
+    wait = checkpoints.while_others_wait
+    reading()
+    monkeypatch.setattr(checkpoints, "while_others_wait", wait)
+    monkeypatch.setattr("pipecomp.distributed.collectives.gathered", gathered)
+    monkeypatch.setattr("pipecomp.distributed.collectives._ROUND_S", 0.01)
+    monkeypatch.setattr(manifest, "problem", lambda path: None if three_times.wait(HANG_S) else "nobody met")
+    whole(tmp_path, 3)
+    assert checkpoints.last_good("--checkpoint", str(tmp_path), None)[0] == str(tmp_path / "checkpoint-3")
+
+
+def test_each_rank_goes_on_from_the_folder_that_it_knows(
+    tmp_path: Path, reading: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rank 0's may be another on its machine, and so may the best one's."""
-    monkeypatch.setattr(checkpoints.dist, "get_rank", lambda: 1)
-    answer = ("checkpoint-7", {"best_model_checkpoint": "/theirs/run/checkpoint-3"}, True, (), None)
     for resume, here in ((True, tmp_path / "run"), (str(tmp_path / "own" / "checkpoint-7"), tmp_path / "own")):
-        said = [[], answer] if resume is True else [answer]
-        monkeypatch.setattr(checkpoints, "broadcast", saying(said))
+        reading([[7]], [None], rank=1)
+        whole(here, 7)
+        answer = ({"best_model_checkpoint": "/theirs/run/checkpoint-3"}, True, (), None, {})
+        monkeypatch.setattr(checkpoints, "broadcast", lambda value, group, answer=answer: answer)
         found = checkpoints.find(resume, str(tmp_path / "run"), {}, None)
         assert found is not None
         assert found.folder == str(here / "checkpoint-7")
         assert found.state.best_model_checkpoint == str(here / "checkpoint-3")
+
+
+def test_checkpoints_of_later_steps_go_before_a_run_that_goes_back_writes_one(
+    tmp_path: Path, reading: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading(rank=1)
+    monkeypatch.setattr(checkpoints.dist, "barrier", lambda group: None)
+    for step in (50, 100, 120, 187):
+        whole(tmp_path, step)
+    checkpoints.remove_after(str(tmp_path), 100, None)
+    assert [step for step, _ in checkpoints.list_checkpoints(str(tmp_path))] == [50, 100]
 
 
 def test_every_machine_deletes_its_own_old_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1057,32 +1113,6 @@ def test_every_machine_deletes_its_own_old_checkpoints(tmp_path: Path, monkeypat
     monkeypatch.setattr(checkpoints, "broadcast", lambda value, group: value)
     checkpoints.keep_only(str(tmp_path), "elsewhere/checkpoint-3", None)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-3"]
-
-
-def test_messages_of_a_checkpoint_take_the_place_of_newer_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoints.dist, "get_rank", lambda: 0)
-    store, folder = tmp_path / "messages", tmp_path / "checkpoint-1"
-    settings_of_link: dict[str, Any] = {"bits": 3}
-
-    environment = open_environment("lmdb", store, 0, bits=2)
-    link = environment.link("link-0", settings_of_link)
-    link.put(7, 1, torch.randn(3, 16))
-    environment.commit()
-    saved = link.inventory()
-    checkpoints.save_store(SimpleNamespace(links=SimpleNamespace(environment=environment)), str(folder), copied=True)
-    link.put(7, 2, torch.randn(3, 16))
-    link.put(8, 3, torch.randn(3, 16))
-    environment.commit()
-    environment.close()
-    forget(store, 0)
-    environment = open_environment("lmdb", store, 0, bits=2)
-    link = environment.link("link-0", settings_of_link)
-    engine = SimpleNamespace(links=SimpleNamespace(environment=environment))
-    checkpoints.restore_store(engine, str(tmp_path / "checkpoint-2"))
-    assert link.inventory() == []
-    checkpoints.restore_store(engine, str(folder))
-    assert link.inventory() == saved
-    environment.close()
 
 
 # -- what all ranks have alike
