@@ -151,6 +151,7 @@ class TrainOptions:
     out: Annotated[Path | None, "Folder for model, plan, metrics and report; by default runs/train-DATE-TIME."] = None
     save_every: Annotated[int | None, "With --out: a checkpoint every N steps, from which the command resumes."] = None
     store: Annotated[Path | None, "Folder on a local disk for cached activations; by default in --out."] = None
+    overwrite: Annotated[bool, "Start over in an --out with the results of an earlier run.", "--overwrite"] = False
     report_to: Annotated[list[str] | None, "Curves for tensorboard, trackio, mlflow or wandb; may be repeated."] = None
     lora: Annotated[int | None, "Train LoRA adapters of this rank; the model's weights stay as they are."] = None
     lora_alpha: Annotated[float | None, "Adapters are scaled by this / rank; by default twice the rank."] = None
@@ -186,6 +187,7 @@ class TrainOptions:
         require(share is None or self.evaluate is None, "--eval-split", share, "only without --eval")
         allowed = "a folder: with --save-every a run resumes there"
         require(self.save_every is None or self.out is not None, "--out", None, allowed)
+        require(not self.overwrite or self.out is not None, "--overwrite", True, "only with --out")
 
     def _check_adapter(self) -> None:
         names = ("lora_alpha", "lora_dropout", "lora_targets", "dora", "rslora")
@@ -259,7 +261,7 @@ class TrainOptions:
         lines: dict[str, Any] = {}
         for name, field in self.names().items():
             value = chosen.get(field, getattr(self, field))
-            if value is not None and field not in ("out", "peers"):
+            if value is not None and field not in ("out", "peers", "overwrite"):
                 lines[name] = [str(item) for item in value] if isinstance(value, list) else value
                 lines[name] = str(value) if isinstance(value, Path) else lines[name]
         return str(yaml.safe_dump(lines, sort_keys=False, allow_unicode=True))

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from pipecomp.config.checks import batch_sizes
 from pipecomp.data import DataOptions, Segment
 from pipecomp.data.formats import parse_columns
 from pipecomp.data.loading import FILES, read_texts
@@ -34,7 +35,7 @@ from pipecomp.plan.options import PlanOptions, TrainOptions
 from pipecomp.plan.report import precision_sections
 from pipecomp.recipes import language, lora, run, text
 from pipecomp.recipes.chat import JOINED, ChatData
-from pipecomp.recipes.resume import STEPS, lock_folder
+from pipecomp.recipes.resume import OVERWRITE, check_no_results, lock_folder
 from pipecomp.recipes.steps import warmup_decay
 from pipecomp.report.recorder import CHECKPOINTS, PLAN, SAMPLE
 from pipecomp.stages.partition.merging import merge_adapter
@@ -47,6 +48,7 @@ _CONFIG_FILE = "ds_config.json"
 OPTIONS_FILE = "run.yaml"  # of --config
 DEFAULT_BATCH = 32  # samples per step; fewer for a short text
 FEWEST_STEPS = 50  # of a run whose batch is chosen here
+MODEL = "model"  # folder of the trained model
 MERGED = "merged"  # folder of the merged model, beside that of the adapter
 
 
@@ -134,7 +136,8 @@ def recipe_arguments(options: TrainOptions) -> argparse.Namespace:
         eval_file=None if options.evaluate is None else str(options.evaluate),
         block_size=options.tokens,
         out=folder,
-        save=f"{folder}/model",
+        save=f"{folder}/{MODEL}",
+        overwrite=options.overwrite,
         checkpoint=f"{folder}/{CHECKPOINTS}" if resumable else None,
         resume="auto" if resumable else None,
         report_to=options.report_to or [],
@@ -169,11 +172,10 @@ def translate_error(error: ConfigError, folder: str) -> ConfigError:
     """Replace a recipe's arguments in an error by the options of `pipecomp train`. folder: of --out."""
 
     def translate(text: str) -> str:
-        text = text.replace("--block-size", "--tokens").replace("--lora-rank", "--lora")
-        return text.replace(STEPS, f"{STEPS} (by --epochs, --max-steps)")
+        return text.replace("--block-size", "--tokens").replace("--lora-rank", "--lora")
 
-    got = folder if error.key == "--resume" else error.got
-    names = {"--block-size": "--tokens", "--resume": "--out", "--lora-rank": "--lora"}
+    got = folder if error.key in ("--resume", "--save") else error.got
+    names = {"--block-size": "--tokens", "--resume": "--out", "--save": "--out", "--lora-rank": "--lora"}
     key = names.get(error.key, error.key)
     return ConfigError(key, got, translate(error.allowed), error.hint and translate(error.hint))
 
@@ -213,7 +215,11 @@ def plan_run(
     with ranks.collective_errors():
         made = read_plan(folder, stages, world) if first and resumes(options, folder) else None
     made = broadcast(made)
-    if made is None:
+    if made is not None:
+        if options.batch is None:  # the number of epochs may have changed
+            micro, accumulation = batch_sizes(made["config"], world // stages)
+            batch = micro * accumulation * (world // stages)
+    else:
         with ranks.collective_errors():
             plan_options = PlanOptions(
                 model=model,
@@ -247,10 +253,13 @@ def plan_run(
 
 
 def check_unused(options: TrainOptions, folder: Path) -> None:
-    """Raise ConfigError if a run without checkpoints would overwrite files that existing checkpoints need."""
+    """Raise ConfigError if a new run would overwrite a finished one, or files that existing checkpoints need."""
+    if options.overwrite or resumes(options, folder):
+        return
     unused = options.save_every is not None or not list_checkpoints(str(folder / CHECKPOINTS))
-    hint = f"{folder} has checkpoints: the run resumes from the last good one. To start over, choose another folder"
+    hint = f"{folder} has checkpoints: the run resumes from the last good one. {OVERWRITE}"
     require(unused, "--save-every", None, "a number", hint)
+    check_no_results(folder, folder / MODEL, "--out")
 
 
 def choose_batch(
@@ -332,7 +341,8 @@ def deepspeed_config(options: TrainOptions, planned: dict[str, Any], folder: Pat
 def resumes(options: TrainOptions, folder: Path) -> bool:
     """Return whether a finished checkpoint in the folder makes this run resume."""
     found = list_checkpoints(str(folder / CHECKPOINTS))
-    return options.save_every is not None and any((path / STATE_FILE).is_file() for _, path in found)
+    kept = options.save_every is not None and not options.overwrite
+    return kept and any((path / STATE_FILE).is_file() for _, path in found)
 
 
 def read_plan(folder: Path, stages: int, world: int) -> dict[str, Any]:
@@ -348,7 +358,7 @@ def read_plan(folder: Path, stages: int, world: int) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         allowed = f"a folder with its run's {PLAN}, on the machine that had rank 0 ({error})"
         raise ConfigError("--out", str(folder), allowed) from error
-    hint = f"This run resumes the one in {folder}. To start over, choose another folder"
+    hint = f"This run resumes the one in {folder}. To start over, give --overwrite or another folder"
     require(stages == K, "--stages", stages, str(K), hint)
     require(K * replicas == world, "number of processes", world, str(K * replicas), hint)
     return settings

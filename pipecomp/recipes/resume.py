@@ -22,7 +22,8 @@ from pipecomp.config import read_json_object
 from pipecomp.distributed.collectives import broadcast, gathered
 from pipecomp.distributed.consistency import differences
 from pipecomp.errors import ConfigError, require, writable
-from pipecomp.trainer.checkpoints import PIPELINE_FILE, last_good, list_checkpoints
+from pipecomp.report.recorder import RUN, read_object
+from pipecomp.trainer.checkpoints import PIPELINE_FILE, has_model, last_good, list_checkpoints
 from pipecomp.utils.files import lock_file
 
 # Arguments that may differ when a run resumes: outputs, the length of training, the starting point, and those compared
@@ -43,6 +44,7 @@ MAY_DIFFER = frozenset(
         "keep",
         "resume",
         "save_on_signal",
+        "overwrite",
         "epochs",
         "rounds",
         "max_steps",
@@ -60,7 +62,7 @@ MAY_DIFFER = frozenset(
     }
 )
 DATA, SAMPLES, REPLICAS, STAGES = "hash of the training data", "samples of a step", "replicas", "stages"
-STEPS = "steps of the run"  # compared if the schedule depends on them
+OVERWRITE = "--overwrite replaces the results of the earlier run"
 _locked: set[str] = set()  # folders, by this process
 # Settings of transport and storage that do not change what is trained: a run that timed out may get a longer timeout.
 _TRANSPORT_AND_STORAGE = (
@@ -93,6 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser, at_least: Callable[[int], Cal
         help="after SIGTERM or Ctrl-C write a checkpoint and exit with status 75 (default with --checkpoint)",
     )
     add("--resume", choices=("auto",), help="resume from the last good checkpoint, or start if there is none")
+    add("--overwrite", action="store_true", help="start over in folders with the results of an earlier run")
 
 
 def what_is_trained(args: argparse.Namespace, meanings: Mapping[str, Any], model: Any = None) -> dict[str, Any]:
@@ -127,6 +130,25 @@ def make_folder(argument: str, path: str) -> None:
     """
     with writable(argument, path), private_files():
         Path(path).mkdir(parents=True, exist_ok=True)
+
+
+def check_no_results(out: str | Path | None, model: str | Path | None, key: str | None = None) -> None:
+    """Check that a new run overwrites nothing that another has finished.
+
+    Args:
+        out: The run's folder, or None.
+        model: The folder of the trained model, or None.
+        key: The argument for errors; None for --out and --save.
+
+    Raises:
+        ConfigError: If there is a model, or a finished run.
+    """
+    hint = f"{OVERWRITE}; another folder keeps them"
+    if model is not None:
+        require(not has_model(model), key or "--save", str(model), "a folder without a trained model", hint)
+    if out is not None:
+        finished = read_object(Path(out) / RUN, []).get("status") == "finished"
+        require(not finished, key or "--out", str(out), "a folder without a finished run", hint)
 
 
 def lock_folder(argument: str, path: str | Path) -> None:
@@ -186,7 +208,7 @@ class RunCheckpoints:
         self.found: str | None = None
         self.keep, self._every = args.keep or 2, args.save_every
         self._settings, self._trained, self._auto = dict(settings), dict(trained), tuple(auto)
-        self._resume = args.resume is not None
+        self._resume, self._overwrite = args.resume is not None, args.overwrite
         self.on_signal = self.folder is not None and args.save_on_signal is not False
         if self.folder is None:
             for name in ("save_every", "keep", "resume", "save_on_signal"):
@@ -222,7 +244,7 @@ class RunCheckpoints:
         if self.folder is None:
             return ""
         self._check_unused(self.folder)
-        if not self._resume:
+        if not self._resume or self._overwrite:
             return ""
         self.found, skipped = last_good("--checkpoint", str(self.folder), None)
         if self.found is not None:
@@ -239,7 +261,8 @@ class RunCheckpoints:
         require(not older, "--checkpoint", str(folder), "a folder without them", hint)
         listed = ", ".join(map(str, steps))
         hint = f"It has step {listed}; --resume auto resumes from the last good one"
-        require(not steps or self._resume, "--checkpoint", str(folder), "a folder without checkpoints", hint)
+        unused = not steps or self._resume or self._overwrite
+        require(unused, "--checkpoint", str(folder), "a folder without checkpoints", f"{hint}. {OVERWRITE}")
 
     def _check(self, file: Path) -> None:
         """Compare the checkpoint's settings with this run's, before it is loaded or files are overwritten."""
@@ -249,12 +272,9 @@ class RunCheckpoints:
         both = (trained.keys() & self._trained.keys()) - {REPLICAS, STAGES}
         stages, replicas = ({run.get(what) for run in (trained, self._trained)} for what in (STAGES, REPLICAS))
         alone = {run.get(STAGES) == run.get(REPLICAS) == 1 for run in (trained, self._trained)}
-        not_compared: tuple[str, ...] = _TRANSPORT_AND_STORAGE
-        if len(replicas) > 1:
-            both -= {STEPS}
+        not_compared = (*_TRANSPORT_AND_STORAGE, *self._auto)  # values of "auto" follow from the number of steps
         if SAMPLES in both and len(replicas) > 1:
-            # The samples dropped at the end of an epoch differ too, and with them the values of "auto".
-            not_compared += _BATCH_SIZES + self._auto
+            not_compared += _BATCH_SIZES
         # A single stage, replica or process exchanges nothing, and configurations with such settings are invalid.
         if 1 in stages and len(stages) > 1:
             not_compared += _OF_LINKS
@@ -264,7 +284,7 @@ class RunCheckpoints:
         differ = _differences(saved, self._settings, keys) + _differences(trained, self._trained, both)
         if differ:
             listed = "; ".join(differ).replace("on rank 0", "in the checkpoint").replace("on rank 1", "in this run")
-            remedy = f"To start over, choose another folder than {self.folder}"
+            remedy = f"To start over, give --overwrite or another folder than {self.folder}"
             raise ConfigError("--resume", "auto", f"the settings of the checkpoint: {listed}. {remedy}")
 
     def record(self) -> dict[str, Any]:

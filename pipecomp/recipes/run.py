@@ -191,7 +191,7 @@ class Workload:
         sampler: The order of samples; None for a new one in every epoch.
         loss: Mean loss of outputs and labels, for a model of plain modules.
         lr_scheduler: Makes a scheduler from the optimizer, if the configuration has none.
-        schedule: The same from the number of steps and the optimizer; a run that resumes must have as many steps.
+        schedule: The same from the number of steps and the optimizer.
         unit: Unit of the speed: "tokens", or "images" for samples.
         period: Interval of evaluations, for reports.
         is_compared: The data are compared, or only some ranks have them.

@@ -28,8 +28,8 @@ from pipecomp.recipes.resume import (
     REPLICAS,
     SAMPLES,
     STAGES,
-    STEPS,
     RunCheckpoints,
+    check_no_results,
     loaded_text,
     lock_folder,
     make_folder,
@@ -75,12 +75,10 @@ class RecipeSetup:
         plan: Plan,
         trained: Mapping[str, Any],
         stages: int,
-        *,
-        fixed_steps: bool = False,
     ) -> RecipeSetup:
         """Complete a configuration and lock the run's folders. Raises ConfigError.
 
-        trained: from `resume.what_is_trained`. fixed_steps: a run that resumes must have as many steps.
+        trained: from `resume.what_is_trained`.
         """
         scheduler = config.get("scheduler", {}).get("params", {})
         auto = [f"scheduler.params.{key}" for key, value in scheduler.items() if value == "auto"]
@@ -89,8 +87,6 @@ class RecipeSetup:
         compared = settings_of(whole, "pipecomp", settings.shared())
         step = plan.micro_batch * plan.accumulation * plan.replicas  # with another size, steps would cover other epochs
         counts = {SAMPLES: step, REPLICAS: plan.replicas, STAGES: stages}
-        if fixed_steps:
-            counts[STEPS] = plan.steps
         checkpoints = RunCheckpoints(args, whole, compared, {**trained, **counts}, auto)
         for argument, folder in (("--checkpoint", args.checkpoint), ("--out", args.out)):
             if folder is not None and dist.get_rank() == 0:
@@ -155,7 +151,7 @@ class RecipeTrainer(PipelineTrainer):
         if plan is None:
             sizes: dict[str, int] = {"samples": len(work.training), "replicas": world // stages}
             plan = make_plan(config, **sizes, epochs=args.epochs, max_steps=args.max_steps)
-        return RecipeSetup.of(args, config, plan, work.trained, stages, fixed_steps=work.schedule is not None)
+        return RecipeSetup.of(args, config, plan, work.trained, stages)
 
     def _compared_values(self) -> dict[str, Any]:
         """Return the JSON values by name that must be equal on all ranks."""
@@ -170,6 +166,7 @@ class RecipeTrainer(PipelineTrainer):
             "--save-every": args.save_every,
             "--save-on-signal": args.save_on_signal,
             "--resume": args.resume,
+            "--overwrite": args.overwrite,
             "held-out data": self._work.held_out is not None,
         }
 
@@ -177,6 +174,10 @@ class RecipeTrainer(PipelineTrainer):
         """Find the checkpoint to resume from, and open the outputs. A new run drops stored messages."""
         args, rank = self._recipe, dist.get_rank()
         self._found = self._run.checkpoints.find()
+        if rank == 0 and not args.overwrite and self._run.checkpoints.found is None:
+            check_no_results(args.out, args.save)
+        if args.overwrite and self._run.checkpoints.folder is not None:
+            remove_after(str(self._run.checkpoints.folder), 0, None)
         after, store = self._run.checkpoints.step, self._run.settings.store
         if self._run.settings.activations.method == "aqsgd" and store.backend == "lmdb" and not after:
             forget(store.path, rank)

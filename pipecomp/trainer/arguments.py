@@ -114,6 +114,21 @@ READ_BY_ENGINE = (
 )
 
 
+# Arguments that a training keeps when it resumes: the optimizer's state has them, or the order of samples follows.
+KEPT_ON_RESUMING = (
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "bf16",
+    "data_seed",
+    "fp16",
+    "learning_rate",
+    "optim",
+    "seed",
+    "weight_decay",
+)
+
+
 # TRL's configurations, and the trainers that use all of their fields.
 _TRL_TRAINERS = {"SFTConfig": "PipelineSFTTrainer", "DPOConfig": "PipelineDPOTrainer"}
 
@@ -258,3 +273,15 @@ def check_unchanged(args: Any, used: Mapping[str, Any]) -> None:
     for name, value in used.items():
         now = getattr(args, name, None)
         require(now == value, name, now, f"{value!r}, the value this trainer was made with: make a new trainer")
+
+
+def check_kept(args: Any, saved: Mapping[str, Any]) -> None:
+    """Raise ConfigError if an argument differs from that of the checkpoint. saved: from `kept`, or of fewer names."""
+    for name, value in kept(args).items():
+        allowed = f"{saved.get(name)!r}, the value of the checkpoint. A new training may start from its model"
+        require(name not in saved or saved[name] == value, name, value, allowed)
+
+
+def kept(args: Any) -> dict[str, Any]:
+    """Return the arguments of `KEPT_ON_RESUMING` as JSON values."""
+    return {name: getattr(value, "value", value) for name, value in values(args, KEPT_ON_RESUMING).items()}

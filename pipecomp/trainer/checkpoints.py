@@ -219,6 +219,26 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 # -- files
 
 
+def has_model(folder: str | os.PathLike) -> bool:
+    """Return whether a folder has a saved model or adapter."""
+    return any(True for pattern in ("*.safetensors", "pytorch_model*.bin") for _ in Path(folder).glob(pattern))
+
+
+def check_no_results(output_dir: str, group: Any) -> None:
+    """Check that a new training overwrites nothing that another program has saved. Every rank must call this.
+
+    Raises:
+        ConfigError: On every rank, if the folder of rank 0 has checkpoints or a model.
+    """
+    found = None
+    if dist.get_rank() == 0:
+        names = [path.name for step, path in list_checkpoints(output_dir) if (path / STATE_FILE).is_file()]
+        found = ", ".join(["a trained model"] * has_model(output_dir) + names) or None
+    found = broadcast(found, group=group)
+    hint = f"It has {found}: resume_from_checkpoint=True continues, overwrite=True of PipelineTrainer starts over"
+    require(found is None, "output_dir", str(output_dir), "a folder without the results of another training", hint)
+
+
 def folder_of(output_dir: str, step: int) -> str:
     """Return the folder of a step's checkpoint."""
     return str(Path(output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}")

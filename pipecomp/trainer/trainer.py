@@ -63,6 +63,7 @@ from pipecomp.trainer.training import Training, TrainingLength
 from pipecomp.utils.activity import waiting_for_data
 
 _log = transformers_logging.get_logger(__name__)
+_trained_in: set[str] = set()  # output folders, by this process
 
 
 @dataclass
@@ -124,6 +125,9 @@ class PipelineTrainer:
             `args.output_dir` for resume_from_checkpoint=True, and exit with status 75.
         peft_config: A `peft.LoraConfig`: train a new adapter of the model, with the start that peft draws after
             `set_seed(args.seed)`.
+        overwrite: Let a new training start in an `args.output_dir` that has checkpoints or a model of another program's
+            training, and delete those checkpoints; otherwise it is an error. Trainings of one program may follow each
+            other there.
 
     Attributes:
         engine: The `pipecomp.PipelineEngine`.
@@ -187,6 +191,7 @@ class PipelineTrainer:
         report: bool = True,
         save_on_signal: bool = True,
         peft_config: Any = None,
+        overwrite: bool = False,
     ) -> None:
         arguments.check_class(args, self.arguments_class)
         self.args = cast(Any, args if args is not None else TrainingArguments(output_dir="tmp_trainer"))
@@ -215,7 +220,7 @@ class PipelineTrainer:
         if not self.uses_deepspeed_optimizer:
             check_optim(self.args, flat=self._pipeline.flattens_parameters)
         self._optimizers = OptimizerFactories.of(optimizers, optimizer_cls_and_kwargs, model, self.settings)
-        self._report, self._save_on_signal = report, save_on_signal
+        self._report, self._save_on_signal, self._overwrite = report, save_on_signal, overwrite
 
         self.processing_class = processing_class
         pads = processing_class is not None and isinstance(processing_class, PreTrainedTokenizerBase)
@@ -755,6 +760,15 @@ class PipelineTrainer:
         """Find the checkpoint to resume from, and clear the message stores."""
         layout = checkpoints.layout(self.plan, self.replicas)
         resume_point = checkpoints.find(resume, self.args.output_dir, layout, self.group)
+        folder = os.path.realpath(self.args.output_dir)
+        if resume_point is None and folder not in _trained_in:
+            if self._overwrite:
+                checkpoints.remove_after(self.args.output_dir, 0, self.group)
+            else:
+                checkpoints.check_no_results(self.args.output_dir, self.group)
+        _trained_in.add(folder)
+        if resume_point is not None:
+            arguments.check_kept(self.args, resume_point.run.get("arguments", {}))
         self._holder.prepare_training(self.args, resumes=resume_point is not None)
         return resume_point
 
@@ -777,7 +791,7 @@ class PipelineTrainer:
 
     def _run_settings(self) -> dict[str, Any]:
         """Return the settings of the run, which a checkpoint records, as JSON values."""
-        return {}
+        return {"arguments": arguments.kept(self.args)}
 
     def _start_recorder(self) -> tuple[Recorder, dict[str, Any]]:
         """Open the run's folder. Returns its recorder and facts for run.json, with the unit of speed."""

@@ -228,8 +228,11 @@ class Training:
             handler.lr_scheduler = None  # DeepSpeed's engine has the configuration's
         else:
             handler.lr_scheduler = trainer._create_schedule(length.max_steps)
+        saved_steps = length.max_steps if resume_point is None else resume_point.state.max_steps
         self._start_state(resume_point)
         self._resume_point = None if resume_point is None else trainer._load_checkpoint(resume_point)
+        if saved_steps != length.max_steps:
+            self._follow_schedule(saved_steps)
         engine.set_loader(self._loader)
         engine.progress.batches_taken = length.first_micro_batch(trainer.state.global_step)
         handler.train_dataloader = self._loader
@@ -287,6 +290,25 @@ class Training:
         state.max_steps, state.num_train_epochs = self._length.max_steps, self._length.epochs
         state.is_local_process_zero = trainer.is_local_process_zero()
         state.is_world_process_zero = trainer.is_world_process_zero()
+
+    def _follow_schedule(self, saved: int) -> None:
+        """Set the next step's rate by the schedule of a training whose length has changed. saved: steps before."""
+        scheduler = self._trainer.lr_scheduler or self._engine.lr_scheduler
+        if isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR):
+            place = scheduler.last_epoch
+            rates = [rate * f(place) for rate, f in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
+            scheduler._last_lr = rates
+        elif type(scheduler).__module__.startswith("deepspeed."):
+            rates = scheduler.get_lr()
+        else:
+            return
+        for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        if self._trainer.rank == 0:
+            _log.warning(
+                f"training continues to step {self._length.max_steps}, to step {saved} when the checkpoint was "
+                f"written: the learning rate goes on at {rates[0]:g}, as in a training of the new length"
+            )
 
     def is_stopping(self) -> bool:
         """Return whether training stops after this step because of a signal."""
