@@ -79,16 +79,17 @@ def trainers(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
     warnings.simplefilter("always")
     finer = {"activations": work.AQSGD["activations"] | {"forward_bits": 6}}
 
-    def trained(resume: bool = True, section: Any = work.AQSGD, data: Any = None) -> Any:
+    def trained(resume: bool | str = True, section: Any = work.AQSGD, data: Any = None) -> Any:
         from pipecomp import PipelineTrainer
 
-        args = work.arguments(f"{folder}/run", max_steps=3 + resume, save_strategy="steps", save_steps=1)
+        args = work.arguments(f"{folder}/run", max_steps=3 + bool(resume), save_strategy="steps", save_steps=1)
         store = {"store": {"path": f"{folder}/messages"}}
         trainer = PipelineTrainer(
             gpt2(2, 16), args, train_dataset=data or samples(9), pipecomp=section | store, report=False
         )
         trainer.train(resume_from_checkpoint=resume)
         found = trainer.state.global_step, work.losses(trainer), visits(trainer.engine)
+        rates.append([line["learning_rate"] for line in trainer.state.log_history if "learning_rate" in line])
         trainer.end()
         dist.barrier()
         if rank == 0 and resume:
@@ -97,8 +98,13 @@ def trainers(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
         dist.barrier()
         return found
 
+    rates: list[list[float]] = []
     trained(resume=False)
-    out = {"same": trained(), "other data": trained(data=samples(9, seed=7)), "finer": trained(section=finer)}
+    out: dict[str, Any] = {
+        "same": trained(),
+        "other data": trained(data=samples(9, seed=7)),
+        "finer": trained(section=finer),
+    }
     cut_off(Path(f"{folder}/run/checkpoint-3/deepspeed/pipecomp-messages-rank-1/data.mdb"))
     out["without messages"] = trained(resume=f"{folder}/run/checkpoint-3")
     cut_off(Path(f"{folder}/run/checkpoint-3/deepspeed/layer_00-model_states.pt"))
@@ -107,7 +113,7 @@ def trainers(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
 
     made: Callable[[], Any] = lambda: PipelineTrainer(gpt2(2, 16), work.arguments(f"{folder}/said-0/out"))  # noqa: E731
     out["no folder"] = error_of(made)
-    return out
+    return {**out, "rates": rates}
 
 
 @pytest.mark.timeout(HANG_S)
@@ -115,6 +121,9 @@ def test_a_trainer_goes_on_from_what_is_whole_and_its_own(tmp_path: Path) -> Non
     ranks = run_ranks(2, trainers, str(tmp_path), timeout_s=HANG_S)
     said = [(tmp_path / f"said-{rank}").read_text() for rank in (0, 1)]
     for out in ranks.values():
+        first, then = out["rates"][:2]
+        assert first == pytest.approx([2e-3, 2e-3 * 2 / 3, 2e-3 / 3])
+        assert then == pytest.approx([*first, 2e-3 / 4])  # the last of four steps
         step, expected, seen = out["same"]
         assert (step, seen) == (4, (0, 4))
         for name in ("other data", "finer", "without messages"):

@@ -75,7 +75,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert done.status == 0, done.output
     section = {
         "activations": {"method": "aqsgd", "forward_bits": BITS, "backward_bits": 4},
-        "store": {"backend": "lmdb", "path": "messages"},
+        "store": {"backend": "lmdb", "path": "messages", "run": "kept"},
     }
     config = json.loads((RECIPES / "deberta_cola" / "ds_config_cpu.json").read_text())
     config |= {"train_micro_batch_size_per_gpu": MICRO, "train_batch_size": MICRO * ACCUMULATION, "pipecomp": section}

@@ -199,10 +199,17 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path, taken: str)
     assert told.startswith(f"--out: got '{folder}', allowed: a folder that can be written (")
 
 
-def test_another_length_than_the_checkpoints_is_told_by_the_arguments_that_set_it() -> None:
-    error = ConfigError("--resume", "auto", "the settings of the checkpoint: steps of the run is 45")
-    told = str(planned.translate_error(error, "run"))
-    assert told.endswith("steps of the run (by --epochs, --max-steps) is 45")
+def test_a_finished_run_is_overwritten_only_if_asked(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "adapter_model.safetensors").touch()
+    for save_every in (None, 5):
+        with pytest.raises(ConfigError, match=r"--out: got .*/model', allowed: a folder without a trained model"):
+            planned.check_unused(options_of(tmp_path, save_every=save_every), tmp_path)
+        planned.check_unused(options_of(tmp_path, save_every=save_every, overwrite=True), tmp_path)
+    finished_checkpoint(tmp_path / CHECKPOINTS)  # more epochs
+    planned.check_unused(options_of(tmp_path, save_every=5), tmp_path)
+    assert not planned.resumes(options_of(tmp_path, save_every=5, overwrite=True), tmp_path)
+    assert "overwrite" not in options_of(tmp_path, overwrite=True).to_yaml()
 
 
 @pytest.mark.parametrize(("accelerator", "taken"), [("cuda", [1]), ("cpu", [])])

@@ -16,9 +16,18 @@ from transformers import TrainerState
 from pipecomp.checkpoint import manifest
 from pipecomp.errors import ConfigError
 from pipecomp.recipes import run, steps
+from pipecomp.recipes import text as recipe_text
 from pipecomp.recipes.report import Report
-from pipecomp.recipes.resume import RunCheckpoints, loaded_text, lock_folder
+from pipecomp.recipes.resume import (
+    DATA,
+    RunCheckpoints,
+    check_no_results,
+    loaded_text,
+    lock_folder,
+    what_is_trained,
+)
 from pipecomp.recipes.trainer import RecipeSetup
+from pipecomp.report.recorder import RUN
 from pipecomp.stats import Traffic
 from pipecomp.trainer.checkpoints import DEEPSPEED, complete
 from tests.models import made_up_text
@@ -165,7 +174,7 @@ class TestResume:
             '--no-flip is true in this run, false in the checkpoint; hash of the training data is "cd" in this run, '
             '"ab" in the checkpoint'
         )
-        anew = f"To start over, choose another folder than {tmp_path}"
+        anew = f"To start over, give --overwrite or another folder than {tmp_path}"
         assert str(caught.value) == f"--resume: got 'auto', allowed: the settings of the checkpoint: {told}. {anew}"
 
     def test_another_versions_checkpoint_is_compared_in_what_both_know(self, tmp_path: Path) -> None:
@@ -192,6 +201,76 @@ class TestResume:
             assert checkpoints.record() == {"settings": {"lr": 1}, "trained": {"--crop": 4}}
 
 
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_num_steps": "auto"}},
+    "pipecomp": {"activations": {"method": "aqsgd", "forward_bits": 4}, "store": {"path": "m"}},
+}
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("words", "section", "config", "refused"),
+    [
+        (["--epochs", "5"], {}, {}, ""),
+        (["--max-steps", "70"], {}, {}, ""),
+        (["--out", "o", "--save", "s", "--metrics", "m", "--trace", "t", "--no-report", "--keep", "5"], {}, {}, ""),
+        (["--eval-file", "e", "--save-every", "9", "--no-save-on-signal", "--deepspeed_config", "other"], {}, {}, ""),
+        ([], {"transport": {"timeout_s": 600}, "in_flight": 3}, {}, ""),
+        ([], {"store": {"path": "m", "in_checkpoints": True, "on_write_error": "continue", "overwrite": True}}, {}, ""),
+        ([], {}, {"gradient_accumulation_steps": 4}, "samples of a step"),
+        ([], {}, {"optimizer": {"type": "AdamW", "params": {"lr": 2e-3}}}, "optimizer.params.lr"),
+        ([], {}, {"gradient_clipping": 1.0}, "gradient_clipping"),
+        ([], {"activations": {"method": "aqsgd", "forward_bits": 3}}, {}, "pipecomp.activations.forward_bits"),
+        (["--seed", "7"], {}, {}, "pipecomp.seed"),
+        (["--dropout", "0.2"], {}, {}, "--dropout"),
+        (["--block-size", "64"], {}, {}, "--block-size"),
+        (["--train-file", "other"], {}, {}, DATA),
+    ],
+)
+def test_what_may_change_on_resuming(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], section: dict, config: dict, refused: str
+) -> None:
+    """The rows of the table in docs/reliability.md, for recipes and `pipecomp train`."""
+    monkeypatch.setattr("pipecomp.recipes.trainer.lock_folder", lambda argument, folder: None)
+
+    def setup(*words: str, **config: Any) -> RunCheckpoints:
+        parser = run.arguments("mine", "")
+        recipe_text.add_arguments(parser)
+        required = ["--deepspeed_config", "c", "--model", "m", "--tokenizer", "t", "--train-file", "a"]
+        saving = ["--checkpoint", str(tmp_path), "--resume", "auto"]
+        args = parser.parse_args([*required, *saving, *words])
+        whole = json.loads(json.dumps({**CONFIG, **config}))
+        plan = steps.make_plan(whole, samples=200, replicas=1, epochs=args.epochs, max_steps=args.max_steps)
+        trained = what_is_trained(args, {DATA: " ".join(args.train_file)})
+        return RecipeSetup.of(args, whole, plan, trained, 2).checkpoints
+
+    checkpoint(tmp_path, 20, **setup().record())
+    resumed = setup(*words, **config, pipecomp={**CONFIG["pipecomp"], **section})
+    if not refused:
+        assert resumed.find() == "continues after step 20"
+        return
+    with pytest.raises(ConfigError, match=f"the settings of the checkpoint: .*{refused} is "):
+        resumed.find()
+
+
+def test_what_another_run_has_finished_is_not_overwritten(tmp_path: Path) -> None:
+    out, model = tmp_path / "out", tmp_path / "model"
+    check_no_results(out, model)
+    out.mkdir()
+    (out / RUN).write_text('{"status": "interrupted"}')
+    check_no_results(out, model)
+    (out / RUN).write_text('{"status": "finished"}')
+    with pytest.raises(ConfigError, match=r"--out: got .* allowed: a folder without a finished run. --overwrite "):
+        check_no_results(out, model)
+    model.mkdir()
+    (model / "model.safetensors").touch()
+    with pytest.raises(ConfigError, match=r"--save: got .* allowed: a folder without a trained model. --overwrite "):
+        check_no_results(None, model)
+
+
 def fitted(folder: Path, micro_batches: int, replicas: int, stages: int = 1, **config: Any) -> RecipeSetup:
     """A recipe that goes on from a folder of checkpoints. config: DeepSpeed's, beside the samples of a step."""
     args = given("--checkpoint", str(folder), "--resume", "auto")
@@ -209,8 +288,15 @@ class TestWhoseTheyAre:
         checkpoint(tmp_path, 1000, manifests=())
         with pytest.raises(ConfigError) as caught:
             RunCheckpoints(args, {}, {"lr": 1}, {}).find()
-        told = "a folder without checkpoints. It has step 900, 1000; --resume auto resumes from the last good one."
-        assert str(caught.value) == f"--checkpoint: got '{tmp_path}', allowed: {told}"
+        told = "a folder without checkpoints. It has step 900, 1000; --resume auto resumes from the last good one. -"
+        assert str(caught.value).startswith(f"--checkpoint: got '{tmp_path}', allowed: {told}")
+        checkpoints = RunCheckpoints(given("--checkpoint", str(tmp_path), "--overwrite"), {}, {"lr": 1}, {})
+        assert (checkpoints.find(), checkpoints.found) == ("", None)
+
+    def test_older_ones_are_named(self, tmp_path: Path) -> None:
+        (tmp_path / "global_step30").mkdir()
+        with pytest.raises(ConfigError, match=r"It has global_step30 of an earlier version, which engine\.load_"):
+            RunCheckpoints(given("--checkpoint", str(tmp_path), "--resume", "auto"), {}, {"lr": 1}, {}).find()
 
     def test_nor_goes_one_on_with_other_samples_of_a_step(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -359,8 +445,9 @@ def test_a_run_goes_on_with_the_losses_of_one_that_was_not_interrupted(tmp_path:
     files += ["--epochs", "2", "--max-steps", "4"]
     saving = ["--checkpoint", "saved", "--resume", "auto", "--save-every", "2"]
 
-    def trained() -> tuple[str, list[dict[str, Any]]]:
-        ended = launch(tmp_path, "gpt2_wikitext2", "--deepspeed_config", config, *model, *files, *saving, processes=1)
+    def trained(*more: str) -> tuple[str, list[dict[str, Any]]]:
+        words = ["--deepspeed_config", config, *model, *files, *saving, *more]
+        ended = launch(tmp_path, "gpt2_wikitext2", *words, processes=1)
         assert ended.status == 0, ended.output
         lines = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
         return ended.output, [line.get("eval") or {key: line[key] for key in ("step", "loss", "lr")} for line in lines]
@@ -371,3 +458,10 @@ def test_a_run_goes_on_with_the_losses_of_one_that_was_not_interrupted(tmp_path:
     assert "continues after step 2; skipped step 4: it was not finished" in said
     assert resumed == whole
     assert "continues after step 4" in trained()[0], "with nothing left to train"
+    said, longer = trained("--epochs", "4", "--max-steps", "8")
+    assert "continues after step 4" in said
+    assert [line["step"] for line in longer if "step" in line] == list(range(1, 9))
+    assert longer[:4] == whole[:4]
+    rates = [line["lr"] for line in longer if "lr" in line][4:]
+    assert rates == pytest.approx([1e-3 * (9 - step) / (8 - 2) for step in range(4, 8)])  # those of eight steps
+    assert not any((tmp_path / "saved" / f"checkpoint-{step}").exists() for step in (2, 4))

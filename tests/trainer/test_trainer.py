@@ -1101,6 +1101,52 @@ def test_checkpoints_of_later_steps_go_before_a_run_that_goes_back_writes_one(
     assert [step for step, _ in checkpoints.list_checkpoints(str(tmp_path))] == [50, 100]
 
 
+@pytest.mark.parametrize(
+    ("changed_argument", "value", "refused"),
+    [
+        ("num_train_epochs", 9, False),
+        ("max_steps", 70, False),
+        ("per_device_train_batch_size", 7, False),
+        ("gradient_accumulation_steps", 7, False),
+        ("logging_steps", 7, False),
+        ("lr_scheduler_type", "cosine", False),
+        ("max_grad_norm", 0.3, False),
+        ("learning_rate", 0.7, True),
+        ("weight_decay", 0.7, True),
+        ("adam_beta2", 0.7, True),
+        ("optim", "adamw_torch", True),
+        ("seed", 77, True),
+        ("data_seed", 77, True),
+    ],
+)
+def test_what_may_change_on_resuming(
+    usual: TrainingArguments, changed_argument: str, value: Any, *, refused: bool
+) -> None:
+    """The rows of the table in docs/reliability.md. A checkpoint of another version has fewer or none of them."""
+    saved = json.loads(json.dumps(arguments.kept(usual)))
+    arguments.check_kept(usual, saved)
+    now = changed(usual, **{changed_argument: value})
+    arguments.check_kept(now, {})
+    if not refused:
+        arguments.check_kept(now, saved)
+        return
+    with pytest.raises(ConfigError, match=f"{changed_argument}: got .*, the value of the checkpoint"):
+        arguments.check_kept(now, saved)
+
+
+def test_a_training_does_not_begin_over_the_results_of_another(tmp_path: Path, reading: Callable[..., None]) -> None:
+    reading()
+    checkpoints.check_no_results(str(tmp_path), None)
+    (tmp_path / "checkpoint-6").mkdir()  # unfinished
+    checkpoints.check_no_results(str(tmp_path), None)
+    whole(tmp_path, 5)
+    with pytest.raises(ConfigError, match=r"output_dir: .* It has checkpoint-5: resume_from_.*overwrite=True of"):
+        checkpoints.check_no_results(str(tmp_path), None)
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ConfigError, match="It has a trained model, checkpoint-5: "):
+        checkpoints.check_no_results(str(tmp_path), None)
+
+
 def test_every_machine_deletes_its_own_old_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in (1, 2, 3):
         (tmp_path / f"checkpoint-{number}").mkdir()
