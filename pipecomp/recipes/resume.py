@@ -14,16 +14,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from pipecomp.checkpoint.run_id import model_values
 from pipecomp.checkpoint.writing import private_files
-from pipecomp.config import read_json_object
-from pipecomp.distributed.collectives import broadcast, gathered
+from pipecomp.distributed.collectives import gathered
 from pipecomp.distributed.consistency import differences
 from pipecomp.errors import ConfigError, require, writable
 from pipecomp.report.recorder import RUN, read_object
-from pipecomp.trainer.checkpoints import PIPELINE_FILE, has_model, last_good, list_checkpoints
+from pipecomp.trainer.checkpoints import has_model, last_good, list_checkpoints, read
 from pipecomp.utils.files import lock_file
 
 # Arguments that may differ when a run resumes: outputs, the length of training, the starting point, and those compared
@@ -248,7 +245,7 @@ class RunCheckpoints:
             return ""
         self.found, skipped = last_good("--checkpoint", str(self.folder), None)
         if self.found is not None:
-            self._check(Path(self.found) / PIPELINE_FILE)
+            self._check(read(self.found, None, None).run)
         text = f"continues after step {self.step}" if self.step else "no good checkpoint: starts from the beginning"
         return text + "".join(f"; skipped step {step}: {problem}" for step, problem in sorted(skipped.items()))
 
@@ -264,9 +261,8 @@ class RunCheckpoints:
         unused = not steps or self._resume or self._overwrite
         require(unused, "--checkpoint", str(folder), "a folder without checkpoints", f"{hint}. {OVERWRITE}")
 
-    def _check(self, file: Path) -> None:
-        """Compare the checkpoint's settings with this run's, before it is loaded or files are overwritten."""
-        run = broadcast(read_json_object("--checkpoint", file).get("run", {}) if dist.get_rank() == 0 else None)
+    def _check(self, run: Mapping[str, Any]) -> None:
+        """Compare the settings of a checkpoint's run with this run's, before files are overwritten."""
         saved, trained = run.get("settings", {}), run.get("trained", {})
         # Another version may have recorded fewer of these values, so only common ones are compared.
         both = (trained.keys() & self._trained.keys()) - {REPLICAS, STAGES}

@@ -113,9 +113,9 @@ def last_good(key: str, output_dir: str, group: Any) -> tuple[str | None, dict[i
         rank, text = next(iter(bad.items()))
         skipped[step] = f"on rank {rank}'s machine {text}" if None in by_rank else text
         if None in by_rank and set(bad.values()) != {manifest.NOT_FINISHED}:
-            lost.append(f"{PREFIX_CHECKPOINT_DIR}-{step}: {skipped[step]}")
-    hint = "To start over, choose another folder"
-    require(not lost, key, str(output_dir), f"a folder with the run's checkpoints on every machine: {lost}", hint)
+            lost.append(f"step {step}: {skipped[step]}")
+    allowed = f"a folder with the run's checkpoints on every machine: {'; '.join(lost)}"
+    require(not lost, key, str(output_dir), allowed, "To start over, choose another folder")
     return None, skipped
 
 
@@ -161,15 +161,18 @@ def find(
     return read(folder, pipeline, group)
 
 
-def read(folder: str, pipeline: dict[str, Any], group: Any) -> ResumePoint:
-    """Read the checkpoint in a folder on rank 0. Every rank must call this. Raises ConfigError as `find` does."""
+def read(folder: str, pipeline: dict[str, Any] | None, group: Any) -> ResumePoint:
+    """Read the checkpoint in a folder on rank 0. Every rank must call this. Raises ConfigError as `find` does.
+
+    pipeline: as for `find`; None to compare none.
+    """
     answer: Any = None
     if dist.get_rank() == 0:
         try:
             theirs, state = _read(Path(folder))
             due, run = theirs.pop(_DUE, []), theirs.pop(_RUN, {})
             answer = state, theirs == pipeline, due, _position(Path(folder) / DEEPSPEED), run
-            if theirs != pipeline:
+            if pipeline is not None and theirs != pipeline:
                 _log.warning(
                     f"{folder} has the layout {theirs}, this run {pipeline}: weights, optimizer states and schedule "
                     "are restored; cached activations, error-feedback residuals and random generators are not"
@@ -224,7 +227,7 @@ def has_model(folder: str | os.PathLike) -> bool:
     return any(True for pattern in ("*.safetensors", "pytorch_model*.bin") for _ in Path(folder).glob(pattern))
 
 
-def check_no_results(output_dir: str, group: Any) -> None:
+def check_unused(output_dir: str, group: Any) -> None:
     """Check that a new training overwrites nothing that another program has saved. Every rank must call this.
 
     Raises:

@@ -765,7 +765,7 @@ class PipelineTrainer:
             if self._overwrite:
                 checkpoints.remove_after(self.args.output_dir, 0, self.group)
             else:
-                checkpoints.check_no_results(self.args.output_dir, self.group)
+                checkpoints.check_unused(self.args.output_dir, self.group)
         _trained_in.add(folder)
         if resume_point is not None:
             arguments.check_kept(self.args, resume_point.run.get("arguments", {}))

@@ -126,9 +126,9 @@ class TestArguments:
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank."""
     monkeypatch.setattr("pipecomp.distributed.collectives.gathered", lambda mine, group: [mine])
-    for module in ("pipecomp.recipes.resume", "pipecomp.trainer.checkpoints"):
+    for module in ("pipecomp.recipes.resume", "pipecomp.trainer.checkpoints", "pipecomp.distributed.collectives"):
         monkeypatch.setattr(f"{module}.gathered", lambda mine, group=None: [mine])
-        monkeypatch.setattr(f"{module}.broadcast", lambda mine, group=None: mine)
+    monkeypatch.setattr("pipecomp.trainer.checkpoints.broadcast", lambda mine, group=None: mine)
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     monkeypatch.setenv("LOCAL_RANK", "0")
 

@@ -1136,15 +1136,15 @@ def test_what_may_change_on_resuming(
 
 def test_a_training_does_not_begin_over_the_results_of_another(tmp_path: Path, reading: Callable[..., None]) -> None:
     reading()
-    checkpoints.check_no_results(str(tmp_path), None)
+    checkpoints.check_unused(str(tmp_path), None)
     (tmp_path / "checkpoint-6").mkdir()  # unfinished
-    checkpoints.check_no_results(str(tmp_path), None)
+    checkpoints.check_unused(str(tmp_path), None)
     whole(tmp_path, 5)
     with pytest.raises(ConfigError, match=r"output_dir: .* It has checkpoint-5: resume_from_.*overwrite=True of"):
-        checkpoints.check_no_results(str(tmp_path), None)
+        checkpoints.check_unused(str(tmp_path), None)
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(ConfigError, match="It has a trained model, checkpoint-5: "):
-        checkpoints.check_no_results(str(tmp_path), None)
+        checkpoints.check_unused(str(tmp_path), None)
 
 
 def test_every_machine_deletes_its_own_old_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
