@@ -20,7 +20,6 @@ from pipecomp.distributed.collectives import gathered
 from pipecomp.distributed.consistency import differences
 from pipecomp.errors import ConfigError, require, writable
 from pipecomp.report.recorder import RUN, read_object
-from pipecomp.trainer.checkpoints import has_model, last_good, list_checkpoints, read
 from pipecomp.utils.files import lock_file
 
 # Arguments that may differ when a run resumes: outputs, the length of training, the starting point, and those compared
@@ -140,6 +139,8 @@ def check_no_results(out: str | Path | None, model: str | Path | None, key: str 
     Raises:
         ConfigError: If there is a model, or a finished run.
     """
+    from pipecomp.trainer.checkpoints import has_model  # imports transformers, which takes seconds
+
     hint = f"{OVERWRITE}; another folder keeps them"
     if model is not None:
         require(not has_model(model), key or "--save", str(model), "a folder without a trained model", hint)
@@ -238,6 +239,8 @@ class RunCheckpoints:
                 checkpoints on any machine; or if a resumed run finds good checkpoints on some machines only, which a
                 run from the beginning would delete.
         """
+        from pipecomp.trainer.checkpoints import last_good, read
+
         if self.folder is None:
             return ""
         self._check_unused(self.folder)
@@ -250,6 +253,8 @@ class RunCheckpoints:
         return text + "".join(f"; skipped step {step}: {problem}" for step, problem in sorted(skipped.items()))
 
     def _check_unused(self, folder: Path) -> None:
+        from pipecomp.trainer.checkpoints import list_checkpoints
+
         first = os.environ.get("LOCAL_RANK", "0") == "0"
         own = [[step for step, _ in list_checkpoints(str(folder))], [p.name for p in folder.glob("global_step*")]]
         by_rank = gathered(own if first else [[], []])
