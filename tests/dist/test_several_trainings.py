@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import psutil
@@ -21,7 +22,15 @@ ROUNDS = 6
 
 def open_things() -> tuple[int, int, list[str], int]:
     """The number of threads and of open files of this process, files in shared memory, and its bytes in memory."""
-    threads, files = len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+    def count() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+    before, (threads, files) = None, count()
+    while before != (threads, files):  # some are about to end
+        before = threads, files
+        time.sleep(0.2)
+        threads, files = count()
     return threads, files, sorted(os.listdir("/dev/shm")), psutil.Process().memory_info().rss
 
 

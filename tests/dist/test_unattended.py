@@ -108,6 +108,9 @@ def test_full_disks_are_told_on_all_ranks_and_the_run_goes_on(tmp_path: Path, di
 
 def test_what_is_written_is_for_its_owner_alone(tmp_path: Path) -> None:
     work = make_work(tmp_path)
+    config = json.loads((work / "ds_config.json").read_text())
+    config["pipecomp"]["store"]["run"] = "kept"
+    (work / "ds_config.json").write_text(json.dumps(config))
     (tmp_path / "run").mkdir()
     before = os.umask(0)
     try:
