@@ -238,7 +238,7 @@ def check_unused(output_dir: str, group: Any) -> None:
         names = [path.name for step, path in list_checkpoints(output_dir) if (path / STATE_FILE).is_file()]
         found = ", ".join(["a trained model"] * has_model(output_dir) + names) or None
     found = broadcast(found, group=group)
-    hint = f"It has {found}: resume_from_checkpoint=True continues, overwrite=True of PipelineTrainer starts over"
+    hint = f"It has {found}: resume_from_checkpoint=True continues, overwrite=True of the trainer starts over"
     require(found is None, "output_dir", str(output_dir), "a folder without the results of another training", hint)
 
 

@@ -84,6 +84,7 @@ class PipelineSFTTrainer(TRLTrainer):
         save_messages: As for `PipelineTrainer`.
         report: As for `PipelineTrainer`.
         save_on_signal: As for `PipelineTrainer`.
+        overwrite: As for `PipelineTrainer`.
 
     Raises:
         ConfigError: If an argument is wrong.
@@ -125,6 +126,7 @@ class PipelineSFTTrainer(TRLTrainer):
         save_messages: bool = True,
         report: bool = True,
         save_on_signal: bool = True,
+        overwrite: bool = False,
     ) -> None:
         args = trl_trainer.trl_arguments(SFTConfig, args, model, "SFT")
         setup.join(args, model, None, pipecomp)
@@ -158,6 +160,7 @@ class PipelineSFTTrainer(TRLTrainer):
             save_messages=save_messages,
             report=report,
             save_on_signal=save_on_signal,
+            overwrite=overwrite,
             peft_config=peft_config,
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import inspect
 import re
 import sys
 import warnings
@@ -14,6 +15,7 @@ import pytest
 import torch
 from transformers import DataCollatorWithFlattening, TrainingArguments
 
+import pipecomp
 import tests.dist.trl_work as work
 from pipecomp.distributed.local_launcher import run_ranks
 from tests.limits import HANG_S
@@ -368,3 +370,14 @@ def test_other_arguments(refused: dict[str, Any]) -> None:
         "images": "the column \\['image'\\]\"?, allowed: text",
     }.items():
         assert re.search(message, others[name]) or message in others[name], (name, others[name])
+
+
+@pytest.mark.parametrize("kind", [pipecomp.PipelineSFTTrainer, pipecomp.PipelineDPOTrainer])
+def test_what_a_pipeline_trainer_takes_by_name_a_trl_trainer_takes(kind: type) -> None:
+    def named(kind: type) -> set[str]:
+        parameters = inspect.signature(kind).parameters.values()
+        return {parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
+
+    of_configuration = {"max_length", "packing"}
+    taken = named(kind) | {"peft_config"}  # at its place in TRL
+    assert named(pipecomp.PipelineTrainer) - taken == of_configuration
