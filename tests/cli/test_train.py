@@ -63,7 +63,7 @@ class TestInit:
 
     def test_a_recipe_that_is_not_there(self, tmp_path):
         text = told("init", "gpt5", str(tmp_path / "new"), status=1)
-        assert "recipe: got 'gpt5', allowed: deberta_cola, " in text
+        assert "recipe: got 'gpt5', allowed: chat_lora, chat_qlora, deberta_cola, " in text
         assert not (tmp_path / "new").exists()
 
     def test_they_are_listed(self):
