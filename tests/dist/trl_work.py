@@ -351,11 +351,11 @@ def train_like_command(name: str, folder: Path) -> dict[str, Any]:
     import trl
 
     from pipecomp.data import ShardedSampler
-    from pipecomp.recipes import planned
+    from pipecomp.recipes.steps import warmup_decay
 
     class Trainer(trl.SFTTrainer):
         def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-            self.lr_scheduler = planned.schedule(num_training_steps, optimizer or self.optimizer)
+            self.lr_scheduler = warmup_decay(num_training_steps, optimizer or self.optimizer)
             return self.lr_scheduler
 
     case = COMMAND_CASES[name]
