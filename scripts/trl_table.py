@@ -8,6 +8,7 @@ tests/dist/trl_work.py: a Llama of four layers in float32, nothing compressed. A
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import tempfile
@@ -52,4 +53,6 @@ def row(*cells: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or ["2", "3", "train"])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", default=["2", "3", "train"], help="numbers of stages, or train")
+    main(parser.parse_args().parts)

@@ -113,6 +113,8 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     on_gpu: list[OnGpu] = []
     on_host: list[Tensor] = []
     each_tensor(lambda x: (on_gpu if isinstance(x, OnGpu) else on_host).append(x), (args, kwargs))
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+        return func(*args, **kwargs)  # shapes alone
     there = bool(on_gpu)
     if kwargs.get("device") is not None:
         there = torch.device(kwargs["device"]).type != "cpu"

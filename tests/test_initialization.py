@@ -59,7 +59,7 @@ def test_groups_over_nccl_wait_as_long_as_others(monkeypatch):
         seen.append(distributed_c10d._get_default_timeout("nccl"))
         raise KeyError
 
-    settings = SimpleNamespace(seed=0, transport=SimpleNamespace(timeout_s=1.0))
+    settings = SimpleNamespace(seed=0, transport=SimpleNamespace(timeout_s=1.0, data_timeout_s=1.0))
     stood_in_for = {
         "join_processes": lambda config: None,
         "attach_deepspeed": lambda: None,

@@ -76,7 +76,7 @@ def resumed(rank, world, note, folder):
         "store": {"path": f"{folder}/messages", "in_checkpoints": True, "drift_check": 1},
     }
     for name, compute_s in (("begun", 10.0), ("goes on", 1e-9)):
-        auto_bits.time_stage = lambda *_, s=compute_s: StageTime(forward_s=s, backward_s=s)
+        auto_bits.time_stage = lambda *_, s=compute_s, **more: StageTime(forward_s=s, backward_s=s)
         engine = pipecomp.initialize(gpt2(), num_stages=2, config=ds_config(section), training_data=samples())
         bits = [engine.pipecomp_config.activations.bits(0)]
         if name == "begun":
@@ -142,9 +142,9 @@ def measured_for_a_trainer(rank, world, note, folder):
 
     seen, timed = {}, auto_bits.time_stage
 
-    def time_stage(stage, count, tokens):
+    def time_stage(stage, count, tokens, **more):
         seen[name] = count, tokens
-        return timed(stage, count, tokens)
+        return timed(stage, count, tokens, **more)
 
     auto_bits.time_stage = time_stage
     for name, data, collate in (

@@ -83,4 +83,7 @@ def test_a_run() -> None:
                 drop_large_packets(lab)
 
         errors = run_in_lab(lab, trains, timeout_s=HANG_S, on_note=on_note)
-    assert all("small packets pass and large ones do not (MTU)" in error for error in errors.values()), errors
+    named = ["small packets pass and large ones do not (MTU)" in error for error in errors.values()]
+    assert any(named), errors
+    lost = [error for error, is_named in zip(errors.values(), named, strict=True) if not is_named]
+    assert all(error.startswith("PeerLostError: lost rank") for error in lost), "the other rank has told it and ended"

@@ -37,12 +37,15 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "aqsgd 4, groups": {"method": "aqsgd", "forward_bits": 4, "group_size": 5, "rounding": "stochastic"},
     "aqsgd 8, top k": {"method": "aqsgd", "forward_bits": 8, "first_visit": 8, "backward_top_k": 0.2, "eval": "direct"},
     "aqsgd 3, changes back": {"method": "aqsgd", "forward_bits": 3, "backward_method": "delta", "backward_bits": 4},
+    "aqsgd, channels": {"method": "aqsgd", "forward_bits": 4, "backward_method": "delta", "scale": "channels"},
+    "aqsgd, cached channels": {"method": "aqsgd", "forward_bits": 4, "scale": {"forward": "cached_channels"}},
     "aqsgd, constant error": {
         "method": "aqsgd",
         "backward_method": "delta",
         **{key: {"error": 0.1} for key in ("forward_bits", "backward_bits", "first_visit", "backward_first_visit")},
     },
 }
+CHANNELS = {"scale": "channels"}
 CLUSTERS = {"method": "aqsgd", "forward_bits": 4}  # with `store.clusters`
 WIDTHS = ((2, None), (4, None), (8, 5), (16, None), (32, None))
 
@@ -62,8 +65,9 @@ def recorded_messages(hidden: int) -> dict[str, np.ndarray]:
     for name, section in SECTIONS.items():
         for what, message in _exchange(section, hidden):
             found[f"{name}: {what}"] = message
-    for what, message in _exchange(CLUSTERS, hidden, {"clusters": 16})[:3]:
-        found[f"16 clusters: {what.replace('visit', 'packet')}"] = message
+    for name, section in {"16 clusters": CLUSTERS, "16 clusters, channels": CLUSTERS | CHANNELS}.items():
+        for what, message in _exchange(section, hidden, {"clusters": 16})[:3]:
+            found[f"{name}: {what.replace('visit', 'packet')}"] = message
     return found
 
 
