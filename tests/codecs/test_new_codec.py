@@ -119,7 +119,7 @@ def test_the_files_that_the_page_names_make_a_codec(tmp_path: Path) -> None:
     copy = PackageCopy(tmp_path)
     copy.edit(
         "pipecomp/codecs/wire.py",
-        ("from them as QUANTIZED\n", "from them as QUANTIZED\n    FLOAT8 = 6\n"),
+        ("from them as QUANTIZED\n", "from them as QUANTIZED\n    FLOAT8 = 9\n"),
     )
     copy.edit("pipecomp/codecs/codecs.py", ("\n\ndef _check_length(", f"{CODEC}\n\ndef _check_length("))
     copy.edit(
