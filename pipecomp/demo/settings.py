@@ -81,7 +81,11 @@ def ds_config(settings: Settings, method: str, store: Path, *, steps: int, lr: f
     section: dict[str, Any] = {"activations": activations, "seed": settings.seed, "tie": False}
     if method == "aqsgd":
         activations["first_visit"] = FIRST_VISIT_BITS
-        section["store"] = {"backend": "lmdb", "path": str(store), "run": "demo"}  # a run that ends keeps what has a name
+        section["store"] = {
+            "backend": "lmdb",
+            "path": str(store),
+            "run": "demo",
+        }  # a run that ends keeps what has a name
     return {
         "train_batch_size": BATCH,
         "train_micro_batch_size_per_gpu": MICRO_BATCH,

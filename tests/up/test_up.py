@@ -8,6 +8,7 @@ import io
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -287,6 +288,8 @@ def test_two_machines_come_to_a_trained_model(machines: tuple[Machine, Machine])
     assert "gloo interface" not in said
     assert (first.folder / "trained" / "config.json").is_file()
     assert "this is machine-2 of run" in second.said()
+    for machine in machines:  # a finished model is not overwritten
+        shutil.rmtree(machine.folder / "trained", ignore_errors=True)
     # again, with the same two commands: nobody has to join
     words = shlex.split(pasted)[1:]
     command = words[words.index("--") :]
