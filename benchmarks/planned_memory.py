@@ -130,7 +130,7 @@ def train(rank: int, world: int, note: Any, name: str, folder: str) -> int:
 
 
 def plan(rank: int, world: int, note: Any, name: str, stages: int) -> list[float]:
-    """What `pipecomp plan` says of each stage."""
+    """Bytes of each stage by `pipecomp plan`."""
     from rich.console import Console
 
     from pipecomp.plan.command import run_plan

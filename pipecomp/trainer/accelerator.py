@@ -16,7 +16,7 @@ class PipelineAccelerator:
         trainer: The `PipelineTrainer`.
 
     Attributes:
-        is_main_process, is_local_main_process: Whether this is rank 0, and the first rank of its machine.
+        is_main_process, is_local_main_process: True on rank 0, and on the first rank of each machine.
         process_index, local_process_index, num_processes: This rank, its number on its machine, and their number.
         gradient_accumulation_steps: Of `args`.
         sync_gradients: True: callbacks run between optimizer steps.
@@ -44,7 +44,7 @@ class PipelineAccelerator:
 
     @property
     def is_last_process(self) -> bool:
-        """Whether this is the last rank."""
+        """True on the last rank."""
         return self.process_index == self.num_processes - 1
 
     def prepare(self, *objects: Any, **_: Any) -> Any:

@@ -202,7 +202,7 @@ class PipelineDPOTrainer(TRLTrainer):
         trl_trainer.first_sample(data, name)
         if set(_TOKENS) <= set(data.column_names):
             return data
-        preparing = _Preparing(trl_trainer.tokenizer_of(self._processing))
+        preparing = _DPOPreparation(trl_trainer.tokenizer_of(self._processing))
         prepared = DatasetPreparation(
             "trl.trainer.dpo_trainer",
             args,
@@ -333,7 +333,7 @@ def _collator(args: Any, given: Any, tokenizer: Any) -> DataCollatorForPreferenc
     )
 
 
-class _Preparing(DPOTrainer):
+class _DPOPreparation(DPOTrainer):
     """TRL's preparation of datasets without a model; it reads this attribute."""
 
     def __init__(self, tokenizer: Any) -> None:

@@ -231,7 +231,7 @@ class StepLoss:
 
     @property
     def has_function(self) -> bool:
-        """Whether the user has passed a compute_loss_func."""
+        """True if the user has passed a compute_loss_func."""
         return self._own is not None
 
     def _mean(self, logits: Tensor, labels: Tensor) -> Tensor:

@@ -107,7 +107,7 @@ class PipelineSetup:
 
     @property
     def flattens_parameters(self) -> bool:
-        """Whether DeepSpeed's optimizer gets one vector instead of the parameters."""
+        """True if DeepSpeed's optimizer gets one vector instead of the parameters."""
         half = any(self.engine_config.get(name, {}).get("enabled") for name in ("bf16", "fp16"))
         return bool(half or self.engine_config.get("zero_optimization", {}).get("stage"))
 

@@ -291,7 +291,7 @@ class _Unsized:
 # -- data
 
 
-class _Preparing(SFTTrainer):
+class _SFTPreparation(SFTTrainer):
     """TRL's preparation of datasets without a model; it reads these three attributes."""
 
     def __init__(self, tokenizer: Any, chat_template: str | None, completion_only_loss: bool) -> None:
@@ -361,7 +361,7 @@ class _SFTData:
             wrong = ours and masks and "labels" not in columns
             require(not wrong, "dataset_kwargs", args.dataset_kwargs, "None, or a dataset with labels", hint)
             return data
-        preparing = _Preparing(trl_trainer.tokenizer_of(processing), self._template, bool(self._completion_only))
+        preparing = _SFTPreparation(trl_trainer.tokenizer_of(processing), self._template, bool(self._completion_only))
         prepared = DatasetPreparation(
             "trl.trainer.sft_trainer",
             args,

@@ -68,7 +68,7 @@ _trained_in: set[str] = set()  # output folders, by this process
 
 @dataclass
 class _Creation:
-    """What `create_optimizer` and `create_scheduler` set. again: makes another optimizer of the same kind."""
+    """Results of `create_optimizer` and `create_scheduler`. again: makes another optimizer of the same kind."""
 
     optimizer: Any = None
     lr_scheduler: Any = None
@@ -464,27 +464,28 @@ class PipelineTrainer:
         labels = inputs.pop("labels")
         outputs = model(**inputs)
         loss = self._loss.total_loss(outputs.logits, labels, num_items_in_batch)
-        counted = num_items_in_batch is not None and (self.model_accepts_loss_kwargs or self._loss.has_function)
+        counted = num_items_in_batch is not None and self._takes_items
         if self.args.average_tokens_across_devices and counted and model.training:
             loss = loss * self.replicas
         return (loss, outputs) if return_outputs else loss
 
     @property
     def model_accepts_loss_kwargs(self) -> bool:
-        """Whether the model's loss uses num_items_in_batch, by Trainer's rule."""
+        """True if the model's loss uses num_items_in_batch, by Trainer's rule."""
         kind = self._pipeline.model_class
         parameters = inspect.signature(kind.forward).parameters.values()
         return bool(getattr(kind, "accepts_loss_kwargs", any(p.kind is p.VAR_KEYWORD for p in parameters)))
 
-    def _is_loss_scaled(self) -> bool:
-        """Whether a subclass's loss is divided by the labels of the whole step, by Trainer's rule."""
-        if self.loss_is_scaled_for_ga is not None:
-            return self.loss_is_scaled_for_ga
+    @property
+    def _takes_items(self) -> bool:
         return self.model_accepts_loss_kwargs or self._loss.has_function
 
+    def _is_loss_scaled(self) -> bool:
+        """Return whether a subclass's loss is divided by the labels of the whole step, by Trainer's rule."""
+        return self._takes_items if self.loss_is_scaled_for_ga is None else self.loss_is_scaled_for_ga
+
     def _call_compute_loss(self, model: Any, inputs: dict[str, Any], items: Any, **options: Any) -> Any:
-        known = self.model_accepts_loss_kwargs or self._loss.has_function
-        return self.compute_loss(model, inputs, num_items_in_batch=items if known else None, **options)
+        return self.compute_loss(model, inputs, num_items_in_batch=items if self._takes_items else None, **options)
 
     def end(self) -> None:
         """Flush the stores and close the connections; otherwise this happens when the program ends.

@@ -1,4 +1,4 @@
-"""What `PipelineSFTTrainer` and `PipelineDPOTrainer` have in common: TRL's configuration, model, data and metrics.
+"""The common part of `PipelineSFTTrainer` and `PipelineDPOTrainer`: TRL's configuration, model, data and metrics.
 
 TRL's own code makes the samples, so that tokens, masks and order are those of its trainers. One process of each machine
 prepares a dataset; the files are in pipecomp's cache of tokenized data.

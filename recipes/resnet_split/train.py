@@ -60,7 +60,7 @@ def arguments() -> argparse.ArgumentParser:
 @serializable
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What the server knows of the clients' data: numbers, and a hash of all training images, to know them again.
+    """The server's knowledge of the clients' data: numbers, and a hash of all training images, to know them again.
 
     per_round: optimizer steps of a round.
     """
@@ -78,7 +78,7 @@ Found = tuple[Task, str | None]  # in a client's process, with a hash of its hel
 
 @dataclass(frozen=True, kw_only=True)
 class ClientData:
-    """What the clients' processes hold."""
+    """The data that the clients' processes hold."""
 
     views: images.Views
     turns: images.ClientTurns
@@ -186,7 +186,7 @@ def shown_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def meanings(args: argparse.Namespace, config: dict[str, Any], task: Task) -> dict[str, Any]:
-    """What must be as it was where a run goes on, and cannot be told from the arguments that all recipes have."""
+    """Facts that must be equal where a run goes on, and cannot be told from the arguments that all recipes have."""
     decay_rounds = None if "scheduler" in config else args.decay_rounds or DECAY_ROUNDS
     return {"--model": args.model, "--epochs": args.epochs, "--decay-rounds": decay_rounds, DATA: task.digest}
 
@@ -220,7 +220,7 @@ def read(args: argparse.Namespace, micro: int, accumulation: int, seed: int) -> 
 
 
 def agreed(mine: Found | None) -> Task:
-    """What both of the client's processes found, known on every rank. Raises DataError if they differ."""
+    """Share the findings of both of the client's processes with every rank. Raises DataError if they differ."""
     everyones = gathered(mine)
     if everyones[0] != everyones[-1]:
         raise DataError("the client's two processes have different images: give both the same files")

@@ -130,7 +130,7 @@ def test_a_store_in_use_by_an_open_engine_names_close(tmp_path):
 
 
 def stores(rank, world, note, folder):
-    """What is left of a run's store after its end, and what the next run does with it."""
+    """A run's store after its end, and the next run's use of it."""
     from pipecomp import initialize
     from pipecomp.errors import StoreError
 

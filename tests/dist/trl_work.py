@@ -334,7 +334,7 @@ def train_by_command(rank: int, world: int, note: Any, folder: str) -> dict[str,
 
 
 def command_result(name: str, folder: Path) -> dict[str, Any]:
-    """What the command has written."""
+    """The command's results."""
     from safetensors.numpy import load_file
 
     from tests.models import metrics

@@ -28,7 +28,7 @@ def encoded(items: list[EncodeItem], backend: str) -> Tensor:
 
 
 def decoded(x: Tensor, o: QuantizerOptions, backend: str) -> tuple[Tensor, Tensor]:
-    """What rows decode to, and their channels' scales."""
+    """Decoded rows, and their channels' scales."""
     y = torch.empty_like(x)
     payload = encoded([EncodeItem(x, None, o)], backend)
     ops.decode_batch(payload, [DecodeItem(y, o)], backend=backend)
