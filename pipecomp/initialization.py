@@ -55,7 +55,7 @@ from pipecomp.plan.auto_bits import (
     warn_of_dropout,
 )
 from pipecomp.plan.simulation import TCP_SHARE, Channel, LinkNetwork
-from pipecomp.stages.partition.splitting import Stage
+from pipecomp.stages.partition.stage import Stage
 from pipecomp.tls.process_group import current_mesh
 from pipecomp.utils.activity import limits, waiting_for_data
 

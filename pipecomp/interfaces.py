@@ -26,7 +26,7 @@ from pipecomp.schedule import InFlight
 from pipecomp.stages.link.links import Links
 from pipecomp.stages.partition.modules import ModuleStage
 from pipecomp.stages.partition.planning import SplitPlan
-from pipecomp.stages.partition.splitting import Stage
+from pipecomp.stages.partition.stage import Stage
 
 
 class ResumeState(NamedTuple):

@@ -6,7 +6,8 @@ from pipecomp.stages.partition.loading import Source, build_stage, plan, pretrai
 from pipecomp.stages.partition.modules import Modules, ModuleStage, modules
 from pipecomp.stages.partition.planning import SplitPlan, TiedGroup
 from pipecomp.stages.partition.saving import save_pretrained, write_index, write_shard
-from pipecomp.stages.partition.splitting import Stage, split
+from pipecomp.stages.partition.splitting import split
+from pipecomp.stages.partition.stage import Stage
 from pipecomp.stages.partition.structure import Architecture, Head
 
 __all__ = [

@@ -24,7 +24,7 @@ from pipecomp.errors import ConfigError, SplitError, require
 from pipecomp.interfaces import TrainingEngine
 from pipecomp.stages.partition.modules import ModuleStage
 from pipecomp.stages.partition.planning import aliases
-from pipecomp.stages.partition.splitting import Stage
+from pipecomp.stages.partition.stage import Stage
 from pipecomp.utils.units import format_count
 
 # DeepSpeed's keys of a ZeRO optimizer's state. Reading a checkpoint does not load DeepSpeed; a test compares them.

@@ -51,7 +51,7 @@ from pipecomp.stages.partition.modules import ModuleStage
 from pipecomp.stages.partition.planning import SplitPlan
 from pipecomp.stages.partition.precision import HALF
 from pipecomp.stages.partition.quantization import state_names
-from pipecomp.stages.partition.splitting import Stage
+from pipecomp.stages.partition.stage import Stage
 from pipecomp.tls.process_group import BACKEND, current_mesh
 from pipecomp.utils.activity import local_activity
 

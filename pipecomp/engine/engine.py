@@ -41,7 +41,7 @@ from pipecomp.stages.link.links import Links
 from pipecomp.stages.partition.modules import ModuleStage
 from pipecomp.stages.partition.planning import SplitPlan
 from pipecomp.stages.partition.quantization import state_tensors, without_quantized
-from pipecomp.stages.partition.splitting import Stage
+from pipecomp.stages.partition.stage import Stage
 from pipecomp.utils.activity import Activity, local_activity, progress
 
 _NEVER = 10**9  # steps_per_print of callers that report themselves

@@ -21,7 +21,7 @@ from pipecomp.checkpoint.writing import CollectiveModelWrite
 from pipecomp.distributed.collectives import broadcast, gathered
 from pipecomp.errors import OutputError, WireError
 from pipecomp.stages.partition.saving import shard_name, write_index, write_shard
-from pipecomp.stages.partition.splitting import Stage
+from pipecomp.stages.partition.stage import Stage
 from pipecomp.utils.files import UNFINISHED, file_crc
 from pipecomp.utils.serialization import serializable
 

@@ -16,7 +16,7 @@ from pipecomp.distributed.consistency import AllRanks
 from pipecomp.interfaces import PipelineGrid, TrainingEngine
 from pipecomp.stages.partition.modules import ModuleStage
 from pipecomp.stages.partition.planning import SplitPlan
-from pipecomp.stages.partition.splitting import Stage
+from pipecomp.stages.partition.stage import Stage
 
 
 def pipelines(grid: PipelineGrid) -> list[list[int]]:

@@ -20,7 +20,7 @@ from pipecomp.engine.trace import MAX_EVENTS, Trace, TracedStore, chrome_events
 from pipecomp.errors import OutputError, write_error
 from pipecomp.interfaces import StageContext
 from pipecomp.stages.link.links import Links
-from pipecomp.stages.partition.splitting import Stage
+from pipecomp.stages.partition.stage import Stage
 from pipecomp.stats import Seconds
 from pipecomp.utils.files import atomic_write_text
 from pipecomp.utils.serialization import replace_nonfinite

@@ -23,7 +23,7 @@ from pipecomp.interfaces import EngineState, StageContext
 from pipecomp.kernels import ops
 from pipecomp.stages.link.endpoint import Position
 from pipecomp.stages.link.layout import Layout, gradient_unit
-from pipecomp.stages.partition.splitting import assume_masks
+from pipecomp.stages.partition.stage import assume_masks
 from pipecomp.utils.activity import waiting_for_data
 
 _log = logging.getLogger(__name__)

@@ -29,7 +29,7 @@ from pipecomp.plan.profile import max_tokens
 from pipecomp.plan.search import WORTHWHILE, choose_bits, constant_error_bits
 from pipecomp.plan.simulation import TCP_SHARE, Channel, LinkNetwork, StageCosts, StepSpec
 from pipecomp.stages.link.transport import Transport
-from pipecomp.stages.partition.splitting import Stage
+from pipecomp.stages.partition.stage import Stage
 from pipecomp.utils.serialization import serializable
 from pipecomp.utils.units import format_rate
 

@@ -51,7 +51,7 @@ from pipecomp.stages.link.transport import PacerTo, Transport, loopback_pair
 from pipecomp.stages.partition.adapters import attach
 from pipecomp.stages.partition.loading import Source, build_stage, resolve
 from pipecomp.stages.partition.quantization import plain_config
-from pipecomp.stages.partition.splitting import Stage
+from pipecomp.stages.partition.stage import Stage
 from pipecomp.tls.mesh import Mesh
 from pipecomp.tls.process_group import BACKEND, current_mesh
 from pipecomp.utils.serialization import serializable

@@ -26,7 +26,8 @@ from pipecomp.stages.partition.architectures import architecture_of, default_los
 from pipecomp.stages.partition.loading import Source, resolve, skeleton
 from pipecomp.stages.partition.planning import SplitPlan, plan_model
 from pipecomp.stages.partition.quantization import plain_config
-from pipecomp.stages.partition.splitting import Stage, take_stage
+from pipecomp.stages.partition.splitting import take_stage
+from pipecomp.stages.partition.stage import Stage
 from pipecomp.utils.serialization import serializable
 
 _MANY = 8  # samples

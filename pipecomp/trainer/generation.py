@@ -14,7 +14,8 @@ from pipecomp.data import MicroBatch
 from pipecomp.distributed.collectives import broadcast
 from pipecomp.errors import PipecompError, require
 from pipecomp.interfaces import TrainingEngine
-from pipecomp.stages.partition.splitting import Stage, shallow_copy
+from pipecomp.stages.partition.stage import Stage
+from pipecomp.stages.partition.structure import shallow_copy
 
 # Note: only the last stage of the first replica runs `generate`, with its draws and logits processors. Its model's
 # forward sends the tokens so far to all ranks, which evaluate them; so links carry activations and a few tokens, and

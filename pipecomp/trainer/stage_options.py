@@ -12,7 +12,7 @@ from transformers.utils import is_liger_kernel_available
 
 from pipecomp.config.checks import require_choice
 from pipecomp.errors import ConfigError, require
-from pipecomp.stages.partition.splitting import Stage
+from pipecomp.stages.partition.stage import Stage
 from pipecomp.trainer import arguments
 
 

@@ -24,7 +24,9 @@ from pipecomp.stages.partition.discovery import text_part
 from pipecomp.stages.partition.modules import Modules, ModuleStage, plan_modules
 from pipecomp.stages.partition.planning import ModelParts, SplitPlan, aliases, plan_model
 from pipecomp.stages.partition.precision import load_in_float32
-from pipecomp.stages.partition.splitting import Stage, replace_parameter, shallow_copy, take_stage
+from pipecomp.stages.partition.splitting import take_stage
+from pipecomp.stages.partition.stage import Stage
+from pipecomp.stages.partition.structure import replace_parameter, shallow_copy
 
 _log = logging.getLogger(__name__)
 # Arguments of from_pretrained that locate a model and are no settings of it.

@@ -22,7 +22,7 @@ from pipecomp.errors import DataError, SplitError
 from pipecomp.stages.link.crop_canvas import CropCanvas
 from pipecomp.stages.link.layout import Boundary, Layout
 from pipecomp.stages.partition.planning import SplitPlan, balance, complete_cuts
-from pipecomp.stages.partition.splitting import PipelineStage
+from pipecomp.stages.partition.stage import PipelineStage
 
 INPUT = "pixel_values"
 SHIFTS = "shifts"

@@ -27,7 +27,7 @@ from pipecomp.stages.partition import adapters
 from pipecomp.stages.partition.adapters import Adapter
 from pipecomp.stages.partition.loading import Source, skeleton
 from pipecomp.stages.partition.planning import aliases
-from pipecomp.stages.partition.splitting import Stage
+from pipecomp.stages.partition.stage import Stage
 from pipecomp.utils.files import UNFINISHED, atomic_write_text
 
 INDEX = "model.safetensors.index.json"

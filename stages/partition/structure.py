@@ -6,13 +6,16 @@ Modules of the top model outside its base model are the head, and belong to the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from pipecomp.errors import SplitError
 from pipecomp.stages.partition.losses import LossFn
 
 
@@ -206,3 +209,62 @@ class NoEmbeddings(nn.Module):
             return received.new_zeros(()).expand(*received.shape[:-1], self._width)
         given = [kwargs.get("inputs_embeds"), *args, *kwargs.values()]
         return next((x for x in given if isinstance(x, Tensor) and x.is_floating_point()), received)
+
+
+def shallow_copy(module: nn.Module) -> nn.Module:
+    """Copy a module and its tables, but not its contents, so that the copy's tables can change alone.
+
+    The copy runs its own forward: a compiled forward, which belongs to the original, is dropped, and a forward that was
+    set on the original as a method is bound to the copy. SplitError for a forward that may refer to the original.
+    """
+    other = module.__class__.__new__(module.__class__)
+    other.__dict__ = {
+        key: copy.copy(value) if key.startswith("_") and isinstance(value, (dict, set)) else value
+        for key, value in module.__dict__.items()
+    }
+    other.__dict__["_compiled_call_impl"] = None
+    forward = module.__dict__.get("forward")
+    if forward is not None:
+        if getattr(forward, "__self__", None) is not module or not hasattr(forward, "__func__"):
+            raise SplitError(
+                f"{type(module).__name__}.forward was replaced by {forward!r}, which may run the whole model on every "
+                "stage: split the model before it is changed, or set the forward on it with types.MethodType"
+            )
+        other.__dict__["forward"] = MethodType(forward.__func__, other)
+    return other
+
+
+def _copy_path(top: nn.Module, path: Sequence[str]) -> nn.Module | None:
+    """Copy the modules on a path, so that its end can be replaced in this model alone; None if it ends early."""
+    for name in path:
+        inner = top._modules.get(name)
+        if inner is None:
+            return None
+        top._modules[name] = top = shallow_copy(inner)
+    return top
+
+
+def replace_module(top: nn.Module, path: str, module: nn.Module | None) -> None:
+    """Replace the module at `path`, if the model has one there."""
+    *parents, leaf = path.split(".")
+    owner = _copy_path(top, parents)
+    if owner is not None and owner._modules.get(leaf) is not None:
+        owner._modules[leaf] = module
+
+
+def module_at(top: nn.Module, path: str) -> nn.Module | None:
+    """Return the module at `path`, None if the model has none there."""
+    for name in path.split("."):
+        inner = top._modules.get(name)
+        if inner is None:
+            return None
+        top = inner
+    return top
+
+
+def replace_parameter(top: nn.Module, path: str, parameter: nn.Parameter) -> None:
+    """Replace the parameter at `path`; the model that its module comes from keeps its own."""
+    *parents, leaf = path.split(".")
+    owner = _copy_path(top, parents)
+    assert owner is not None, "the path of a parameter that the model has"
+    owner._parameters[leaf] = parameter

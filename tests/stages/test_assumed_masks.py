@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils
 
 from pipecomp.stages import split
-from pipecomp.stages.partition.splitting import assume_masks
+from pipecomp.stages.partition.stage import assume_masks
 from tests.models import batch, make_model
 
 GPU = torch.device("cuda")  # as which a CPU counts here

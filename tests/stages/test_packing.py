@@ -16,8 +16,7 @@ from pipecomp.data.packing import PackingCollator
 from pipecomp.errors import DataError, SplitError, WireError
 from pipecomp.stages import default_loss, split
 from pipecomp.stages.link.layout import Layout, gather, scatter
-from pipecomp.stages.partition import splitting
-from pipecomp.stages.partition.splitting import assume_masks
+from pipecomp.stages.partition.stage import assume_masks, sample_numbers
 from tests.models import MODELS, TOKENS, disturbed, make_model
 from tests.stages.test_assumed_masks import GPU, Looks
 from tests.stages.test_splitting import added_up
@@ -354,4 +353,4 @@ class TestLayout:
 
 def test_numbers_of_samples() -> None:
     positions = torch.tensor([[0, 1, 0, 0], [2, 3, 4, 2]])
-    assert splitting.sample_numbers(positions).tolist() == [[0, 0, 1, 2], [0, 0, 0, 1]]
+    assert sample_numbers(positions).tolist() == [[0, 0, 1, 2], [0, 0, 0, 1]]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from pipecomp.errors import DataError, SplitError
 from pipecomp.stages import Architecture, Head, Stage, default_loss, register, split
 from pipecomp.stages.link.layout import Layout
+from pipecomp.stages.partition import architectures
 from pipecomp.stages.partition.losses import causal_lm
 from tests.limits import HANG_S
 from tests.models import COMMON, LLAMA, MODELS, PAD, TOKENS, attention_of, batch, make_config, make_model
@@ -585,6 +586,11 @@ class TestRefusals:
 
 
 class TestRegister:
+    @pytest.fixture(autouse=True)
+    def registry(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Entries of these tests are not for others in the same process."""
+        monkeypatch.setattr(architectures, "_REGISTRY", dict(architectures._REGISTRY))
+
     def test_another_architecture(self) -> None:
         entry = Architecture(
             model_type="olmo",
