@@ -192,7 +192,9 @@ def _connect(
     if needs_measuring(settings):
         assert isinstance(engine.stage, Stage), "validation refuses plain modules"
         batch = BatchShape(engine.micro_batch_size, count_tokens(engine.stage), engine.micro_batches)
-        engine.pipecomp_config = choose_auto_bits(settled, engine.stage, batch, **transports, staging=staging)
+        engine.pipecomp_config, measured = choose_auto_bits(settled, engine.stage, batch, **transports, staging=staging)
+        if measured is not None:
+            engine.reporting.network = {**asdict(measured), "measured": True}
     if engine.global_rank == 0:
         warn_of_dropout(engine.stage, engine.pipecomp_config)
     engine.open_links(*open_links(engine, settings, transports, all_ranks, staging), heartbeat)

@@ -34,7 +34,8 @@ class Reporting:
     Attributes:
         trace: The events.
         links: This rank's links, once they are open.
-        network: Links of the network lab that the run trains in; None outside a lab.
+        network: Links of the network lab that the run trains in, or those that were measured for "auto" bits, with
+            "measured": true; None if neither is known.
     """
 
     def __init__(

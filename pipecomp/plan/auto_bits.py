@@ -144,11 +144,12 @@ class BatchShape(NamedTuple):
 
 @serializable
 class BitsDecision(NamedTuple):
-    """Chosen bits, and a sentence with the predictions behind them."""
+    """Chosen bits, a sentence with the predictions behind them, and the links if they were measured."""
 
     forward_bits: Bits
     backward_bits: Bits
     reason: str
+    network: LinkNetwork | None = None
 
 
 def needs_measuring(config: Config) -> bool:
@@ -172,7 +173,7 @@ def choose_auto_bits(
     to_next: Transport | None = None,
     *,
     staging: Staging | None = None,
-) -> Config:
+) -> tuple[Config, LinkNetwork | None]:
     """Replace "auto" and rates by bits that hide behind compute; all ranks must call it together.
 
     Args:
@@ -184,7 +185,7 @@ def choose_auto_bits(
         staging: Copies of the run, whose pinned memory is used; by default one of its own.
 
     Returns:
-        The configuration with numbers and constant errors. Rank 0 logs the reason.
+        The configuration with numbers and constant errors, and the links if they were measured. Rank 0 logs the reason.
     """
     measurements = gathered(measure_rank(config, stage, batch, to_previous, to_next, staging))
     decision = None
@@ -193,7 +194,7 @@ def choose_auto_bits(
         decision = decide_bits(config, measurements, batch, stage.hidden_size, stage.dtype, lowest)
         _log.warning("%s", decision.reason)  # Python shows this level by default
     decision = broadcast(decision)
-    return with_bits(config, decision.forward_bits, decision.backward_bits)
+    return with_bits(config, decision.forward_bits, decision.backward_bits), decision.network
 
 
 def measure_rank(
@@ -235,7 +236,8 @@ def decide_bits(
     K = 1 + max(m.stage for m in measurements)
     by_stage = [[m for m in measurements if m.stage == k] for k in range(K)]
     a = config.activations
-    network = _network(a, [[m.link for m in by_stage[k] if m.link is not None] for k in range(K - 1)])
+    links = [[m.link for m in by_stage[k] if m.link is not None] for k in range(K - 1)]
+    network = _network(a, links)
     parts = ("forward_s", "backward_s", "encode_s", "decode_s")
     stages = [
         StageCosts(**{part: max(getattr(m.costs, part) for m in replicas) for part in parts}) for replicas in by_stage
@@ -272,7 +274,7 @@ def decide_bits(
         f"bits {setting}: {_bits_text(f, 'forward')}, {_bits_text(b, 'back')}: {why} (at most {step_s:.3g} s per step "
         f"predicted, {plain_s:.3g} s uncompressed; slowest link {format_rate(network.slowest)})"
     )
-    return BitsDecision(f, b, reason)
+    return BitsDecision(f, b, reason, network_of(links) if links and all(links) else None)
 
 
 def _network(a: Activations, links: Sequence[Sequence[LinkMeasurement]]) -> LinkNetwork:

@@ -1,6 +1,7 @@
 """Advice on what to change: settings tried one by one in the planner's simulation of the run's own step.
 
-The simulated step has the run's measured costs and bytes, over links of known or fitted rates.
+The simulated step has the run's measured costs and bytes. Links have the rates that a network lab set, or else those
+that were measured between the ranks; if neither is known, the one rate with which the step takes the measured time.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ from pipecomp.stats import counted_since
 _FITTED = 0.002  # relative tolerance of a fitted network's step time
 _SLOWEST, _FASTEST = 1e4, 1e12  # bits per second: the range in which a link's rate is fitted
 _LIMITS = 1.02  # links limit a step that takes this much longer than without limits
+ACCURACY = 0.1
+"""Share of the measured seconds by which a prediction for the run's own settings may differ."""
+LAB, MEASURED, FITTED = "lab", "measured", "fitted"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +47,8 @@ class RunSimulation:
     Attributes:
         step: Measured costs and bytes of a step.
         network: The links.
-        known: Whether the links' rates were known. If not, all links have the rate at which a simulated step takes the
-            measured seconds.
+        source: Of the links' rates: LAB; MEASURED between the ranks; or FITTED, with the one rate at which a simulated
+            step takes the measured seconds.
         measured_s: Measured mean seconds of a step.
         seconds: Simulated seconds of a step.
         raw_bytes: Bytes of a micro-batch's activations in the training dtype, for each link.
@@ -54,12 +58,22 @@ class RunSimulation:
 
     step: StepSpec
     network: LinkNetwork
-    known: bool
+    source: str
     measured_s: float
     seconds: float
     raw_bytes: list[float]
     new_share: list[float]
     mean_bits: list[tuple[float | None, float | None]]
+
+    @property
+    def known(self) -> bool:
+        """True if the links' rates do not come from the run's seconds."""
+        return self.source != FITTED
+
+    @property
+    def accurate(self) -> bool:
+        """True if the step is simulated within ACCURACY of what it took."""
+        return abs(self.seconds - self.measured_s) <= ACCURACY * self.measured_s
 
     @property
     def limited(self) -> bool:
@@ -112,12 +126,11 @@ def simulate(run: RunRecord) -> RunSimulation | str:
         lowest=next((k for k, link in enumerate(links) if link["backward"]), K - 1),
         together_s=measured_end(later) + max(0.0, min(uncounted)),
     )
-    known = _network(run.facts.get("network"), K)
-    network = known or _fit(step, measured_s)
+    network, source = _known_network(run, K) or (_fit(step, measured_s), FITTED)
     return RunSimulation(
         step=step,
         network=network,
-        known=known is not None,
+        source=source,
         measured_s=measured_s,
         seconds=simulate_step(step, network).seconds,
         raw_bytes=[link["raw"] for link in links],
@@ -152,20 +165,36 @@ def _link(ranks: Sequence[Mapping[str, Any]], name: str) -> dict[str, float]:
     return link
 
 
-def _network(recorded: Any, stages: int) -> LinkNetwork | None:
-    """The links of a network lab, if the run recorded them."""
-    if not isinstance(recorded, Mapping):
+def _known_network(run: RunRecord, stages: int) -> tuple[LinkNetwork, str] | None:
+    """The links and their source, if a lab set them, or the run or its plan measured them between the ranks."""
+    recorded = run.facts.get("network")
+    if isinstance(recorded, Mapping):
+        made = _network(recorded.get("forward"), recorded.get("backward"), stages, shared=bool(recorded.get("shared")))
+        if made is not None:
+            return made, MEASURED if recorded.get("measured") else LAB
+    between_ranks = any(
+        row.get("network") == MEASURED for row in run.plan.get("methods") or () if isinstance(row, dict)
+    )
+    links = run.plan.get("links")
+    if not between_ranks or not isinstance(links, list) or not all(isinstance(link, Mapping) for link in links):
         return None
+    forward, backward = ([link.get(way) for link in links] for way in ("forward", "backward"))
+    made = _network(forward, backward, stages, shared=True)
+    return None if made is None else (made, MEASURED)
+
+
+def _network(forward: Any, backward: Any, stages: int, *, shared: bool) -> LinkNetwork | None:
+    """Links from JSON values; None if they are of another form, or for another number of stages."""
     try:
-        lines = {
-            way: tuple(
+        ways = [
+            tuple(
                 Channel(bits_per_s=number(line["bits_per_s"]) or math.inf, latency_s=float(line["latency_s"]))
-                for line in recorded[way]
+                for line in lines
             )
-            for way in ("forward", "backward")
-        }
-        made = LinkNetwork(forward=lines["forward"], backward=lines["backward"], shared=bool(recorded["shared"]))
-    except (KeyError, TypeError, ValueError):
+            for lines in (forward, backward)
+        ]
+        made = LinkNetwork(forward=ways[0], backward=ways[1], shared=shared)
+    except (KeyError, TypeError, ValueError, PipecompError):
         return None
     return made if len(made.forward) == stages - 1 else None
 
@@ -222,7 +251,12 @@ class SettingChange:
 
 
 def try_changes(run: RunRecord, now: RunSimulation) -> list[SettingChange]:
-    """Try changes in the simulation; those that pay come first, ordered by gain."""
+    """Try changes in the simulation; those that pay come first, ordered by gain.
+
+    There are none if the simulation is not accurate for the run's own settings.
+    """
+    if not now.accurate:
+        return []
     packets = _PacketModel.of(run, now)
     changes = [*_bits(packets, now), *_others(run, packets, now)]
     if now.limited:

@@ -5,6 +5,8 @@
 
   const narrow = window.innerWidth < 600;
 
+  const bar = narrow ? 12 : 34;  // pixels of the toolbar, which stands above the names
+
   // Names stand above a chart, in so many lines.
   function lines(chart) {
     const named = chart.figure.layout.showlegend === false ? 0 : chart.figure.data.length;
@@ -29,10 +31,12 @@
     return {
       ...given,
       height,
-      margin: { l: narrow ? 46 : 60, r: 14, t: (narrow ? 12 : 34) + above, b: 50 },
+      margin: { l: narrow ? 46 : 60, r: 14, t: bar + above, b: 50 },
       font: { family: "system-ui, -apple-system, Segoe UI, Roboto, Arial, sans-serif", size: narrow ? 11 : 13 },
       hoverlabel: { align: "left" },
-      legend: { ...given.legend, orientation: "h", x: 0, xanchor: "left", y: 1, yref: "container", yanchor: "top" },
+      legend: {
+        ...given.legend, orientation: "h", x: 0, xanchor: "left", y: 1 - bar / height, yref: "container", yanchor: "top",
+      },
       xaxis: {
         ...given.xaxis, automargin: true, title: { ...(given.xaxis || {}).title, standoff: slider ? 4 : 10 },
         ...(slider && narrow ? { rangeslider: { visible: false } } : {}),
@@ -46,8 +50,8 @@
     const height = chart.height + above;
     place.style.height = `${height}px`;
     const buttons = ["lasso2d", "select2d", "autoScale2d"];
-    const bar = narrow ? false : "hover";
-    const options = { responsive: true, displaylogo: false, displayModeBar: bar, modeBarButtonsToRemove: buttons };
+    const shown = narrow ? false : "hover";
+    const options = { responsive: true, displaylogo: false, displayModeBar: shown, modeBarButtonsToRemove: buttons };
     return Plotly.newPlot(place, chart.figure.data, layout(chart.figure.layout, height, above), options).then(() =>
       Plotly.relayout(place, themed())
     );

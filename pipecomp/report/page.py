@@ -14,7 +14,7 @@ from typing import Any
 
 from pipecomp.errors import writable
 from pipecomp.report import charts, metrics
-from pipecomp.report.advice import RunSimulation, SettingChange
+from pipecomp.report.advice import ACCURACY, RunSimulation, SettingChange
 from pipecomp.report.charts import COLORS, Chart
 from pipecomp.report.reader import RunRecord, read_runs
 from pipecomp.report.recorder import PAGE
@@ -143,10 +143,14 @@ def _changes_note(summaries: Sequence[RunSummary]) -> str:
     networks = [
         (one.run.name, describe_network(one.simulation))
         for one in summaries
-        if isinstance(one.simulation, RunSimulation)
+        if isinstance(one.simulation, RunSimulation) and one.changes
     ]
-    equal = len({network for _, network in networks}) == 1
-    notes = [f"{networks[0][1]}."] if equal else [f"{name}: {network}." for name, network in networks]
+    equal = len({network for _, network in networks}) <= 1
+    notes = (
+        [f"{network}." for _, network in networks[:1]]
+        if equal
+        else [f"{name}: {network}." for name, network in networks]
+    )
     return "Each change alone, in the planner’s simulation of the run’s second half; bold ones pay. " + " ".join(notes)
 
 
@@ -160,6 +164,8 @@ def _step_row(one: RunSummary) -> Row:
     simulated = "the link’s rate is unknown"
     if isinstance(one.simulation, str):
         simulated = one.simulation
+    elif not one.simulation.accurate:
+        simulated = f"over {format_share(ACCURACY)} off"
     elif one.simulation.known:
         simulated = format_duration(one.simulation.seconds)
     return {

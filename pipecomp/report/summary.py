@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipecomp.report import metrics
-from pipecomp.report.advice import RunSimulation, SettingChange, simulate, try_changes
+from pipecomp.report.advice import ACCURACY, LAB, RunSimulation, SettingChange, simulate, try_changes
 from pipecomp.report.reader import RunRecord, number
 from pipecomp.utils.units import format_duration, format_rate, format_ratio, format_share, format_size
 
@@ -116,6 +116,8 @@ def _waiting(one: RunSummary) -> str:
 def _next(one: RunSummary) -> str:
     if isinstance(one.simulation, str):
         return f"No advice: {one.simulation}."
+    if not one.simulation.accurate:
+        return f"No advice: {_describe_inaccuracy(one.simulation)}."
     best = next((change for change in one.changes if change.pays), None)
     if best is not None:
         return f"Next: {best.what} predicts {format_ratio(best.gain)} the speed ({best.why})."
@@ -140,12 +142,21 @@ def _list(items: Sequence[str]) -> str:
     return " and ".join([", ".join(items[:-1]), items[-1]] if len(items) > 1 else items)
 
 
+def _describe_inaccuracy(simulation: RunSimulation) -> str:
+    return (
+        f"the run's steps took {format_duration(simulation.measured_s)}, and its own compute over these links predicts "
+        f"{'less' if simulation.seconds < simulation.measured_s else 'more'} by over {format_share(ACCURACY)}, so that "
+        "predictions for other settings would be wrong, too"
+    )
+
+
 def describe_network(simulation: RunSimulation) -> str:
     """Describe where the simulation's link rates come from."""
     slowest = simulation.network.slowest
     rate = "without limits" if slowest == float("inf") else f"of {format_rate(slowest)} of content"
     if simulation.known:
-        return f"Links as the network lab throttled them, the slowest {rate}"
+        how = "as the network lab throttled them" if simulation.source == LAB else "as measured between the ranks"
+        return f"Links {how}, the slowest {rate}"
     if slowest == float("inf"):
         return "Links take no time: they do not limit this run"
     return f"Links {rate}: the rate at which the simulated step takes the measured time"

@@ -44,6 +44,9 @@ def trained(rank, world, note, folder, forward, backward, with_data):
         gradients = [p.grad for p in engine.stage.parameters()]
         loss = float(engine.train_batch()) if with_data else None
         found.append((engine.pipecomp_config.activations.bits(0), loss))
+        network = engine.describe()["network"]  # as measured, for the report
+        assert network["measured"]
+        assert network["forward"][0]["bits_per_s"] > 1e6
         assert all(g is None for g in gradients)
         engine.close()
     return found, said
@@ -89,6 +92,7 @@ def resumed(rank, world, note, folder):
         losses = [float(engine.train_batch()) for _ in range(3)]
         link = engine.comm_stats()["links"]["0->1"]
         found[name] = bits, losses, (link["forward"]["mean_bits"], link["backward"]["mean_bits"])
+        assert engine.describe()["network"] is None, "rates are no measurement"
         facts = engine.describe()["settings"]["activations"]
         assert facts["forward_bits"] == {k: v for k, v in bits[1][0].model_dump().items() if v is not None}
         engine.close()

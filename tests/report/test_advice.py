@@ -90,6 +90,71 @@ def with_ranks(folder, **changes):
     (folder / RANKS).write_text(json.dumps({key: value for key, value in ranks.items() if value is not None}))
 
 
+def with_step_seconds(folder, seconds):
+    """Change what all steps took."""
+    lines = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
+    (folder / METRICS).write_text("".join(json.dumps(line | {"step_s": seconds}) + "\n" for line in lines))
+
+
+def with_plan(folder, network, at="measured"):
+    """Put a plan with these links beside a run."""
+    links = [
+        {"forward": asdict(out), "backward": asdict(back)}
+        for out, back in zip(network.forward, network.backward, strict=True)
+    ]
+    (folder / "plan.json").write_text(json.dumps({"links": links, "methods": [{"network": at}]}))
+
+
+def test_links_that_the_ranks_measured_are_taken_and_not_fitted(tmp_path):
+    """A step with 6 % that no part counts: fitted, links would be slower than they are."""
+    make_run(tmp_path, network=slow())
+    with_step_seconds(tmp_path, 1.06 * simulated(tmp_path)[1].measured_s)
+    _, fitted = simulated(tmp_path)
+    assert fitted.network.slowest < 0.95 * slow().slowest
+    with_plan(tmp_path, slow())
+    run, found = simulated(tmp_path)
+    assert (found.known, found.accurate) == (True, True)
+    assert found.network.slowest == slow().slowest
+    truth = simulate_step(made_step(Config.from_dict({"activations": {**AQSGD, "forward_bits": 2}})), slow()).seconds
+    tried = {change.what: change for change in try_changes(run, found)}
+    assert tried["forward_bits 3 → 2"].step_s == pytest.approx(truth, rel=0.01)
+    assert "as measured between the ranks" in render_page([run])
+
+
+@pytest.mark.parametrize("at", ["measured", "5 Mbit/s"])
+def test_links_that_a_plan_was_given_are_no_measurement(tmp_path, at):
+    make_run(tmp_path, network=slow())
+    with_plan(tmp_path, uniform(2, 2e6), at)
+    _, found = simulated(tmp_path)
+    assert found.network.slowest == pytest.approx(2e6 if at == "measured" else 5e6, rel=0.05)
+    with_plan(tmp_path, uniform(3, 2e6), at)
+    assert not simulated(tmp_path)[1].known, "of another number of stages"
+
+
+def test_links_that_auto_bits_measured_are_known(tmp_path):
+    make_run(tmp_path, network=slow(), told=True)
+    run, _ = simulated(tmp_path)
+    run.facts["network"]["measured"] = True
+    found = simulate(run)
+    assert found.network == slow().__class__(forward=slow().forward, backward=slow().backward)
+    assert "as measured between the ranks" in render_page([run])
+
+
+@pytest.mark.parametrize(("factor", "accurate"), [(1.09, True), (1.15, False), (0.92, True), (0.88, False)])
+def test_a_simulation_that_misses_the_runs_own_seconds_predicts_nothing(tmp_path, factor, accurate):
+    make_run(tmp_path, network=slow(), told=True)
+    with_step_seconds(tmp_path, factor * simulated(tmp_path)[1].seconds)
+    run, now = simulated(tmp_path)
+    assert now.accurate == accurate
+    assert bool(try_changes(run, now)) == accurate
+    page = render_page([run])
+    assert ("What to change next" in page) == accurate
+    assert ("over 10 % off" in page) == (not accurate)
+    (said,) = [text for text in summarize(run).sentences() if text.startswith(("No advice", "Next"))]
+    if not accurate:
+        assert f"predicts {'less' if factor > 1 else 'more'} by over 10 %" in said
+
+
 def test_a_resumed_run_has_the_costs_of_its_own_steps(tmp_path):
     """Without a half time they are those of all its steps; the first part's seconds do not count."""
     step = make_run(tmp_path, network=slow())
@@ -161,6 +226,7 @@ def test_uneven_stages_are_told_to_be_cut_elsewhere(tmp_path):
         for key in ("forward", "backward"):
             ranks[when][1]["seconds"][key] *= 3
     (tmp_path / RANKS).write_text(json.dumps(ranks))
+    with_step_seconds(tmp_path, simulated(tmp_path)[1].seconds)
     run, now = simulated(tmp_path)
     (change,) = [change for change in try_changes(run, now) if change.what == "other cuts"]
     assert change.pays

@@ -113,6 +113,25 @@ def test_the_page_is_whole_and_readable(browser, pages, width, dark):
     assert min(sizes) >= 10
 
 
+@pytest.mark.parametrize(("width", "page"), [(1600, "one"), (1600, "two"), (700, "two"), (400, "two")])
+def test_names_do_not_stand_under_the_toolbar_or_on_the_chart(browser, pages, width, page):
+    show(browser, pages[page], width=width)
+    found = browser.execute_script(
+        "const box = (e) => e && e.getBoundingClientRect().toJSON();"
+        "return [...document.querySelectorAll('.chart')].map(e => [e.id, box(e.querySelector('.modebar')),"
+        "  box(e.querySelector('.legend')), box(e.querySelector('.nsewdrag'))])"
+    )
+    named = [(key, bar, legend, plot) for key, bar, legend, plot in found if legend]
+    assert {key for key, *_ in named} >= {"ranks", "loss-steps", "time-0"}
+    for key, bar, legend, plot in named:
+        assert legend["bottom"] <= plot["top"] + 1, key
+        if bar is None:
+            assert width < 600, key
+        else:
+            apart = legend["top"] >= bar["bottom"] or legend["right"] <= bar["left"]
+            assert apart, (key, legend, bar)
+
+
 def test_charts_and_text_follow_a_change_of_the_theme(browser, pages):
     show(browser, pages["one"], dark=False)
     fill = "return getComputedStyle(document.querySelector('.xtick text')).fill"
