@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from ctypes import Array, c_float, c_int32, c_void_p
 
 import numpy as np
@@ -19,6 +19,7 @@ from pipecomp.errors import KernelError
 from pipecomp.kernels.native.library import (
     BLOCKS,
     DTYPES,
+    ChannelsArgs,
     DequantizeArgs,
     FeedbackArgs,
     Library,
@@ -27,12 +28,13 @@ from pipecomp.kernels.native.library import (
 )
 from pipecomp.kernels.reference import batches, gradients, layout, rows
 from pipecomp.kernels.reference.batches import ALL_FINITE, ALL_FINITE_FLAG, DecodeItem, EncodeItem, payload_bytes
-from pipecomp.kernels.reference.channels import FLOORS, KINDS, SENT, channel_groups, is_sent, sampled_stride
+from pipecomp.kernels.reference.channels import FLOORS, SENT, channel_groups, is_sent
 from pipecomp.kernels.reference.gradients import LinearCodes, Sketch
 from pipecomp.kernels.reference.layout import QuantizerOptions
 from pipecomp.kernels.reference.reproducible import MASK64
 
 _QUANTIZE, _DEQUANTIZE = struct_of(QuantizeArgs), struct_of(DequantizeArgs)
+_CHANNELS = struct_of(ChannelsArgs)
 
 
 class NativeBackend(Library):
@@ -122,17 +124,17 @@ class NativeBackend(Library):
         return values, index
 
     def encode_batch(self, items: Sequence[EncodeItem], payload: Tensor, packet: Tensor | None) -> Tensor:
-        scales = self._measure_channels(items, payload.data_ptr())
-        table, values = _quantize_table(items, payload.data_ptr(), scales)
+        scales = _ChannelTable(items, payload.data_ptr())
+        table, values = _quantize_table(items, scales)
         checked = (None, 0) if packet is None else (packet.data_ptr(), packet.numel())
         call = self.library.pipecomp_encode_batch
-        flag = call(table, len(items), values, *checked, self.isa_index, self.threads)
+        flag = call(table, len(items), values, *scales.arguments, *checked, self.isa_index, self.threads)
         return ALL_FINITE_FLAG if flag == ALL_FINITE else torch.tensor([flag])
 
     def decode_batch(self, payload: Tensor, items: Sequence[DecodeItem]) -> None:
-        table, at, values = (DequantizeArgs * len(items))(), payload.data_ptr(), 0
-        scales = self._read_channels(items, at)
-        at += batches.head_bytes(items) if scales else 0
+        table, values = (DequantizeArgs * len(items))(), 0
+        scales = _ChannelTable(items, payload.data_ptr())
+        at = scales.end
         for i, (m, o, delta, dtype) in enumerate(items):
             n, H = m.shape
             if not n * H:
@@ -141,69 +143,25 @@ class NativeBackend(Library):
             how = (DTYPES[dtype], 0, 0, 0)
             if o is not None:
                 how = (how[0], o.bits, o.rounding == "stochastic", delta)
-            pointers = (codes, row_scales, scales[i].data_ptr() if i in scales else 0, m.data_ptr())
+            pointers = (codes, row_scales, scales.of.get(i, 0), m.data_ptr())
             _DEQUANTIZE.pack_into(table, i * _DEQUANTIZE.size, *pointers, H, n, H, group, *how)
             at += payload_bytes(n, H, o, dtype)
             values += n * H
-        self.library.pipecomp_decode_batch(table, len(items), values, self.isa_index, self.threads)
-
-    def _measure_channels(self, items: Sequence[EncodeItem], at: int = 0) -> dict[int, Tensor]:
-        """Compute the scales of channels of samples, then their inverses, float32 [2, H] each, by sample.
-
-        at: address of the payload, whose beginning takes their blocks; 0 for none.
-        """
-        scales: dict[int, Tensor] = {}
-        for delta, members in channel_groups(items).items():
-            kind, group = batches.scale_kind(items, members), [items[i] for i in members]
-            sent = is_sent(kind, delta)
-            if sent:
-                group = [item._replace(options=None) for item in group]
-            else:
-                group = [EncodeItem(item.m, None, None) for item in group if item.m is not None]
-            block = at if sent and at else 0
-            c_2H = self._channel_scales(group, SENT if sent else kind, block)
-            at += c_2H.shape[1] if block else 0
-            scales |= dict.fromkeys(members, c_2H)
-        return scales
-
-    def _read_channels(self, items: Sequence[DecodeItem], at: int) -> dict[int, Tensor]:
-        """Read or compute the scales of channels of decoded samples, by sample. at: address of the payload."""
-        scales: dict[int, Tensor] = {}
-        for delta, members in channel_groups(items).items():
-            kind, H = batches.scale_kind(items, members), items[members[0]].m.shape[1]
-            if is_sent(kind, delta):
-                c_H = torch.empty(H, dtype=torch.float32)
-                self.library.pipecomp_read_channels(at, H, c_H.data_ptr())
-                at += H
-            else:
-                c_H = self._channel_scales([EncodeItem(items[i].m, None, None) for i in members], kind)[0]
-            scales |= dict.fromkeys(members, c_H)
-        return scales
-
-    def _channel_scales(self, items: Sequence[EncodeItem], kind: str, block: int = 0) -> Tensor:
-        """Compute the scales of channels of rows, and their inverses: float32 [2, H]. block: address for the codes."""
-        table, _ = _quantize_table(items)
-        rows_each, H = [len(item.x) for item in items], items[0].x.shape[1]
-        c_2H = torch.empty(2, H, dtype=torch.float32)
-        codes = None if block else torch.empty(H, dtype=torch.uint8)
-        to = block if codes is None else codes.data_ptr()
-        stride = sampled_stride(sum(rows_each))
-        call = self.library.pipecomp_channel_scales
-        call(table, len(items), stride, FLOORS[kind], to, c_2H.data_ptr(), self.isa_index, self.threads)
-        return c_2H
+        call = self.library.pipecomp_decode_batch
+        call(table, len(items), values, *scales.arguments, self.isa_index, self.threads)
 
     def distortion(self, items: Sequence[EncodeItem], bits: Sequence[int]) -> Tensor:
-        scales = self._measure_channels(items)
-        table, values = _quantize_table(items, scales=scales)
+        scales = _ChannelTable(items)
+        table, values = _quantize_table(items, scales)
         out = torch.empty(1 + len(bits), sum(item.x.shape[0] for item in items), dtype=torch.float64)
-        numbers = (c_int32 * len(bits))(*bits)
+        numbers, more = (c_int32 * len(bits))(*bits), (len(bits), out.data_ptr())
         call = self.library.pipecomp_distortion
-        call(table, len(items), values, numbers, len(bits), out.data_ptr(), self.isa_index, self.threads)
+        call(table, len(items), values, *scales.arguments, numbers, *more, self.isa_index, self.threads)
         return out
 
     def fit(self, items: Sequence[EncodeItem], error: float, low: int, high: int, payload: Tensor | None) -> int:
         # Only max scales and nearest rounding; the kernel returns 0 for others.
-        if _has_channels(items):
+        if channel_groups(items):
             return 0
         table, values = _quantize_table(items)
         call = self.library.pipecomp_fewest_bits
@@ -331,20 +289,38 @@ def _value(field: object) -> object:
     return ctypes.addressof(field) if isinstance(field, Array) else field
 
 
-def _has_channels(items: Sequence[EncodeItem | DecodeItem]) -> bool:
-    return any(item.options is not None and item.options.scale in KINDS for item in items)
+class _ChannelTable:
+    """The argument blocks of scales of channels that samples share, and the memory of these scales.
+
+    at: address of the payload, whose beginning takes or holds their codes; 0 for none.
+    of: addresses of the scales by sample. end: address of the first byte after the codes.
+    """
+
+    def __init__(self, items: Sequence[EncodeItem | DecodeItem], at: int = 0) -> None:
+        groups = channel_groups(items)
+        self.of: dict[int, int] = {}
+        self.arguments: tuple[object, int] = (None, 0)
+        if groups:
+            table, self._memory = (ChannelsArgs * len(groups))(), list[Tensor]()
+            for i, (delta, members) in enumerate(groups.items()):
+                kind, H = batches.scale_kind(items, members), items[members[0]][0].shape[1]
+                c_2H = torch.empty(2 * H)
+                self._memory.append(c_2H)
+                sent, address = is_sent(kind, delta), c_2H.data_ptr()
+                floor = FLOORS[SENT if sent else kind]
+                _CHANNELS.pack_into(table, i * _CHANNELS.size, at if sent else 0, address, H, floor, not sent)
+                at += H if sent and at else 0
+                self.of |= dict.fromkeys(members, address)
+            self.arguments = (table, len(groups))
+        self.end = at
 
 
 def _quantize_table(
-    items: Sequence[EncodeItem], at: int = 0, scales: Mapping[int, Tensor] | None = None
+    items: Sequence[EncodeItem], scales: _ChannelTable | None = None
 ) -> tuple[Array[QuantizeArgs], int]:
-    """Fill the argument blocks of a batch, and count its values.
-
-    at: address of the payload, 0 for none. scales: of channels and their inverses, float32 [2, H], by sample.
-    """
+    """Fill the argument blocks of a batch, and count its values. Without scales no codes are written."""
     table, values = (QuantizeArgs * len(items))(), 0
-    if at and scales:
-        at += batches.head_bytes(items)
+    at = scales.end if scales else 0
     for i, (x, m, o, delta) in enumerate(items):
         n, H = x.shape
         codes, row_scales, group = _addresses(at, n, H, o)
@@ -355,7 +331,7 @@ def _quantize_table(
         if o is not None:
             kind = (o.scale != "max", o.rounding == "stochastic", o.gain == "unbiased")
             how = (o.seed & MASK64, how[1], o.bits, *kind)
-        c = scales[i].data_ptr() if scales and i in scales else 0
+        c = scales.of.get(i, 0) if scales else 0
         pointers = (x.data_ptr(), moved, fresh, codes, row_scales, c, c + 4 * H if c else 0)
         _QUANTIZE.pack_into(table, i * _QUANTIZE.size, *pointers, H, H, n, H, group, *how)
         values += n * H

@@ -97,31 +97,35 @@ static Layout whole_groups(int64_t d, int64_t group, int bits) {
     return l;
 }
 
-// The scale of a group for its codes, and the one that is sent; -1 if a value is NaN, Inf or above 2**100.
-struct GroupScales {
-    float scale, sent;
+// A group that is normalized: its largest |z|, the sum of squares over it, in units of 2**-30, and the scale of its codes,
+// -1 if a value is NaN, Inf or above 2**100.
+struct NormalizedGroup {
+    float largest, scale;
+    int64_t squares;
+
+    // The scale that is sent with an unbiased gain. along: of the group's codes, see sum_along.
+    float unbiased(int64_t along) const {
+        const double share = (double(squares) / 0x1p30) / (along > 0 ? double(along) / 0x1p14 : 1.0);
+        const double sent = double(largest) * double(largest) * share / double(scale);
+        const double limited = std::min(std::max(sent, double(scale) / 4), double(scale) * 4);
+        return float(std::min(limited, 0x1p100));
+    }
 };
 
 // z: set to the group's values over their channels' scales.
-static GroupScales scales_of_group(const QuantizeArgs& a, const Layout::Unit& u, const Table& t, float* z) {
+static NormalizedGroup normalized(const QuantizeArgs& a, const Layout::Unit& u, const Table& t, float* z) {
     const uint32_t most = t.normalize(a, u, z);
-    if (most > SCALE_MAX_BITS) return {-1.0f, -1.0f};
-    if (most < SCALE_MIN_BITS) return {0.0f, 0.0f};
+    if (most > SCALE_MAX_BITS) return {0.0f, -1.0f, 0};
+    if (most < SCALE_MIN_BITS) return {0.0f, 0.0f, 0};
     QuantizeArgs b = a;
     b.x = z, b.m = nullptr, b.dtype = FLOAT32;
-    const Layout::Unit unit{0, 0, 0, u.n, u.n, 0};
     const float largest = bits_float(most);
-    const int64_t squares = t.sum_squares(b, unit, 1.0f / largest);
-    const float scale = Scaler{b, t}.from_squares(largest, squares, u.n);
-    if (!a.unbiased || scale == 0.0f) return {scale, scale};
-    const int64_t along = t.sum_along(z, u.n, scale, a.bits);
-    const double share = (double(squares) / 0x1p30) / (along > 0 ? double(along) / 0x1p14 : 1.0);
-    const double sent = double(largest) * double(largest) * share / double(scale);
-    const double limited = std::min(std::max(sent, double(scale) / 4), double(scale) * 4);
-    return {scale, float(std::min(limited, 0x1p100))};
+    const int64_t squares = t.sum_squares(b, {0, 0, 0, u.n, u.n, 0}, 1.0f / largest);
+    return {largest, Scaler{b, t}.from_squares(largest, squares, u.n), squares};
 }
 
-// As quantize_call, for rms scales with scales of channels or an unbiased gain.
+// As quantize_call, for rms scales with scales of channels or an unbiased gain; but if it returns a row, any m may have
+// moved. A row stays in the L1 cache from its values to its decoded values.
 static int64_t quantize_scaled_call(const QuantizeArgs& a, int isa, int threads) {
     const Layout l = whole_groups(a.H, a.group, a.bits);
     const Table& t = table_of(isa);
@@ -129,27 +133,23 @@ static int64_t quantize_scaled_call(const QuantizeArgs& a, int isa, int threads)
     std::atomic<int64_t> bad{INT64_MAX};
     const uint8_t* const end = a.codes + a.rows * l.row_bytes;
     const DequantizeArgs update = update_of(a);
-    run_threads(useful_threads(threads, a.rows * a.H), [&](int thread, int count, Barrier& barrier) {
+    run_threads(useful_threads(threads, a.rows * a.H), [&](int thread, int count, Barrier&) {
         Range part(units, 1, thread, count);
         const uint8_t* limit = part.end < units ? a.codes + l.at(part.end).byte : end;
         std::vector<float> z(static_cast<size_t>(l.group));
-        QuantizeArgs b = a;
-        b.x = z.data(), b.m = nullptr, b.dtype = FLOAT32;
         for (int64_t u = part.begin; u < part.end; u++) {
-            Layout::Unit unit = l.at(u);
-            const GroupScales found = scales_of_group(a, unit, t, z.data());
-            put_scale(a.scales, u, found.sent);
-            if (found.scale < 0) {
-                lower(bad, unit.row);
-                continue;
+            const Layout::Unit unit = l.at(u);
+            const NormalizedGroup found = normalized(a, unit, t, z.data());
+            float sent = found.scale;
+            if (found.scale < 0) lower(bad, unit.row);
+            else if (found.scale == 0) std::memset(a.codes + unit.byte, 0, size_t(l.code_bytes(unit.n)));
+            else {
+                const int64_t along = t.quantize_normalized(a, unit, z.data(), found.scale, limit);
+                if (a.unbiased) sent = found.unbiased(along);
             }
-            unit.row = unit.column = 0;
-            t.quantize(b, l, unit, found.scale, limit);
+            put_scale(a.scales, u, sent);
+            if (update.out && sent >= 0) t.dequantize(update, unit, limit, false);
         }
-        if (!update.out) return;
-        barrier.wait();
-        if (bad.load() != INT64_MAX) return;
-        for (int64_t u = part.begin; u < part.end; u++) t.dequantize(update, l.at(u), end, false);
     });
     return bad.load() == INT64_MAX ? -1 : bad.load();
 }
@@ -166,42 +166,75 @@ static uint8_t channel_code(double ratio) {
     return uint8_t(std::min(std::max(code, 0), 255));
 }
 
-static void channel_scales_call(const QuantizeArgs* a, int64_t samples, int64_t stride, double floor, uint8_t* block,
-                                float* channels, int isa, int threads) {
-    constexpr int64_t PARTS = 8, COLUMNS = 512;  // of rows; whose sums stay in the L1 cache
+// Rows of one sample that scales of channels come from.
+static QuantizeArgs channel_rows(const void* x, const float* m, int64_t x_stride, int64_t rows, int64_t H, int32_t dtype) {
+    QuantizeArgs a{};
+    a.x = x, a.m = const_cast<float*>(m), a.x_stride = x_stride, a.m_stride = H, a.rows = rows, a.H = H, a.dtype = dtype;
+    return a;
+}
+
+// The scales of channels of all rows of these samples: see scales_of in reference/channels.py.
+static void channel_scales(const ChannelsArgs& c, const std::vector<QuantizeArgs>& a, int isa, int threads) {
+    constexpr int64_t ROWS = 512, PARTS = 8, COLUMNS = 512;  // sums of PARTS * COLUMNS stay in the L1 cache
     const Table& t = table_of(isa);
-    const int64_t H = a->H;
     int64_t rows = 0;
-    for (int64_t i = 0; i < samples; i++) rows += a[i].rows;
+    for (const QuantizeArgs& sample : a) rows += sample.rows;
+    const int64_t stride = rows <= ROWS ? 1 : (rows + ROWS - 1) / ROWS | 1;
     const int64_t sampled = (rows + stride - 1) / stride, part_rows = (sampled + PARTS - 1) / PARTS;
-    std::vector<double> sums(static_cast<size_t>(H));
-    run_threads(useful_threads(threads, sampled * H), [&](int thread, int count, Barrier&) {
-        const Range range(H, COLUMNS, thread, count);
-        std::vector<double> parts(static_cast<size_t>(PARTS * COLUMNS));
+    std::vector<double> sums(static_cast<size_t>(c.H));
+    run_threads(useful_threads(threads, sampled * c.H), [&](int thread, int count, Barrier&) {
+        const Range range(c.H, COLUMNS, thread, count);
+        std::vector<double> parts(static_cast<size_t>(PARTS * std::min(COLUMNS, c.H)));
         for (int64_t begin = range.begin; begin < range.end; begin += COLUMNS) {
             const int64_t n = std::min(COLUMNS, range.end - begin);
             std::fill(parts.begin(), parts.end(), 0.0);
             int64_t sample = 0, first = 0;
-            for (int64_t k = 0; k < sampled; k++) {
+            for (int64_t k = 0, part = 0, left = part_rows; k < sampled; k++) {
                 const int64_t row = k * stride;
-                while (row >= first + a[sample].rows) first += a[sample++].rows;
-                t.add_squares(a[sample], row - first, begin, begin + n, parts.data() + k / part_rows * COLUMNS);
+                while (row >= first + a[size_t(sample)].rows) first += a[size_t(sample++)].rows;
+                if (!left) part++, left = part_rows;
+                left--;
+                t.add_squares(a[size_t(sample)], row - first, stride, begin, begin + n, parts.data() + part * n);
             }
             for (int64_t half = PARTS / 2; half; half /= 2)
-                for (int64_t i = 0; i < half * COLUMNS; i++) parts[size_t(i)] += parts[size_t(half * COLUMNS + i)];
+                for (int64_t i = 0; i < half * n; i++) parts[size_t(i)] += parts[size_t(half * n + i)];
             std::memcpy(sums.data() + begin, parts.data(), size_t(n) * sizeof(double));
         }
     });
     std::vector<double> copy = sums;
-    const double least = t.sum_of_groups(copy.data(), H) / double(H) * floor;
+    const double least = t.sum_of_groups(copy.data(), c.H) / double(c.H) * c.floor;
     double most = 0;
     if (std::isfinite(least))
         for (double& sum : sums) most = std::max(most, sum = std::max(sum, least));
-    for (int64_t h = 0; h < H; h++) {
-        block[h] = channel_code(most > 0 ? sums[size_t(h)] / most : 1.0);
-        channels[h] = constants.channel[block[h]];
-        channels[H + h] = 1.0f / channels[h];
+    for (int64_t h = 0; h < c.H; h++) {
+        const uint8_t code = channel_code(most > 0 ? sums[size_t(h)] / most : 1.0);
+        if (c.block) c.block[h] = code;
+        c.channels[h] = constants.channel[code];
+        c.channels[c.H + h] = constants.channel_inverse[code];
     }
+}
+
+static void measure_channels(const ChannelsArgs& c, const QuantizeArgs* a, int64_t samples, int isa, int threads) {
+    std::vector<QuantizeArgs> rows;
+    for (int64_t i = 0; i < samples; i++) {
+        if (a[i].channels != c.channels) continue;
+        rows.push_back(c.cached ? channel_rows(a[i].m, nullptr, a[i].m_stride, a[i].rows, c.H, FLOAT32)
+                                : channel_rows(a[i].x, a[i].m, a[i].x_stride, a[i].rows, c.H, a[i].dtype));
+    }
+    channel_scales(c, rows, isa, threads);
+}
+
+// Reads the scales from their block, or computes them from what is to be moved.
+static void read_channels(const ChannelsArgs& c, const DequantizeArgs* a, int64_t samples, int isa, int threads) {
+    if (!c.cached) {
+        for (int64_t h = 0; h < c.H; h++) c.channels[h] = constants.channel[c.block[h]];
+        return;
+    }
+    std::vector<QuantizeArgs> rows;
+    for (int64_t i = 0; i < samples; i++)
+        if (a[i].channels == c.channels)
+            rows.push_back(channel_rows(a[i].out, nullptr, a[i].out_stride, a[i].rows, c.H, FLOAT32));
+    channel_scales(c, rows, isa, threads);
 }
 
 // Codes first, then m += deq(codes) once every group is known to be finite; otherwise m is unchanged. A second pass over m
@@ -272,9 +305,11 @@ static void each_sample(int64_t n, int threads, int64_t values, const One& one) 
 static double scaled_error(const QuantizeArgs& a, const Layout& l, int64_t row, const Table& t, float* z, float* off) {
     for (int64_t g = 0; g < l.groups; g++) {
         const Layout::Unit unit = l.at(row * l.groups + g);
-        const GroupScales found = scales_of_group(a, unit, t, z);
+        const NormalizedGroup found = normalized(a, unit, t, z);
         if (found.scale < 0) return double(NAN);
-        t.squared_off(a, unit, z, found.scale, found.sent, off + unit.column);
+        float sent = found.scale;
+        if (a.unbiased && sent > 0) sent = found.unbiased(t.sum_along(z, unit.n, found.scale, a.bits));
+        t.squared_off(a, unit, z, found.scale, sent, off + unit.column);
     }
     return double(t.sum_of_squares(off, a.H));
 }

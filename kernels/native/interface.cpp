@@ -56,6 +56,7 @@ Constants::Constants() {
     };
     for (int code = 0; code < 256; code++)
         channel[code] = float(std::ldexp(roots[(255 - code) % 16], 16 - (255 - code) / 16));
+    for (int code = 0; code < 256; code++) channel_inverse[code] = 1.0f / channel[code];
     for (int i = 0; i < 8; i++) between[i] = 2 * roots[15 - 2 * i];
     for (int mask = 0; mask < 256; mask++)
         for (int lane = 0, n = 0; lane < 8; lane++)
@@ -73,7 +74,7 @@ extern "C" {
 #define PC_EXPORT __attribute__((visibility("default")))
 
 // Increased with every change of this interface; library.py refuses other versions.
-PC_EXPORT int32_t pipecomp_abi() { return 12; }
+PC_EXPORT int32_t pipecomp_abi() { return 13; }
 
 PC_EXPORT int32_t pipecomp_best_isa() {
 #if defined(__x86_64__)
@@ -95,9 +96,12 @@ PC_EXPORT int64_t pipecomp_quantize(const QuantizeArgs* a, int32_t isa, int32_t 
 }
 
 // Encodes samples of any lengths into one packet; then the packet's last four bytes become the CRC-32 of those before
-// them (packet may be null). Returns the first bad sample << 32 | its row, INT64_MAX if there is none.
-PC_EXPORT int64_t pipecomp_encode_batch(const QuantizeArgs* a, int64_t samples, int64_t values, uint8_t* packet,
-                                        int64_t packet_bytes, int32_t isa, int32_t threads) {
+// them (packet may be null). Returns the first bad sample << 32 | its row, INT64_MAX if there is none. c: scales of
+// channels, `groups` of them.
+PC_EXPORT int64_t pipecomp_encode_batch(const QuantizeArgs* a, int64_t samples, int64_t values, const ChannelsArgs* c,
+                                        int32_t groups, uint8_t* packet, int64_t packet_bytes, int32_t isa,
+                                        int32_t threads) {
+    for (int32_t g = 0; g < groups; g++) measure_channels(c[g], a, samples, isa, threads);
     std::atomic<int64_t> first{INT64_MAX};
     each_sample(samples, threads, values, [&](int64_t i, int count) {
         const int64_t row = a[i].bits ? quantize_call(a[i], isa, count) : copy_call(a[i], isa);
@@ -109,21 +113,11 @@ PC_EXPORT int64_t pipecomp_encode_batch(const QuantizeArgs* a, int64_t samples, 
     return INT64_MAX;
 }
 
-// Computes the scales of channels from every `stride`th row of all samples, as their codes in `block` and as
-// channels[0 .. H) with inverses in channels[H .. 2H). floor: least mean square over the mean of all channels.
-PC_EXPORT void pipecomp_channel_scales(const QuantizeArgs* a, int64_t samples, int64_t stride, double floor, uint8_t* block,
-                                       float* channels, int32_t isa, int32_t threads) {
-    channel_scales_call(a, samples, stride, floor, block, channels, isa, threads);
-}
-
-// Sets channels[0 .. H) to the scales of a block.
-PC_EXPORT void pipecomp_read_channels(const uint8_t* block, int64_t H, float* channels) {
-    for (int64_t h = 0; h < H; h++) channels[h] = constants.channel[block[h]];
-}
-
 // The quantization error of every row of all samples, for each of `count` numbers of bits: see distortion_call.
-PC_EXPORT void pipecomp_distortion(const QuantizeArgs* a, int64_t samples, int64_t values, const int32_t* bits, int64_t count,
-                                   double* out, int32_t isa, int32_t threads) {
+PC_EXPORT void pipecomp_distortion(const QuantizeArgs* a, int64_t samples, int64_t values, const ChannelsArgs* c,
+                                   int32_t groups, const int32_t* bits, int64_t count, double* out, int32_t isa,
+                                   int32_t threads) {
+    for (int32_t g = 0; g < groups; g++) measure_channels(c[g], a, samples, isa, threads);
     std::vector<int64_t> first(static_cast<size_t>(samples) + 1);
     for (int64_t i = 0; i < samples; i++) first[size_t(i) + 1] = first[size_t(i)] + a[i].rows;
     each_sample(samples, threads, values, [&](int64_t i, int parts) {
@@ -142,8 +136,9 @@ PC_EXPORT int32_t pipecomp_fewest_bits(const QuantizeArgs* a, int64_t samples, i
     return bits;
 }
 
-PC_EXPORT void pipecomp_decode_batch(const DequantizeArgs* a, int64_t samples, int64_t values, int32_t isa,
-                                     int32_t threads) {
+PC_EXPORT void pipecomp_decode_batch(const DequantizeArgs* a, int64_t samples, int64_t values, const ChannelsArgs* c,
+                                     int32_t groups, int32_t isa, int32_t threads) {
+    for (int32_t g = 0; g < groups; g++) read_channels(c[g], a, samples, isa, threads);
     each_sample(samples, threads, values, [&](int64_t i, int count) {
         if (a[i].bits) dequantize_call(a[i], isa, count);
         else table_of(isa).widen(a[i].out, a[i].codes, a[i].dtype, a[i].rows * a[i].H);

@@ -15,5 +15,5 @@ const Table table = {
     linear_decode,   scale_index,   exponential_encode, exponential_decode, exponential_reduce, feedback_quantize,
     feedback_reduce, kmeans_assign, sketch_slots,       sketch_residual,    sketch_decode,      pack,               unpack,
     select,          squared_norm,  squared_error,           sum_of_groups,      measure_norm,       fit,
-    add_squares,     normalize,     sum_along,          squared_off,        sum_of_squares,
+    add_squares,     normalize,     sum_along,          squared_off,        sum_of_squares,     quantize_normalized,
 };

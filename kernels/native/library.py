@@ -15,7 +15,7 @@ import torch
 
 from pipecomp.errors import KernelError
 
-ABI = 12
+ABI = 13
 ISAS = ("portable", "avx2", "avx512")
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
@@ -44,6 +44,12 @@ class DequantizeArgs(ctypes.Structure):
         (c_int64, "out_stride rows H group"),
         (c_int32, "dtype bits stochastic add"),
     )
+
+
+class ChannelsArgs(ctypes.Structure):
+    """`ChannelsArgs` of shared.h."""
+
+    _fields_ = _fields((c_void_p, "block channels"), (c_int64, "H"), (c_double, "floor"), (c_int32, "cached"))
 
 
 class LinearArgs(ctypes.Structure):
@@ -114,7 +120,7 @@ class SketchArgs(ctypes.Structure):
 
 def struct_of(block: type[ctypes.Structure]) -> struct.Struct:
     """Describe an argument block to `struct`, which fills it several times faster than field by field."""
-    codes = {c_void_p: "P", c_int64: "q", c_uint64: "Q", c_int32: "i", c_float: "f"}
+    codes = {c_void_p: "P", c_int64: "q", c_uint64: "Q", c_int32: "i", c_float: "f", c_double: "d"}
     return struct.Struct("".join(codes[kind] for _, kind, *_ in block._fields_) + "0q")
 
 
@@ -125,17 +131,16 @@ BLOCKS: dict[str, type[ctypes.Structure]] = {  # by function: those that take on
     **{"feedback_quantize": FeedbackArgs, "feedback_reduce": FeedbackReduceArgs},
     **{"sketch_encode": SketchArgs, "sketch_decode": SketchArgs},
 }
+_BATCH = (c_void_p, c_int64, c_int64, c_void_p, c_int32)  # samples, their number and values; scales of channels
 PROTOTYPES: dict[str, tuple[type | None, list[type]]] = {  # by function: its result and arguments
     **{name: (None, [c_void_p, c_int32, c_int32]) for name in BLOCKS},  # block, instruction set, threads
     "quantize": (c_int64, [c_void_p, c_int32, c_int32]),
     "abi": (c_int32, []),
     "best_isa": (c_int32, []),
     "crc32": (c_uint32, [c_uint32, c_void_p, c_int64]),
-    "encode_batch": (c_int64, [c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int32, c_int32]),
-    "channel_scales": (None, [c_void_p, c_int64, c_int64, c_double, c_void_p, c_void_p, c_int32, c_int32]),
-    "read_channels": (None, [c_void_p, c_int64, c_void_p]),
-    "decode_batch": (None, [c_void_p, c_int64, c_int64, c_int32, c_int32]),
-    "distortion": (None, [c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int32, c_int32]),
+    "encode_batch": (c_int64, [*_BATCH, c_void_p, c_int64, c_int32, c_int32]),
+    "decode_batch": (None, [*_BATCH, c_int32, c_int32]),
+    "distortion": (None, [*_BATCH, c_void_p, c_int64, c_void_p, c_int32, c_int32]),
     "fewest_bits": (c_int32, [c_void_p, c_int64, c_int64, c_double, c_int32, c_int32, c_void_p, c_int32, c_int32]),
     "scale_index": (None, [c_void_p, c_void_p, c_int32, c_int64, c_float, c_void_p, c_int32, c_int32, c_int32]),
     "kmeans_assign": (None, [c_void_p, c_void_p, c_int32, c_int64, c_void_p, c_int32, c_int32, c_int32]),

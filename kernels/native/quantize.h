@@ -46,13 +46,19 @@ static int64_t sum_values(const T* x, const float* m, int64_t n, float inverse) 
     typedef int64_t L4 __attribute__((vector_size(32)));
     const F8 inv = splat(inverse), unit = splat(0x1p30f);
     L4 total = {};
-    for (int64_t i = 0; i < n; i += 8) {
-        F8 v = n - i >= 8 ? load_values<T, DELTA>(x + i, m + i) : load_some_values<T, DELTA>(x + i, m + i, n - i);
-        F8 t = v * inv;
-        U8 whole = U8(round_to_int(t * t * unit));
-        L4 even = L4(whole) & 0xFFFFFFFFll;
-        total += even + (L4(whole) >> 32 & 0xFFFFFFFFll);
-    }
+    const auto square = [&](F8 v) {
+        const F8 t = v * inv;
+        return U8(round_to_int(t * t * unit));
+    };
+    const auto add = [&](U8 whole) {
+        total += (L4(whole) & 0xFFFFFFFFll) + (L4(whole) >> 32 & 0xFFFFFFFFll);
+    };
+    int64_t i = 0;
+    // A square is at most 2**30, and rounding of 1 / largest adds little: a lane takes three of them.
+    for (; i + 24 <= n; i += 24)
+        add(square(load_values<T, DELTA>(x + i, m + i)) + square(load_values<T, DELTA>(x + i + 8, m + i + 8)) +
+            square(load_values<T, DELTA>(x + i + 16, m + i + 16)));
+    for (; i < n; i += 8) add(square(load_some_values<T, DELTA>(x + i, m + i, n - i < 8 ? n - i : 8)));
     return total[0] + total[1] + total[2] + total[3];
 }
 

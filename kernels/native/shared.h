@@ -75,7 +75,7 @@ struct Constants {
     int8_t pack_order[9][32], unpack_order[17][32];
     int32_t unpack_shift[17][8];
     // A channel's scale by its code, 2**((code + 1) / 16); squares of scales that divide an octave between codes.
-    float channel[256];
+    float channel[256], channel_inverse[256];
     double between[8];
     uint8_t chosen_order[256][8];  // the lanes of a mask's set bits; the rest is undefined
     Constants();
@@ -103,6 +103,16 @@ struct DequantizeArgs {
     float* out;
     int64_t out_stride, rows, H, group;
     int32_t dtype, bits, stochastic, add;  // bits 0: codes are values of dtype
+};
+
+// Scales of channels that samples share: those whose `channels` are these. cached: of what both ends hold, not of the
+// values. block: their codes, to be written or read, or null.
+struct ChannelsArgs {
+    uint8_t* block;
+    float* channels;  // [H], then [H] inverses
+    int64_t H;
+    double floor;  // least mean square, over the mean of all channels
+    int32_t cached;
 };
 
 // Fractional bits with which `fit` counts errors: a code with them fits into 16 bits, and a lane's sum of squares of
@@ -271,11 +281,13 @@ struct Table {
     double (*sum_of_groups)(double* squares, int64_t n);
     uint32_t (*measure_norm)(const QuantizeArgs&, const Layout::Unit&, double* norm);
     void (*fit)(const QuantizeArgs&, const Layout::Unit&, float scale, const uint8_t* limit, uint64_t* squares);
-    void (*add_squares)(const QuantizeArgs&, int64_t row, int64_t begin, int64_t end, double* sums);
+    void (*add_squares)(const QuantizeArgs&, int64_t row, int64_t stride, int64_t begin, int64_t end, double* sums);
     uint32_t (*normalize)(const QuantizeArgs&, const Layout::Unit&, float* z);
     int64_t (*sum_along)(const float* z, int64_t n, float scale, int bits);
     void (*squared_off)(const QuantizeArgs&, const Layout::Unit&, const float* z, float scale, float sent, float* y);
     float (*sum_of_squares)(float* y, int64_t n);
+    int64_t (*quantize_normalized)(const QuantizeArgs&, const Layout::Unit&, const float* z, float scale,
+                                   const uint8_t* limit);
 };
 
 namespace base {
