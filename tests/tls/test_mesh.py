@@ -853,6 +853,14 @@ class Limited:
         self.ended.set()
 
 
+def allocations(monkeypatch) -> list:
+    """Record what the receive queues allocate from here on, and allocate nothing."""
+    took = []
+    only_here = SimpleNamespace(**vars(np) | {"empty": lambda *a, **k: took.append(a)})
+    monkeypatch.setattr("pipecomp.tls.queues.np", only_here)
+    return took
+
+
 class TestLimits:
     """A member of the run that sends what was not agreed is refused before memory is taken."""
 
@@ -868,8 +876,7 @@ class TestLimits:
         return str(sink.error)
 
     def test_a_packet_longer_than_agreed(self, two, monkeypatch):
-        took = []
-        monkeypatch.setattr("pipecomp.tls.queues.np.empty", lambda *a, **k: took.append(a))
+        took = allocations(monkeypatch)
         header = FrameHeader(FrameKind.DATA, 5, 77, 0, 1001)
         assert "a packet of 1001 bytes, allowed: 1000" in self.refused(two, header.pack())
         assert took == []
@@ -882,8 +889,7 @@ class TestLimits:
 
     @pytest.mark.parametrize("total", [EAGER_BYTES + 1, 1 << 40, (1 << 64) - 1])
     def test_a_message_that_nobody_asked_for(self, two, monkeypatch, total):
-        took = []
-        monkeypatch.setattr("pipecomp.tls.queues.np.empty", lambda *a, **k: took.append(a))
+        took = allocations(monkeypatch)
         assert "an unexpected message" in self.refused(two, FrameHeader(FrameKind.DATA, 0, 3, 0, total).pack())
         assert took == []
 
