@@ -135,6 +135,7 @@ def train(
     commands to run on them by hand instead. Under a launcher (torchrun, srun)
     every process runs this command with --out and becomes one rank.
     """
+    from pipecomp.distributed.elastic_launcher import LOCAL, Roster, launch_elastic
     from pipecomp.distributed.launch_env import read_launch
     from pipecomp.distributed.ssh_launcher import assign_ranks, check_hosts, launch_ranks, working_directory
     from pipecomp.report.recorder import default_folder
@@ -142,28 +143,43 @@ def train(
 
     launched, hint = "RANK" in os.environ, "A launcher has started this process as a rank"
     if launched:
-        require(options.peers is None, "--peers", options.peers, "only without a launcher", hint)
-        require(options.out is not None, "--out", None, "a folder, the same for all ranks", hint)
+        check_started(options, hint)
     check_sources(options)
-    command = python_module_command(
-        _RANK_PROGRAM, replace(options, out=options.out or default_folder("train"), peers=None).to_json()
-    )
+    hosts, spares = ([] if hosts is None else hosts.split(",") for hosts in (options.peers, options.spare))
+    elastic = options.elastic if options.elastic is not None else len(hosts) > 1
+    require(elastic or not spares, "--spare", options.spare, "only with several --peers, and without --no-elastic")
+    own = replace(options, out=options.out or default_folder("train"), peers=None, spare=None, elastic=elastic or None)
+    command = python_module_command(_RANK_PROGRAM, own.to_json())
     if launched:
         require(not dry_run, "--dry-run", True, "only without a launcher", hint)
         os.execv(sys.executable, command)
     read_launch(os.environ)  # refuses srun's tasks that have no rank
-    hosts = [] if options.peers is None else [host.strip() for host in options.peers.split(",")]
-    ranks = assign_ranks(command, options.stages or len(hosts) or 2, hosts)
+    ranks = assign_ranks(command, options.stages or len(hosts) or 2, [host.strip() for host in hosts])
     if dry_run:
         for rank in ranks:
             print_line(f"{rank.host or 'here'}: {rank.shell_line(working_directory(), os.environ)}")
-    else:
-        if any(rank.host for rank in ranks):
-            places = [f"rank {rank.rank} on {rank.host or 'this machine'}" for rank in ranks]
-            print_status(f"Starting {', '.join(places)}.")
-            check_hosts(ranks)
-        print_status("Measuring with 1 process." if len(ranks) == 1 else f"Measuring between {len(ranks)} processes.")
+        return
+    if any(rank.host for rank in ranks):
+        places = [f"rank {rank.rank} on {rank.host or 'this machine'}" for rank in ranks]
+        print_status(f"Starting {', '.join(places)}.")
+        check_hosts(ranks)
+    print_status("Measuring with 1 process." if len(ranks) == 1 else f"Measuring between {len(ranks)} processes.")
+    if not elastic:
         raise typer.Exit(launch_ranks(ranks))
+    roster = Roster.start([host.strip() for host in hosts or [LOCAL]], [host.strip() for host in spares])
+
+    def command_for(world: int) -> list[str]:
+        return python_module_command(_RANK_PROGRAM, replace(own, stages=world).to_json())
+
+    raise typer.Exit(launch_elastic(command_for, roster, len(ranks) // len(roster.hosts)))
+
+
+def check_started(options: TrainOptions, hint: str) -> None:
+    """Raise ConfigError for options of ranks that this command starts, and for a folder that ranks would not share."""
+    require(options.peers is None, "--peers", options.peers, "only without a launcher", hint)
+    require(options.spare is None, "--spare", options.spare, "only without a launcher", hint)
+    require(options.elastic is None, "--elastic", options.elastic, "only without a launcher", hint)
+    require(options.out is not None, "--out", None, "a folder, the same for all ranks", hint)
 
 
 def read_train_options(words: Sequence[str]) -> TrainOptions:
@@ -187,9 +203,7 @@ def read_train_options(words: Sequence[str]) -> TrainOptions:
         if not found:
             raise
     options = found[0]
-    hint = "Each machine starts its own processes"
-    require(options.peers is None, "--peers", options.peers, "only without a launcher", hint)
-    require(options.out is not None, "--out", None, "a folder, the same for all ranks", hint)
+    check_started(options, "Each machine starts its own processes")
     check_sources(options)
     return options
 

@@ -33,14 +33,13 @@ from typing import Any, NamedTuple, TypeVar
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from pipecomp.distributed.preemption import say_here
+from pipecomp.distributed.preemption import LOST_STATUS, say_here
 from pipecomp.distributed.supervisor import GO_ON
 from pipecomp.errors import LinkTimeoutError, PeerLostError, PipecompError, StalledError
 from pipecomp.tls.process_group import current_mesh
 from pipecomp.utils.activity import NOTICE_S, Activity, current_activity, progress
 from pipecomp.utils.cgroups import count_oom_kills
 
-LOST_STATUS = 13  # exit status of a rank that ends its own process
 DEFAULT_TIMEOUT_S = 120.0
 LINGER_S = 6.0  # for other ranks to read the reports before the store ends; some may wait for this rank alone
 _BEAT_S = 1.0

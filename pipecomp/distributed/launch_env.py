@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import psutil
 
-from pipecomp.distributed.preemption import LAUNCHER_GONE, current_interruption, say_here
+from pipecomp.distributed.preemption import LAUNCHER_GONE, LOST_STATUS, current_interruption, say_here
 from pipecomp.errors import ConfigError, require
 
 # Task launchers do not set RANK: their variable with the number of tasks, and the variables to derive from theirs.
@@ -258,7 +258,7 @@ def _follow() -> None:
 def _end() -> None:
     import torch.distributed as dist  # here: launchers start without it
 
-    from pipecomp.distributed.heartbeat import LOST_STATUS, process_heartbeat
+    from pipecomp.distributed.heartbeat import process_heartbeat
 
     interruption = current_interruption()
     if interruption is not None:

@@ -18,6 +18,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 REQUEUE_STATUS = os.EX_TEMPFAIL  # 75: "temporary failure, the user is invited to retry"
+LOST_STATUS = 13  # of a rank that has lost another one, or its launcher
 LAUNCHER_GONE = 1000  # value of `wanted`, above all signals
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _UNLESS_HANDLED = (signal.SIGHUP, signal.SIGUSR1)

@@ -10,12 +10,15 @@ import contextlib
 import os
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import NamedTuple
 
 from pipecomp.distributed.launch_env import COMMON_VARIABLES, LAUNCHER, MACHINE_VARIABLES, STDIN, without_brackets
 from pipecomp.distributed.placement import address_towards, free_port, is_loopback, list_interfaces
@@ -84,13 +87,16 @@ def export_commands(environment: Mapping[str, str]) -> str:
     return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in forwarded.items())
 
 
-def assign_ranks(command: Sequence[str], world: int, hosts: Sequence[str] = ()) -> list[RankCommand]:
+def assign_ranks(
+    command: Sequence[str], world: int, hosts: Sequence[str] = (), more: Mapping[str, str] = MappingProxyType({})
+) -> list[RankCommand]:
     """Divide the ranks of a run among hosts.
 
     Args:
         command: Program and arguments, the same for every rank.
         world: Number of ranks.
         hosts: As for ssh, also USER@HOST; empty for this machine alone.
+        more: Further variables for every rank.
 
     Returns:
         The ranks, with the variables that a launcher sets.
@@ -126,7 +132,7 @@ def assign_ranks(command: Sequence[str], world: int, hosts: Sequence[str] = ()) 
                 rank=rank,
                 host=None if not host or is_this_machine(host) else host,
                 command=tuple(command),
-                variables={name: str(value) for name, value in variables.items()},
+                variables={name: str(value) for name, value in variables.items()} | dict(more),
             )
         )
     return ranks
@@ -246,7 +252,7 @@ def check_hosts(ranks: Sequence[RankCommand]) -> None:
         words = shlex.join([ranks[-1].command[0], "-c", check, master, str(port)])
         line = f"cd {shlex.quote(working_directory())} && {words}"
         with ThreadPoolExecutor(len(hosts)) as pool:
-            for host, problem in zip(hosts, pool.map(lambda host: _try_login(host, line), hosts), strict=True):
+            for host, problem in zip(hosts, pool.map(lambda host: try_login(host, line), hosts), strict=True):
                 if problem is not None:
                     tries = [text for words, text in _SSH_REMEDIES.items() if words in problem]
                     remedy = (tries or ["Look whether the machine is up and reachable, and try ssh HOST true"])[0]
@@ -254,8 +260,8 @@ def check_hosts(ranks: Sequence[RankCommand]) -> None:
                     raise ConfigError("--peers", host, allowed, remedy.replace("HOST", host))
 
 
-def _try_login(host: str, line: str) -> str | None:
-    """Run a line on a host; return the last line of its error, None if it succeeds."""
+def try_login(host: str, line: str) -> str | None:
+    """Run a line on a host, for 12 s at most; return the last line of its error, None if it succeeds."""
     command = [*_SSH, host, line]
     try:
         done = subprocess.run(
@@ -265,6 +271,20 @@ def _try_login(host: str, line: str) -> str | None:
         return f"no answer within {_CHECK_S:g} s"
     said = [text for text in done.stderr.splitlines() if text.strip()]
     return None if done.returncode == 0 else (said or [f"exit status {done.returncode}"])[-1].strip()
+
+
+class Ended(NamedTuple):
+    """The end of a launch.
+
+    Attributes:
+        status: 0, or the exit status of the rank that failed first.
+        statuses: Of the ranks in their order; None for those that had not ended in time and were killed.
+        stopped: True if a signal has asked this launcher to end the run.
+    """
+
+    status: int
+    statuses: tuple[int | None, ...]
+    stopped: bool
 
 
 def launch_ranks(ranks: Sequence[RankCommand]) -> int:
@@ -279,6 +299,24 @@ def launch_ranks(ranks: Sequence[RankCommand]) -> int:
     Raises:
         ConfigError: A program cannot be started.
     """
+    return watch_ranks(ranks).status
+
+
+def watch_ranks(
+    ranks: Sequence[RankCommand],
+    *,
+    grace_s: float = _GRACE_S,
+    go_on: str = GO_ON,
+    asks_to_stop: Callable[[], bool] = lambda: False,
+) -> Ended:
+    """Start the ranks and wait for all of them; see `launch_ranks`.
+
+    Args:
+        ranks: The ranks.
+        grace_s: Seconds that the remaining ranks have to end after the first failure.
+        go_on: The advice after a lost rank.
+        asks_to_stop: Called every 20 ms; once it returns True, the ranks are asked to save a checkpoint and to end.
+    """
     hint = "pipecomp train --dry-run prints the commands to run on each host"
     require(all(r.host is None for r in ranks) or shutil.which("ssh"), "ssh", None, "an installed ssh client", hint)
     staying = [name for name in MACHINE_VARIABLES if os.environ.get(name)]
@@ -287,25 +325,28 @@ def launch_ranks(ranks: Sequence[RankCommand]) -> int:
         print(f"{text} if ranks need them there", file=sys.stderr, flush=True)
     from pipecomp.utils.cgroups import count_oom_kills  # here: it imports torch, which takes seconds
 
-    before, warned = count_oom_kills(), False
+    before, warned, asked = count_oom_kills(), False, False
     with Supervisor() as supervisor, supervisor.forward_signals():
         for rank in ranks:
             supervisor.start(rank.process())
-        for failed_s in supervisor.watch(grace_s=_GRACE_S):
+        for failed_s in supervisor.watch(grace_s=grace_s):
             if failed_s > _WARN_S and not warned and supervisor.failed is not None:
                 warned = True
-                _warn(ranks[supervisor.failed], supervisor.status, count_oom_kills() - before)
-        asked = {128 + number for number in stop_signals()}
-        if supervisor.failed is not None and supervisor.status > 128 and supervisor.status not in asked:
-            _warn(ranks[supervisor.failed], supervisor.status, count_oom_kills() - before, ended=True)
-        return supervisor.status
+                left = f"The remaining ranks are killed after {grace_s - _WARN_S:g} s"
+                _warn(ranks[supervisor.failed], supervisor.status, count_oom_kills() - before, left)
+            if not asked and asks_to_stop():
+                asked = True
+                supervisor.signal_all(signal.SIGTERM)
+        failed = None if supervisor.failed is None else ranks[supervisor.failed]
+        wanted = {128 + number for number in stop_signals()}
+        if failed is not None and supervisor.status > 128 and supervisor.status not in wanted:
+            _warn(failed, supervisor.status, count_oom_kills() - before, go_on)
+        return Ended(supervisor.status, tuple(supervisor.statuses), supervisor.stopped)
 
 
-def _warn(rank: RankCommand, status: int, oom_kills: int, *, ended: bool = False) -> None:
+def _warn(rank: RankCommand, status: int, oom_kills: int, left: str) -> None:
     """Name the failed rank, mostly while the others wait for it; they may not have connected yet."""
     where = f" on {rank.host or socket.gethostname()}"
     how = describe_status(status, None if rank.host else oom_kills)
     why = f" of ssh itself: try `ssh {rank.host} true`" if rank.host and status == _SSH_FAILED else ""
-    left = f". {GO_ON}" if ended else f". The remaining ranks are killed after {_GRACE_S - _WARN_S:g} s"
-    text = f"pipecomp: rank {rank.rank}{where} {how}{why}{left}"
-    print(text, file=sys.stderr, flush=True)
+    print(f"pipecomp: rank {rank.rank}{where} {how}{why}. {left}", file=sys.stderr, flush=True)

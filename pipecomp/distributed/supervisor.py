@@ -117,6 +117,11 @@ class Supervisor:
         """The exit status of the process that failed first, 0 if none has."""
         return 0 if self.failed is None else self.statuses[self.failed] or 0
 
+    @property
+    def stopped(self) -> bool:
+        """True if `forward_signals` has passed a signal on."""
+        return bool(self._signals)
+
     def start(self, spec: ProcessSpec) -> None:
         """Start a program in a session of its own. Raises ConfigError if it cannot be started."""
         output = None if self._on_line is None else subprocess.PIPE
@@ -180,6 +185,12 @@ class Supervisor:
 
         with handle_signals(forward, *stop_signals()):
             yield
+
+    def signal_all(self, number: int) -> None:
+        """Send a signal to every process that runs."""
+        for index, status in enumerate(self.statuses):
+            if status is None:
+                self._deliver(index, number)
 
     def _deliver(self, index: int, number: int) -> None:
         # A signal may arrive while a process is started: whoever comes first delivers it, once.

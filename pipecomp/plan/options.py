@@ -115,6 +115,12 @@ class TrainOptions:
     ]
     stages: Annotated[int | None, "Pipeline stages; by default one per peer, or 2."] = None
     peers: Annotated[str | None, "Machines in the order of the stages, as ssh names them: host1,host2."] = None
+    spare: Annotated[str | None, "Machines that take the places of lost ones: host3,host4."] = None
+    elastic: Annotated[
+        bool | None,
+        "Go on without a lost rank or machine; by default with several --peers.",
+        "--elastic/--no-elastic",
+    ] = None
     evaluate: Annotated[Path | None, "Held-out text, evaluated after each epoch.", "--eval"] = None
     column: Annotated[list[str] | None, "OLD=NEW renames a column of --data, NAME has the text; may be repeated."] = (
         None
@@ -216,6 +222,11 @@ class TrainOptions:
         return self.lora is not None or self.adapter is not None
 
     @property
+    def resumable(self) -> bool:
+        """True if the run keeps checkpoints."""
+        return self.save_every is not None or bool(self.elastic)
+
+    @property
     def rate(self) -> float:
         """The learning rate after warm-up."""
         if self.lr is not None:
@@ -261,7 +272,7 @@ class TrainOptions:
         lines: dict[str, Any] = {}
         for name, field in self.names().items():
             value = chosen.get(field, getattr(self, field))
-            if value is not None and field not in ("out", "peers", "overwrite"):
+            if value is not None and field not in ("out", "peers", "spare", "overwrite"):
                 lines[name] = [str(item) for item in value] if isinstance(value, list) else value
                 lines[name] = str(value) if isinstance(value, Path) else lines[name]
         return str(yaml.safe_dump(lines, sort_keys=False, allow_unicode=True))

@@ -17,6 +17,7 @@ from pipecomp.distributed import preemption
 if __name__ == "__main__":
     preemption.end_quietly()  # during the imports below, which take many seconds
 
+import psutil
 import torch
 import torch.distributed as dist
 from rich.console import Console
@@ -26,7 +27,7 @@ from pipecomp.data import DataOptions, Segment
 from pipecomp.data.formats import parse_columns
 from pipecomp.data.loading import FILES, read_texts
 from pipecomp.distributed import rendezvous
-from pipecomp.distributed.collectives import broadcast, while_others_wait
+from pipecomp.distributed.collectives import broadcast, gathered, while_others_wait
 from pipecomp.distributed.rendezvous import check_processes
 from pipecomp.errors import ConfigError, DataError, require, writable
 from pipecomp.netlab.software import throttle_to
@@ -117,7 +118,7 @@ def recipe_arguments(options: TrainOptions) -> argparse.Namespace:
     """Translate the options into a recipe's arguments; arguments without an option keep their defaults."""
     parser = run.arguments("train", "")
     text.add_arguments(parser)
-    folder, resumable = str(options.out), options.save_every is not None
+    folder, resumable = str(options.out), options.resumable
     same = ("stages", "epochs", "max_steps", "dropout", "seed", "save_every")
     # Note: a recipe has no arguments of these names, but checkpoints compare them when a run resumes.
     compared = ("batch", "dtype", "gradients")
@@ -201,7 +202,7 @@ def plan_run(
     """
     folder, world = Path(args.out), dist.get_world_size()
     stages = options.stages or world
-    first = dist.get_rank() == 0
+    first, first_here = dist.get_rank() == 0, os.environ.get("LOCAL_RANK", "0") == "0"
     ranks = rendezvous.all_ranks()
     with ranks.collective_errors():
         check_processes("--stages", stages)
@@ -213,13 +214,19 @@ def plan_run(
         if first:
             lock_folder("--out", folder)
     with ranks.collective_errors():
-        made = read_plan(folder, stages, world) if first and resumes(options, folder) else None
-    made = broadcast(made)
-    if made is not None:
+        resumed = resumes(options, folder)
+        own = read_plan(folder) if first_here and resumed else None
+    resumed, earlier = broadcast(resumed), next(filter(None, gathered(own)), None)
+    if resumed:
+        with ranks.collective_errors():
+            earlier = check_plan(earlier, folder, None if options.elastic else stages, world)
         if options.batch is None:  # the number of epochs may have changed
-            micro, accumulation = batch_sizes(made["config"], world // stages)
+            micro, accumulation = batch_sizes(earlier["config"], world // stages)
             batch = micro * accumulation * (world // stages)
+    if earlier is not None and len(earlier["cuts"]) - 1 == stages:
+        made = earlier
     else:
+        memory = None if earlier is None else smallest_memory()
         with ranks.collective_errors():
             plan_options = PlanOptions(
                 model=model,
@@ -233,12 +240,15 @@ def plan_run(
                 store=Path(options.store or folder / "messages"),
                 dropout=options.dropout,
                 one_pass=options.epochs == 1,
+                memory=memory,
             )
-            made = run_plan(Console(), plan_options, throttle_to, settings=False)
-            if made is not None:
-                with writable("--out", folder):
-                    atomic_write_text(folder / PLAN, json.dumps(made, indent=2) + "\n")
-        made = broadcast(made)
+            planned = run_plan(Console(), plan_options, throttle_to, settings=False)
+        made = broadcast(planned)
+        if earlier is not None and stages > 1:  # without machines that were lost: new cuts, but the run's settings
+            made |= {"config": earlier["config"]}
+    with ranks.collective_errors(), writable("--out", folder):
+        if first_here:  # any machine may be lost
+            atomic_write_text(folder / PLAN, json.dumps(made, indent=2) + "\n")
     ds_config = deepspeed_config(options, made["config"], folder)
     if first:
         saved = None if options.adapter is None else model.adapter.config
@@ -256,7 +266,7 @@ def check_unused(options: TrainOptions, folder: Path) -> None:
     """Raise ConfigError if a new run would overwrite a finished one, or files that existing checkpoints need."""
     if options.overwrite or resumes(options, folder):
         return
-    unused = options.save_every is not None or not list_checkpoints(str(folder / CHECKPOINTS))
+    unused = options.resumable or not list_checkpoints(str(folder / CHECKPOINTS))
     hint = f"{folder} has checkpoints: the run resumes from the last good one. {OVERWRITE}"
     require(unused, "--save-every", None, "a number", hint)
     check_no_results(folder, folder / MODEL, "--out")
@@ -341,27 +351,51 @@ def deepspeed_config(options: TrainOptions, planned: dict[str, Any], folder: Pat
 def resumes(options: TrainOptions, folder: Path) -> bool:
     """Return whether a finished checkpoint in the folder makes this run resume."""
     found = list_checkpoints(str(folder / CHECKPOINTS))
-    kept = options.save_every is not None and not options.overwrite
+    kept = options.resumable and not options.overwrite
     return kept and any((path / STATE_FILE).is_file() for _, path in found)
 
 
-def read_plan(folder: Path, stages: int, world: int) -> dict[str, Any]:
-    """Read the plan of the run that resumes in a folder.
+def read_plan(folder: Path) -> dict[str, Any] | None:
+    """Read the plan of the run that resumes in a folder; None without one. Raises ConfigError if it cannot be read."""
+    try:
+        made: dict[str, Any] = json.loads((folder / PLAN).read_text())
+        return {**made, "config": dict(made["config"]), "cuts": list(made["cuts"]), "chosen": dict(made["chosen"])}
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        allowed = f"a folder with its run's {PLAN} ({error})"
+        raise ConfigError("--out", str(folder), allowed) from error
+
+
+def check_plan(made: dict[str, Any] | None, folder: Path, stages: int | None, world: int) -> dict[str, Any]:
+    """Return the plan of the run that resumes.
+
+    Args:
+        made: The plan, None if no machine has it.
+        folder: Of the run.
+        stages: Its number of stages in this start; None if it may differ from the plan's.
+        world: Processes of this start.
 
     Raises:
-        ConfigError: If there is none, or its number of stages or processes differs from this run's.
+        ConfigError: There is none, or it has another number of stages or processes.
     """
-    try:
-        made = json.loads((folder / PLAN).read_text())
-        settings = {"config": made["config"], "cuts": made["cuts"]}
-        K, replicas = len(settings["cuts"]) - 1, made["chosen"]["replicas"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        allowed = f"a folder with its run's {PLAN}, on the machine that had rank 0 ({error})"
-        raise ConfigError("--out", str(folder), allowed) from error
-    hint = f"This run resumes the one in {folder}. To start over, give --overwrite or another folder"
-    require(stages == K, "--stages", stages, str(K), hint)
-    require(K * replicas == world, "number of processes", world, str(K * replicas), hint)
-    return settings
+    if made is None:
+        raise ConfigError("--out", str(folder), f"a folder with its run's {PLAN} on one of the machines")
+    if stages is not None:
+        K, replicas = len(made["cuts"]) - 1, made["chosen"]["replicas"]
+        hint = f"This run resumes the one in {folder}. To start over, give --overwrite or another folder"
+        require(stages == K, "--stages", stages, str(K), hint)
+        require(K * replicas == world, "number of processes", world, str(K * replicas), hint)
+    return made
+
+
+def smallest_memory() -> float:
+    """Return the memory in GB that the rank with the least can use; every rank must call this."""
+    if rendezvous.computes_on_cpu():
+        own = psutil.virtual_memory().available / (rendezvous.ranks_here() or 1)
+    else:
+        own = float(torch.cuda.mem_get_info()[0])
+    return float(min(gathered(own))) / 1e9
 
 
 if __name__ == "__main__":

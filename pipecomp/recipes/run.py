@@ -31,7 +31,7 @@ from pipecomp.config import MOST_SEED
 from pipecomp.data import default_collate
 from pipecomp.distributed import preemption
 from pipecomp.distributed.rendezvous import silence_stderr
-from pipecomp.errors import PipecompError
+from pipecomp.errors import LinkTimeoutError, PeerLostError, PipecompError
 from pipecomp.interfaces import TrainingEngine
 from pipecomp.recipes import resume
 from pipecomp.recipes.steps import Plan
@@ -121,9 +121,10 @@ def at_least(low: int, high: int | None = None) -> Callable[[str], int]:
 def run(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentParser) -> NoReturn:
     """Run `main` with the parsed command line and exit.
 
-    The exit status is 0; 2 for an error in the command line and 1 for pipecomp's other errors, both printed as one line
-    on standard error (once per machine if all ranks have the same error); 75 for a run that was stopped by a signal and
-    has saved a checkpoint; 130 after Ctrl-C without a checkpoint. Other exceptions are bugs and print a traceback.
+    The exit status is 0; 2 for an error in the command line, 13 for a lost rank and 1 for pipecomp's other errors, all
+    printed as one line on standard error (once per machine if all ranks have the same error); 75 for a run that was
+    stopped by a signal and has saved a checkpoint; 130 after Ctrl-C without a checkpoint. Other exceptions are bugs and
+    print a traceback.
 
     Args:
         main: Takes the parsed arguments.
@@ -137,7 +138,8 @@ def run(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentPar
         status = 0
     except PipecompError as error:
         _print_once(f"{parser.prog}: error: {error}")
-        status = 2 if isinstance(error, UsageError) else 1
+        lost = isinstance(error, (PeerLostError, LinkTimeoutError))
+        status = 2 if isinstance(error, UsageError) else preemption.LOST_STATUS if lost else 1
     except KeyboardInterrupt:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             line = f"{parser.prog}: stopped by Ctrl-C without saving a checkpoint (see --save-every in --help)"

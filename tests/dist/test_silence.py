@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 import tests.dist.reliability_work as work
 from pipecomp.buffers import LmdbEnvironment
-from pipecomp.distributed.heartbeat import LOST_STATUS
 from pipecomp.distributed.local_launcher import RankFailedError, run_ranks
+from pipecomp.distributed.preemption import LOST_STATUS
 from tests.limits import HANG_S, TOLD_S
 
 pytestmark = [pytest.mark.ranks, pytest.mark.soak]

@@ -150,17 +150,24 @@ def test_a_plan_is_for_the_stages_and_processes_that_it_was_made_for(tmp_path: P
     finished_checkpoint(tmp_path / CHECKPOINTS)
     assert planned.resumes(options_of(tmp_path, save_every=1), tmp_path)
     assert not planned.resumes(options_of(tmp_path), tmp_path)
-    (tmp_path / PLAN).write_text(json.dumps({"config": {}, "cuts": [0, 1, 4], "chosen": {"replicas": 2}, "more": 1}))
-    assert planned.read_plan(tmp_path, 2, 4) == {"config": {}, "cuts": [0, 1, 4]}
+    made = {"config": {}, "cuts": [0, 1, 4], "chosen": {"replicas": 2}, "more": 1}
+    (tmp_path / PLAN).write_text(json.dumps(made))
+    assert planned.read_plan(tmp_path) == made
+    assert planned.check_plan(made, tmp_path, 2, 4) == made
     with pytest.raises(ConfigError, match=r"--stages: got 4, allowed: 2\."):
-        planned.read_plan(tmp_path, 4, 4)
+        planned.check_plan(made, tmp_path, 4, 4)
     with pytest.raises(ConfigError, match=r"number of processes: got 2, allowed: 4\."):
-        planned.read_plan(tmp_path, 2, 2)
+        planned.check_plan(made, tmp_path, 2, 2)
+    assert planned.check_plan(made, tmp_path, None, 3) == made, "an elastic run may have lost a machine"
 
 
-def test_the_plan_of_a_run_that_goes_on_is_not_made_anew_where_rank_0_is_on_another_machine_now(tmp_path: Path) -> None:
+def test_a_run_that_goes_on_needs_its_plan_on_one_of_the_machines(tmp_path: Path) -> None:
+    assert planned.read_plan(tmp_path) is None
     with pytest.raises(ConfigError, match=rf"--out: got .* allowed: a folder with its run's {PLAN}"):
-        planned.read_plan(tmp_path, 2, 2)
+        planned.check_plan(None, tmp_path, 2, 2)
+    (tmp_path / PLAN).write_text('{"config": {}')
+    with pytest.raises(ConfigError, match=rf"--out: got .* allowed: a folder with its run's {PLAN}"):
+        planned.read_plan(tmp_path)
 
 
 def test_options_reach_the_ranks_as_they_are(tmp_path: Path) -> None:
