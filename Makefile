@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 # Containers often forbid it: each of the processes that tests start would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test soak trust lint bench clean
+.PHONY: setup demo test pages soak trust lint bench clean
 
 setup: $(READY)
 
@@ -20,6 +20,10 @@ demo: $(READY)
 # time on two cores: some of what they take is waiting.
 test: $(READY)
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not soak" $(ARGS)
+
+# The shell commands of README.md and docs/running, in order, as a reader gives them.
+pages: $(READY)
+	$(BIN)/python scripts/page_commands.py $(ARGS)
 
 # What is long and random, or for a machine that does nothing else: kills, fuzzing, sanitizers, installing.
 soak: $(READY)

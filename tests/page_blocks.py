@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import tests.pages as pages
 from tests.models import ds_config, gpt2, llama, samples
 
 
@@ -35,7 +36,8 @@ def engine_names(folder: Path) -> dict[str, Any]:
 
     if os.environ["RANK"] == "0":
         gpt2().save_pretrained(folder / "path" / "to" / "gpt2")
-        (folder / "ds_config.json").write_text(json.dumps(ds_config({"activations": {"method": "aqsgd"}})))
+        (configuration,) = (block.text for block in pages.blocks("json") if block.page == "README.md")
+        (folder / "ds_config.json").write_text(configuration)
     return {"dataset": samples(24), "collator": default_data_collator}
 
 
@@ -115,6 +117,7 @@ BLOCKS = {
     ("README.md", "trainer = pipecomp.PipelineTrainer("): Prepared(2, trainer_names, DATASETS),
     ("docs/configuration.md", "ddp.register_comm_hook(state, pipecomp.allreduce.ddp_hook)"): Prepared(2, ddp_names),
     ("docs/data.md", "data = load_data("): Prepared(2, chat_names),
+    ("docs/using.md", 'model_type="gpt_neox"'): Prepared(1, lambda folder: {}),
     ("docs/using.md", "four_bits = transformers.BitsAndBytesConfig("): Prepared(2, quantized_names),
     ("examples/README.md", "trainer = Trainer(..., callbacks="): Prepared(
         2, trainer_names, (("Trainer(...", "Trainer(model, training_args, train_dataset=dataset"),)
