@@ -135,7 +135,11 @@ class StoreEnvironment(Protocol):
     def run(self) -> str | None:
         """Id of the run that the store belongs to; None if no run has used it, or it is in memory."""
 
-    def bind(self, run: str) -> None:
+    @property
+    def disposable(self) -> bool:
+        """Whether no checkpoint of its run, and no name, lets another process continue with the store."""
+
+    def bind(self, run: str, *, disposable: bool) -> None:
         """Assign the store to a run."""
 
     def save(self, folder: str | os.PathLike[str]) -> bool:

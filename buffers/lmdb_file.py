@@ -53,6 +53,7 @@ MAX_LINKS = 255
 META = b"meta"  # name of the database with the metadata; the others are links
 FORMAT_KEY, FORMAT = b"format", b"1"
 RUN_KEY = b"run"
+_DISPOSABLE_KEY, _YES = b"disposable", b"yes"
 
 _CRC = b"crc:"  # prefix of the key of a metadata record's CRC-32
 _LOCK_BYTES = 8192  # size of LMDB's lock file: 126 readers
@@ -255,10 +256,16 @@ class ValueFile:
         run = self.meta(RUN_KEY)
         return None if run is None else run.decode(errors="replace")
 
-    def bind(self, run: str) -> None:
+    def disposable(self) -> bool:
+        """Return whether nothing lets another process continue with the store; see StoreEnvironment."""
+        return self.meta(_DISPOSABLE_KEY) == _YES
+
+    def bind(self, run: str, *, disposable: bool) -> None:
         """Assign the store to a run."""
         if self.run() != run:
             self.set_meta(RUN_KEY, run.encode())
+        if self.disposable() != disposable:
+            self.set_meta(_DISPOSABLE_KEY, _YES if disposable else b"")
 
     def check_format(self) -> None:
         """Write the format of a new file; StoreError for a file of another format."""

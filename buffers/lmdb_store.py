@@ -253,9 +253,14 @@ class LmdbEnvironment:
         self.check()
         return self.file.run()
 
-    def bind(self, run: str) -> None:
+    @property
+    def disposable(self) -> bool:
         self.check()
-        self.file.bind(run)
+        return self.file.disposable()
+
+    def bind(self, run: str, *, disposable: bool) -> None:
+        self.check()
+        self.file.bind(run, disposable=disposable)
 
     def save(self, folder: str | os.PathLike[str]) -> bool:
         self.flush()

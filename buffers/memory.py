@@ -66,6 +66,7 @@ class MemoryEnvironment:
 
     run = None
     temporary = False  # it always is
+    disposable = True
 
     def __init__(self, **options: Any) -> None:
         self._options = options
@@ -73,7 +74,7 @@ class MemoryEnvironment:
         self._stores: dict[str, MemoryStore] = {}
         self._closed = False
 
-    def bind(self, run: str) -> None:
+    def bind(self, run: str, *, disposable: bool) -> None:
         pass
 
     def save(self, folder: str | os.PathLike[str]) -> bool:

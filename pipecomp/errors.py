@@ -66,6 +66,13 @@ def _shown(value: object) -> str:
         return f"a {type(value).__name__} too large to show"
 
 
+def foreign_text(value: object, limit: int = 1000) -> str:
+    """Return what another process has sent, as a part of an error message: shortened, on one line, without controls."""
+    text = str(value)
+    shown = text if len(text) <= limit else f"{text[: limit - 1]}…"
+    return "".join(c if c.isprintable() else "; " if c == "\n" else repr(c)[1:-1] for c in shown)
+
+
 def require(ok: object, key: str, got: object, allowed: str, hint: str | None = None) -> None:
     """Raise ConfigError with the other arguments unless `ok` is true."""
     if not ok:

@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from pipecomp import errors
-from pipecomp.errors import ConfigError, PeerLostError, PipecompError
+from pipecomp.errors import ConfigError, PeerLostError, PipecompError, foreign_text
 
 
 @pytest.mark.parametrize(
@@ -26,3 +26,12 @@ def test_errors_are_the_same_in_another_process(error: PipecompError) -> None:
     again = pickle.loads(pickle.dumps(error))
     assert type(again) is type(error)
     assert (str(again), again.args, vars(again)) == (str(error), error.args, vars(error))
+
+
+def test_what_another_process_sent_is_short_and_on_one_line() -> None:
+    assert (
+        foreign_text("disk full\n\x1b[2Jpipecomp: rank 0: fine\u202e")
+        == "disk full; \\x1b[2Jpipecomp: rank 0: fine\\u202e"
+    )
+    assert foreign_text("é" * 3000, 10) == "é" * 9 + "…"
+    assert foreign_text({"no": "text"}) == "{'no': 'text'}"

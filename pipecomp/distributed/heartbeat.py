@@ -35,7 +35,7 @@ from torch.distributed import distributed_c10d
 
 from pipecomp.distributed.preemption import LOST_STATUS, say_here
 from pipecomp.distributed.supervisor import GO_ON
-from pipecomp.errors import LinkTimeoutError, PeerLostError, PipecompError, StalledError
+from pipecomp.errors import LinkTimeoutError, PeerLostError, PipecompError, StalledError, foreign_text
 from pipecomp.tls.process_group import current_mesh
 from pipecomp.utils.activity import NOTICE_S, Activity, current_activity, progress
 from pipecomp.utils.cgroups import count_oom_kills
@@ -48,6 +48,7 @@ _SILENCE_RESUMABLE = 1.0  # over connections that are resumed within the timeout
 _GRACE_S = LINGER_S + 2.0  # more, for an error that ends the waiting: its rank may linger
 _ON_EXIT_S = 10.0
 _POLL_S = 0.1
+_REPORT_S = 0.5  # for the report of a rank whose connection is closed
 _STORE_S = 3.0  # for the store to answer
 _JOIN_S = 5.0
 _LEFT, _STOPPED = "left", "stopped"
@@ -177,7 +178,9 @@ class HeartbeatEntry:
         if match is None:
             reason = f"rank {rank} wrote an invalid heartbeat: {text[:60]!r}"
             return cls(text, engine, _STOPPED, FailureReport(rank, reason), now)
-        report = None if match["rank"] is None else FailureReport(int(match["rank"]), match["reason"])
+        report = (
+            None if match["rank"] is None else FailureReport(int(match["rank"]), foreign_text(match["reason"], 2000))
+        )
         doing = match["step"], match["doing"], match["seconds"]
         return cls(text, int(match["engine"]), match["state"], report, now, int(doing[0]), doing[1], int(doing[2]))
 
@@ -317,6 +320,30 @@ class Heartbeat:
             return PeerLostError(f"lost rank 0, which serves the key-value store: {error}", 0)
         except (RuntimeError, ValueError):
             return PeerLostError("lost rank 0: torch.distributed's key-value store, which it serves, is gone", 0)
+
+    def find_report(self, rank: int, wait_s: float) -> PeerLostError | None:
+        """Find the failure that ranks report, once the connection to `rank` is closed.
+
+        A rank that fails says so before it closes its connections; a killed one cannot.
+
+        Args:
+            rank: The rank at the other end.
+            wait_s: For the reason of a rank that has stopped.
+
+        Returns:
+            The first report on another rank than this one; None without any.
+        """
+        began = time.monotonic()
+        with contextlib.suppress(RuntimeError, ValueError):  # the store may be gone with its rank
+            while True:
+                call_store(self._read, _STORE_S)
+                reported = self._reported()
+                if reported is not None:
+                    return reported if reported.rank != self._rank else None
+                if time.monotonic() - began > (wait_s if self._has_stopped(rank) else _REPORT_S):
+                    return None
+                time.sleep(_POLL_S)
+        return None
 
     def linger(self, lost: int | None = None) -> None:
         """On rank 0, which serves the store, wait until no other rank needs it any more, for 6 s at most.

@@ -54,6 +54,7 @@ from pipecomp.tls.key_folder import KeyFolder
 from pipecomp.tls.listener import ADDRESS_FORMAT, Address
 from pipecomp.tls.mesh import JoinConfig, Mesh, connect_mesh
 from pipecomp.tls.process_group import BACKEND, current_mesh, use_mesh
+from pipecomp.utils.sockets import describe_black_hole
 
 KEYS, ADDRESS, LISTEN = "PIPECOMP_KEYS", "PIPECOMP_ADDRESS", "PIPECOMP_LISTEN"
 _NOWHERE = "none"
@@ -279,10 +280,7 @@ def check_large_packets(store: Any, rank: int) -> None:
     try:
         call_store(send_and_read, _LARGE_S)
     except StoreSilentError as error:
-        raise LinkError(
-            f"between {socket.gethostname()} (rank {rank}) and {os.environ['MASTER_ADDR']} (rank 0) small packets pass "
-            "and large ones do not (MTU): ip link set dev NAME mtu 1280, on both machines; pipecomp doctor measures it"
-        ) from error
+        raise LinkError(describe_black_hole(rank, 0, os.environ["MASTER_ADDR"])) from error
 
 
 def _take_places(together: AllRanks) -> list[str]:

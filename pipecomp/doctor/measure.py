@@ -28,6 +28,7 @@ from torch import Tensor
 from pipecomp.distributed.placement import list_interfaces
 from pipecomp.doctor.finding import OK, WARNING, Finding, judge
 from pipecomp.utils.serialization import serializable
+from pipecomp.utils.sockets import BLACK_HOLE
 from pipecomp.utils.units import format_rate, format_time
 
 # -- connections
@@ -82,9 +83,6 @@ class GlooPeer:
         assert work is not None, "ranks of the default group only"
         work.wait(self._limit)
         return tensor
-
-
-BLACK_HOLE = "small packets pass and large ones do not (MTU)"
 
 
 def lead(peer: Peer) -> LinkMeasurement:

@@ -29,7 +29,6 @@ from pipecomp.distributed.rendezvous import find_store, first_line, join_mesh, w
 from pipecomp.doctor.finding import OK, PROBLEM, WARNING, Finding, has_problem, judge
 from pipecomp.doctor.machine import check_shared_gpus
 from pipecomp.doctor.measure import (
-    BLACK_HOLE,
     GlooPeer,
     LinkMeasurement,
     PacketPath,
@@ -42,6 +41,7 @@ from pipecomp.doctor.measure import (
 from pipecomp.errors import LinkTimeoutError, PipecompError
 from pipecomp.tls.mesh import Mesh
 from pipecomp.tls.process_group import BACKEND, current_mesh
+from pipecomp.utils.sockets import BLACK_HOLE
 from pipecomp.utils.units import format_rate, format_time
 
 _PREFIX = "pipecomp/doctor"

@@ -34,7 +34,7 @@ from pipecomp.engine.engine import PipelineEngine
 from pipecomp.engine.reduction import GradientExchange, ReplicaAdam, ReplicaExchanges, TiedRanks
 from pipecomp.engine.replica_sync import has_modes, match_tied, pipelines
 from pipecomp.engine.validation import RunSetup
-from pipecomp.errors import ConfigError, SplitError, require
+from pipecomp.errors import ConfigError, SplitError, StoreError, require
 from pipecomp.gradient_config import Gradients
 from pipecomp.kernels import dispatch
 from pipecomp.kernels.staging import Staging
@@ -478,7 +478,19 @@ def open_links(
                     forget(settings.store.path, engine.global_rank)
                 environment = _environment(settings, engine.global_rank, staging)
                 opened.callback(environment.close)
-                stores = {index: environment.link(f"link-{index}", values) for index, values in described.items()}
+                try:
+                    stores = {index: environment.link(f"link-{index}", values) for index, values in described.items()}
+                except StoreError:  # of other settings
+                    if not environment.disposable:
+                        raise
+                    environment.close()
+                    forget(settings.store.path, engine.global_rank)
+                    _log.warning(
+                        "the message store in %s is emptied: a run of other settings left it", settings.store.path
+                    )
+                    environment = _environment(settings, engine.global_rank, staging)
+                    opened.callback(environment.close)
+                    stores = {index: environment.link(f"link-{index}", values) for index, values in described.items()}
             holds = any(store is not None and store.stats()["samples"] > 0 for store in stores.values())
             run = find_run(environment, holds, settings.store.path, settings.store.run, all_ranks)
         ends: dict[str, Any] = {}
@@ -497,6 +509,8 @@ def open_links(
         both = {index: {**values, "settings": settings.digest()} for index, values in described.items()}
         keeps_gradients = settings.activations.backward_method == "delta"
         links = Links(environment=environment, described=both, gradients=keeps_gradients, **ends)
+        if run is not None:
+            run.forget = links.forget
         links.reconcile_stores()
         for name, end in ends.items():
             bounds = bounds_of(engine, crossings[name])

@@ -14,6 +14,7 @@ from pipecomp.errors import LinkTimeoutError, OutputError, PeerLostError, Pipeco
 from pipecomp.stages.link.links import Links
 
 _FIND_LOST_S = 8.0  # for the other ranks to notice that one is gone
+_SMALL_PACKET = 400  # characters of a heartbeat entry that fits into a packet of 576 bytes
 
 
 class FailureGuard:
@@ -84,6 +85,8 @@ class FailureGuard:
         if isinstance(cause, LinkTimeoutError) and cause.rank is not None and self._heartbeat is not None:
             cause.args = (f"{cause}{self._heartbeat.explain_silence(cause.rank)}",)
         lost, reason = self._rank, f"rank {self._rank} stopped: {type(cause).__name__}: {cause}"
+        if isinstance(cause, LinkTimeoutError):  # large packets may not get through
+            reason = reason[:_SMALL_PACKET]
         if isinstance(cause, PeerLostError):
             lost, reason = cause.rank, str(cause)
         if self._heartbeat is not None:
@@ -99,7 +102,7 @@ class FailureGuard:
         """Find the rank that was lost first. A failed collective does not name it; links and silence do."""
         lost = None if self._heartbeat is None else self._heartbeat.lost
         if isinstance(error, PeerLostError):  # the peer may have ended because another rank was lost
-            return lost or error
+            return lost or (self._heartbeat and self._heartbeat.find_report(error.rank, _FIND_LOST_S)) or error
         if isinstance(error, PipecompError) or not is_collective_error(error):
             return error
         known = self._links.failure(wait_s=1.0) or lost

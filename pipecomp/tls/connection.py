@@ -26,9 +26,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from pipecomp.errors import LinkError, LinkTimeoutError, PeerLostError, PipecompError, WireError
+from pipecomp.errors import LinkError, LinkTimeoutError, PeerLostError, PipecompError, WireError, foreign_text
 from pipecomp.tls.frames import EAGER_BYTES, HEADER_BYTES, NOTICE_BYTES, STORE_BYTES, FrameHeader, FrameKind
-from pipecomp.tls.handshake import ConnectionRejectedError
+from pipecomp.tls.handshake import ConnectionRejectedError, LargePacketsError
 from pipecomp.tls.queues import ReceiveQueue, SendQueue, Sink, Transfer
 from pipecomp.tls.stream import SecureStream
 
@@ -38,6 +38,8 @@ _RETRY_S = 0.5
 _AWAIT_S = 5.0  # for the peer's new connection, before this end goes to the relay
 _HANDOVER_S = 10.0  # for the receiving thread to be ready for a new connection
 _POLL_S = 0.5
+_REPLY_S = 10.0  # limit of an answer to a dial; shorter if the timeout is
+_REPLY_SHARE = 1 / 6  # of the timeout: an attempt, and another one to find out about large packets
 _UNSENT_BYTES = 1 << 18  # upper bound of unsent bytes in the kernel, which urgent frames wait behind
 _NOTSENT_LOWAT = 25  # TCP_NOTSENT_LOWAT of Linux
 _CLOSE_S, _REASON_S, _DRAIN_POLL_S = 10.0, 2.0, 0.1
@@ -45,7 +47,8 @@ _REASON_CHARACTERS = 1000
 _MAX_UNREAD_BYTES = 1 << 27  # that may wait for a rank which sends further requests to the key-value store
 _ACK_FRAMES = 8  # of one message, acknowledged together
 
-Dial = Callable[[int], tuple[SecureStream, int]]  # frames received here -> a new stream, frames received there
+# frames received here, limit in seconds of an answer -> a new stream, frames received there
+Dial = Callable[[int, float], tuple[SecureStream, int]]
 _log = logging.getLogger("pipecomp")
 
 
@@ -171,13 +174,17 @@ class ResumableConnection:
             if self._wait(stream, min(_AWAIT_S if self._dialer.dials else _RETRY_S, max(0.1, left))):
                 return False, None
         gone = self._dialer.is_gone()
+        reply_s = max(1.0, min(_REPLY_S, _REPLY_SHARE * self.timeout_s))
+        blocked: LargePacketsError | None = None
         for dial in self._dialer.dials:
             try:
-                new, peer_received = dial(self.received)
+                new, peer_received = dial(self.received, reply_s)
             except ConnectionRefusedError as error:
                 gone, last = True, error
             except ConnectionRejectedError as error:
                 raise PeerLostError(f"lost rank {self.peer}: {error}", self.peer) from error
+            except LargePacketsError as error:
+                blocked = error
             except (OSError, EOFError, PipecompError) as error:
                 last = error
             else:
@@ -189,6 +196,9 @@ class ResumableConnection:
                 return False, None
             if self._wait(stream, _RETRY_S):
                 return False, None
+        if blocked is not None:  # the relay, if there is one, does not lead to the peer either
+            blocked.report()
+            raise LinkError(str(blocked)) from blocked
         return gone, last
 
     def _wait(self, stream: SecureStream, wait_s: float) -> bool:
@@ -472,7 +482,7 @@ class Connection:
         if header.kind == FrameKind.CLOSE:
             if not content:
                 raise PeerLostError(f"rank {self.peer} has ended its run and closed the connection", self.peer)
-            reason = str(_parse(header, content))[:_REASON_CHARACTERS]
+            reason = foreign_text(_parse(header, content), _REASON_CHARACTERS)
             raise PeerLostError(f"rank {self.peer} gave up the connection to this rank: {reason}", self.peer)
         self.resumable.received += 1
         self._ack_due = True

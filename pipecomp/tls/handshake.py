@@ -1,7 +1,8 @@
 """Authentication and the handshake of two ranks: mutual TLS, then one JSON request and its reply.
 
 The connecting end sends a `ConnectRequest`; the listening end accepts or rejects it. Each end learns the other's
-revocation list, so a revocation spreads wherever ranks connect.
+revocation list, so a revocation spreads wherever ranks connect. The first request and reply of two ranks are longer
+than a packet, so that a path on which large packets vanish is noticed before training.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import socket
 import ssl
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from cryptography import x509
 
-from pipecomp.errors import KeysError, LinkError, PipecompError, WireError
+from pipecomp.errors import KeysError, LinkError, PipecompError, WireError, foreign_text
 from pipecomp.tls import certificates as certs
 from pipecomp.tls.frames import VERSION
 from pipecomp.tls.key_folder import AUTHORITY, MACHINE, MACHINE_KEY, REVOKED, KeyFolder
@@ -25,6 +27,9 @@ from pipecomp.tls.stream import SecureStream, handshake_error, tls_context
 HANDSHAKE_S = 30.0  # for everything that the other end sends until it is admitted
 _REPLY_S = 10.0  # for the other end to take the reply
 JOIN, PEER, RELAY, RESUME = "join", "peer", "relay", "again"  # purposes of a connection
+REPORT = "report"  # of the reason why the connecting rank gives up
+_PADDING = "." * 10_000  # more than a packet of 9000 bytes
+_REASON_CHARACTERS = 1000
 
 
 class Credentials:
@@ -125,8 +130,8 @@ class RankInfo(NamedTuple):
 class IncomingConnection(NamedTuple):
     """An authenticated connection that waits for `accept` or `reject`.
 
-    rank: the connecting rank. purpose: JOIN, PEER, RELAY or RESUME. to: for RELAY, the rank to be connected to.
-    received: frames that the connecting rank has.
+    rank: the connecting rank. purpose: JOIN, PEER, RELAY, RESUME or REPORT. to: for RELAY, the rank to be connected to.
+    received: frames that the connecting rank has. reason: for REPORT.
     """
 
     rank: int
@@ -134,15 +139,17 @@ class IncomingConnection(NamedTuple):
     to: int
     received: int
     stream: SecureStream
+    reason: str = ""
 
 
 class ConnectRequest(NamedTuple):
-    """A request to connect to `rank`; purpose, to and received as in IncomingConnection."""
+    """A request to connect to `rank`; purpose, to, received and reason as in IncomingConnection."""
 
     purpose: str
     rank: int
     to: int = -1
     received: int = 0
+    reason: str = ""
 
 
 class ConnectReply(NamedTuple):
@@ -154,6 +161,14 @@ class ConnectReply(NamedTuple):
 
 class ConnectionRejectedError(LinkError):
     """The other end belongs to the run and rejects this connection; the message holds its reason."""
+
+
+class LargePacketsError(LinkError):
+    """Small packets pass to the other end, and large ones do not. report: tells the other end, in small packets."""
+
+    def __init__(self, message: str, report: Callable[[], None]) -> None:
+        super().__init__(message)
+        self.report = report
 
 
 def request_connection(
@@ -171,13 +186,17 @@ def request_connection(
     message: dict[str, Any] = {"version": VERSION, "rank": own.rank, "world": own.world, "session": own.session}
     message |= {"purpose": request.purpose, "to": request.to, "received": request.received}
     message["revoked"] = credentials.revocation_list
+    if request.purpose in (JOIN, PEER):
+        message["padding"] = _PADDING
+    if request.reason:
+        message["reason"] = request.reason[:_REASON_CHARACTERS]
     try:
         stream.send_json(message)
         reply = stream.receive_json()
     except (OSError, EOFError) as error:
         raise handshake_error(error) from error
     if "error" in reply:
-        raise ConnectionRejectedError(str(reply["error"])[:500])
+        raise ConnectionRejectedError(foreign_text(reply["error"]))
     if reply.get("rank") != request.rank:
         raise KeysError(f"it answers as rank {reply.get('rank')!r}, not as rank {request.rank}")
     credentials.merge_revocations(reply.get("revoked"))
@@ -218,9 +237,11 @@ def receive_request(
             raise LinkError(f"rank {rank} of {world!r} does not fit rank {own.rank} of {own.world}. {remedy}")
         if purpose not in purposes or not isinstance(to, int):
             raise LinkError(f"rank {own.rank} does not serve {purpose!r}")
-        if purpose != JOIN and message.get("session") != own.session:
+        before_joining = purpose == JOIN or (purpose == REPORT and message.get("session") == "")
+        if not before_joining and message.get("session") != own.session:
             raise LinkError(f"rank {rank} is of another start of this run")
-        return IncomingConnection(rank, str(purpose), to, received, stream)
+        reason = foreign_text(message.get("reason", ""), _REASON_CHARACTERS)
+        return IncomingConnection(rank, str(purpose), to, received, stream, reason)
     except PipecompError as error:
         reject(stream, str(error))
         raise
@@ -231,6 +252,8 @@ def accept(incoming: IncomingConnection, own: RankInfo, received: int = 0) -> No
     incoming.stream.deadline = time.monotonic() + _REPLY_S
     revoked = own.credentials.revocation_list
     reply = {"rank": own.rank, "session": own.session, "received": received, "revoked": revoked}
+    if incoming.purpose in (JOIN, PEER):
+        reply["padding"] = _PADDING
     incoming.stream.send_json(reply)
 
 

@@ -72,6 +72,7 @@ class Mesh:
         self._complete = self._closed = False  # all ranks have joined; no further rank is admitted
         self._peer_listeners: list[PeerListener] = []  # of rank 0
         self._rejected = 0
+        self._problem: LinkError | None = None  # of a rank that could not join
         self._streams: dict[int, int] = {}
 
     def next_stream(self, peer: int) -> int:
@@ -121,16 +122,19 @@ class Mesh:
             max_pending=max_pending(self.world),
         )
         with self._changed:
-            if not self._changed.wait_for(lambda: len(self.connections) == self.world - 1, wait_s):
+            joined = self._changed.wait_for(lambda: self._problem or len(self.connections) == self.world - 1, wait_s)
+            if self._problem is not None:
+                raise self._problem
+            if not joined:
                 missing = min(set(range(1, self.world)) - set(self.connections))
                 raise LinkTimeoutError(f"rank {missing} did not join the run within {wait_s:g} s")
             self._complete = True
 
     def _authenticate(self, sock: socket.socket) -> Callable[[], None]:
-        purposes = (handshake.JOIN, handshake.RELAY, handshake.RESUME)
+        purposes = (handshake.JOIN, handshake.RELAY, handshake.RESUME, handshake.REPORT)
         incoming = handshake.receive_request(sock, self._own, purposes)
         rank, to = incoming.rank, incoming.to
-        if incoming.purpose == handshake.RESUME:
+        if incoming.purpose in (handshake.RESUME, handshake.REPORT):
             return self._resume(incoming)
         if incoming.purpose == handshake.RELAY:
             assert self._relay is not None
@@ -160,14 +164,29 @@ class Mesh:
         return admit
 
     def _resume(self, incoming: IncomingConnection) -> Callable[[], None]:
-        """Take a new TCP connection of a rank whose connection was cut."""
+        """Take a new TCP connection of a rank whose connection was cut, or its report why there is none."""
         known = self.connections.get(incoming.rank)
+        if incoming.purpose == handshake.REPORT:
+            return partial(self._take_report, incoming)
         if known is None:  # this rank is about to add the connection: the other end retries
             raise EOFError
         if known.failure is not None:
-            self._reject(incoming, f"rank {self.rank} has given up the connection to rank {incoming.rank}")
+            why = f"rank {self.rank} has given up the connection to rank {incoming.rank}: {known.failure}"
+            self._reject(incoming, why)
         accept = partial(handshake.accept, incoming, self._own)
         return lambda: known.resumable.replace(incoming.stream, incoming.received, accept)
+
+    def _take_report(self, incoming: IncomingConnection) -> None:
+        """End the connection to a rank, or the joining, for the reason that the rank has reported."""
+        error = LinkError(f"{incoming.reason} (told by rank {incoming.rank})")
+        with self._changed:
+            known = self.connections.get(incoming.rank)
+            if known is None and not self._complete:
+                self._problem = error
+                self._changed.notify_all()
+        handshake.accept(incoming, self._own)
+        if known is not None:
+            known.fail(error)
 
     def _probe_listeners(self) -> None:
         """Check which of the ranks that connected to this one answer at their addresses."""
@@ -199,6 +218,9 @@ class Mesh:
             try:
                 stream, reply = connect(address, self._own, request, wait_s=_CONNECT_S)
                 break
+            except handshake.LargePacketsError as error:
+                error.report()
+                raise LinkError(str(error)) from error
             except (OSError, NoAnswerError) as error:  # a tunnel or a proxy may answer before rank 0 listens
                 if time.monotonic() - began > wait_s:
                     cause = getattr(error, "strerror", None) or error

@@ -22,7 +22,8 @@ from pipecomp.tls.connection import Dialer
 from pipecomp.tls.handshake import ConnectReply, ConnectRequest, Credentials, IncomingConnection, RankInfo
 from pipecomp.tls.listener import MAX_PENDING, Address, Listener
 from pipecomp.tls.store import KEY_PREFIX, address_key
-from pipecomp.tls.stream import SecureStream, close_socket
+from pipecomp.tls.stream import NoAnswerError, SecureStream, close_socket
+from pipecomp.utils.sockets import connect_with_small_packets, describe_black_hole, unacknowledged_bytes
 
 DIRECT, RELAYED = "direct", "relayed by rank 0"
 _DIRECT_S = 3.0  # for a direct TCP connection: NAT drops packets without an answer
@@ -52,22 +53,78 @@ def connect(
         OSError: Nothing listens there.
         KeysError: The other end is not the requested rank; NoAnswerError if it hung up or stays silent.
         ConnectionRejectedError: The rank rejects the request.
+        LargePacketsError: The rank answers small packets only, before and after an attempt without an answer.
     """
-    sock = socket.create_connection(address, wait_s)
-    sock.settimeout(_REPLY_S if reply_s is None else reply_s)
+    reply_s = _REPLY_S if reply_s is None else reply_s
     try:
-        within_s = handshake.HANDSHAKE_S + (reply_s or 0.0)
+        return _connect_once(socket.create_connection(address, wait_s), own, request, reply_s)
+    except _StalledError as stalled:
+        if not _answers_small_packets(address, own, request.rank, wait_s, reply_s):
+            raise stalled.error from stalled
+    try:
+        return _connect_once(socket.create_connection(address, wait_s), own, request, reply_s)
+    except _StalledError as stalled:
+        problem = describe_black_hole(own.rank, request.rank, address.host)
+        report = ConnectRequest(handshake.REPORT, request.rank, reason=problem)
+
+        def send_report() -> None:
+            with contextlib.suppress(OSError, PipecompError):
+                sock = connect_with_small_packets(address, wait_s)
+                _connect_once(sock, own, report, reply_s)[0].close()
+
+        raise handshake.LargePacketsError(problem, send_report) from stalled
+
+
+class _StalledError(Exception):
+    """A connection without an answer, perhaps because a large packet vanishes. error: the error without that guess."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def _connect_once(
+    sock: socket.socket, own: RankInfo, request: ConnectRequest, reply_s: float
+) -> tuple[SecureStream, ConnectReply]:
+    """Authenticate over a new TCP connection; _StalledError if a packet may have vanished on the way."""
+    sock.settimeout(reply_s)
+    secured = False
+    try:
+        within_s = handshake.HANDSHAKE_S + (reply_s if reply_s > _REPLY_S else 0.0)
         stream, peer = own.credentials.secure(sock, server=False, within_s=within_s)
+        secured = True
         return stream, handshake.request_connection(stream, peer, own, request)
+    except NoAnswerError as error:
+        answers_at_once = request.purpose in (handshake.JOIN, handshake.PEER)
+        may_have_vanished = not secured or answers_at_once or unacknowledged_bytes(sock) > 0
+        close_socket(sock)
+        if may_have_vanished and isinstance(error.__cause__, TimeoutError):
+            raise _StalledError(error) from error
+        raise
     except BaseException:
         close_socket(sock)
         raise
 
 
-def connect_direct(address: Address, own: RankInfo, rank: int, purpose: str, received: int) -> tuple[SecureStream, int]:
+def _answers_small_packets(address: Address, own: RankInfo, rank: int, wait_s: float, reply_s: float) -> bool:
+    """Return whether a rank completes a handshake in packets of at most 576 bytes."""
+    try:
+        with connect_with_small_packets(address, wait_s) as sock:
+            sock.settimeout(reply_s)
+            _, peer = own.credentials.secure(sock, server=False, within_s=handshake.HANDSHAKE_S)
+            own.credentials.check_peer(peer)
+            own.credentials.check_rank(peer, rank)
+    except (OSError, PipecompError):
+        return False
+    return True
+
+
+def connect_direct(
+    address: Address, own: RankInfo, rank: int, purpose: str, received: int, reply_s: float | None = None
+) -> tuple[SecureStream, int]:
     """Connect to rank `rank` directly; return the stream and the number of frames that the rank has."""
     request = ConnectRequest(purpose, rank, received=received)
-    stream, reply = connect(address, own, request, wait_s=_DIRECT_S)
+    stream, reply = connect(address, own, request, wait_s=_DIRECT_S, reply_s=reply_s)
     return stream, reply.received
 
 
@@ -150,7 +207,7 @@ class Routes:
         first: Rank 0's address.
         listen: Address to listen at; None: this rank does not listen.
         host: This machine's address towards rank 0, published if `listen` means all interfaces.
-        on_resume: Takes connections of ranks that were connected before; returns the continuation.
+        on_resume: Takes connections and reports of ranks that were connected before; returns the continuation.
     """
 
     def __init__(
@@ -184,7 +241,10 @@ class Routes:
         """Connect to another rank; LinkTimeoutError if there is no route."""
         low, high = sorted((self._own.rank, other))
         addresses = {rank: self._address(rank) for rank in (low, high)}
-        relay = partial(self._connect_relayed, other, _REPLY_S)  # short: the other end tries again and again
+
+        def relay(received: int, _: float) -> tuple[SecureStream, int]:
+            return self._connect_relayed(other, _REPLY_S, received)  # short: the other end tries again and again
+
         for number, (source, target) in enumerate(
             pair for pair in ((high, low), (low, high)) if addresses[pair[1]] is not None
         ):
@@ -241,9 +301,9 @@ class Routes:
         return inner, reply.received
 
     def _authenticate(self, sock: socket.socket) -> Callable[[], None]:
-        purposes = (handshake.PEER, handshake.RESUME)
+        purposes = (handshake.PEER, handshake.RESUME, handshake.REPORT)
         incoming = handshake.receive_request(sock, self._own, purposes)
-        if incoming.purpose == handshake.RESUME:
+        if incoming.purpose != handshake.PEER:
             return self._on_resume(incoming)
 
         def admit() -> None:

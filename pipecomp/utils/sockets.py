@@ -1,4 +1,4 @@
-"""Unsent bytes of TCP sockets, from the kernel's own counters (Linux).
+"""TCP sockets: unsent bytes from the kernel's own counters (Linux), and connections of small packets.
 
 Note: [Unsent bytes]
     gloo reports a packet as sent once the kernel has accepted it, which on a slow link can be seconds before its last
@@ -19,6 +19,8 @@ import time
 from collections.abc import Callable, Collection
 from typing import TypeVar
 
+BLACK_HOLE = "small packets pass and large ones do not (MTU)"
+_SMALL_SEGMENT = 536  # bytes: packets of 576, which every path carries
 _TCP_INFO_BYTES = 168
 _MIN_RTT, _DELIVERY_RATE = struct.Struct("148x I"), struct.Struct("160x Q")  # µs, bytes/s; Linux 4.9
 _POLL_S = 0.0005
@@ -60,6 +62,44 @@ def shut_down_sockets(sockets: Collection[int]) -> None:
         if _tcp_info(fd) is not None:
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:  # may be closed already
                 sock.shutdown(socket.SHUT_RDWR)
+
+
+def connect_with_small_packets(address: tuple[str, int], wait_s: float) -> socket.socket:
+    """Return a TCP connection whose packets have at most 576 bytes in both directions. Raises OSError."""
+    problem = OSError("no address")
+    for family, kind, protocol, _, where in socket.getaddrinfo(*address, type=socket.SOCK_STREAM):
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, _SMALL_SEGMENT)  # before the handshake announces it
+            sock.settimeout(wait_s)
+            sock.connect(where)
+        except OSError as error:
+            sock.close()
+            problem = error
+        else:
+            return sock
+    raise problem
+
+
+def unacknowledged_bytes(sock: socket.socket) -> int:
+    """Return the bytes that a TCP socket has accepted and its peer has not acknowledged."""
+    found = array.array("i", [0])
+    try:
+        fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, found)
+    except OSError:
+        return 0
+    return found[0]
+
+
+def describe_black_hole(rank: int, peer: int, address: str) -> str:
+    """Describe a path on which large packets vanish; short enough for a small packet.
+
+    rank: this rank. peer: the other rank. address: the other rank's.
+    """
+    return (
+        f"between {socket.gethostname()} (rank {rank}) and {address} (rank {peer}) {BLACK_HOLE}: "
+        "ip link set dev NAME mtu 1280, on both machines; pipecomp doctor measures it"
+    )
 
 
 def _queued(fd: int) -> float:

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from pipecomp.errors import LinkError, LinkTimeoutError, PeerLostError, WireError
+from pipecomp.errors import LinkError, LinkTimeoutError, PeerLostError, WireError, foreign_text
 from pipecomp.stages.link.transport import OutgoingPacket, Pacer, TransportBase
 from pipecomp.tls.frames import ROOM_BYTES
 from pipecomp.utils.sockets import has_unsent_bytes, record_sockets, shut_down_sockets
@@ -251,7 +251,7 @@ class GlooTransport(TransportBase):
                     if size < _RANK.size:
                         raise WireError(f"rank {self.peer} sent a failure notice without a rank")
                     (rank,) = _RANK.unpack_from(content)
-                    reason = bytes(content[_RANK.size :]).decode(errors="replace")
+                    reason = foreign_text(bytes(content[_RANK.size :]).decode(errors="replace"), 4096)
                     # Keep receiving: the peer's _CLOSE frames need posted receives.
                     self.failed(PeerLostError(f"{reason} (told by rank {self.peer})", rank))
                 elif kind == _CLOSE:

@@ -12,7 +12,7 @@ import time
 
 import numpy as np
 
-from pipecomp.errors import LinkError, PeerLostError
+from pipecomp.errors import LinkError, PeerLostError, foreign_text
 from pipecomp.stages.link.transport import OutgoingPacket, Pacer, TransportBase
 from pipecomp.tls.connection import Connection
 from pipecomp.tls.frames import CONTENT_BYTES, HEADER_BYTES
@@ -118,7 +118,7 @@ class TlsTransport(TransportBase):
         """Fail with the reason that the peer has sent."""
         lost, reason = note.get("lost"), note.get("reason")
         if isinstance(lost, int) and isinstance(reason, str):
-            self.failed(PeerLostError(f"{reason} (told by rank {self.peer})", lost))
+            self.failed(PeerLostError(f"{foreign_text(reason)} (told by rank {self.peer})", lost))
         else:
             self.failed(PeerLostError(f"rank {self.peer} has ended its run and closed the connection", self.peer))
 

@@ -29,7 +29,7 @@ SAMPLES = 40
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
     environment = open_environment("lmdb", tmp_path, 0)
-    environment.bind("of-a-run")
+    environment.bind("of-a-run", disposable=False)
     link = environment.link("link-0", {"a": 1})
     draw = torch.Generator().manual_seed(0)
     for sample in range(SAMPLES):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 import signal
 import socket
@@ -116,6 +117,38 @@ def runs(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
     engine = make(path)
     out["another run's checkpoint"] = error_of(lambda: engine.load_checkpoint(f"{folder}/others"))
     engine.close()
+    return out
+
+
+def follows_a_killed_run(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
+    """New runs over stores that killed ones left: before a checkpoint, with other settings, after one with a copy."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("pipecomp").addHandler(handler)
+    fresh = make(f"{folder}/fresh")
+    out: dict[str, Any] = {"fresh": losses(fresh, 3), "other": {}}
+    fresh.close()
+    for name, (left, new) in {
+        "no checkpoint": ({}, {}),
+        "other bits": ({"section": {"activations": AQSGD | {"forward_bits": 2}}}, {}),
+        "copied": ({"store": {"in_checkpoints": True}}, {"store": {"in_checkpoints": True}}),
+        "another checkpoint": ({}, {}),
+    }.items():
+        path = f"{folder}/{name}"
+        engine = make(path, **left)
+        losses(engine, 2)
+        if name == "copied":
+            engine.save_checkpoint(f"{folder}/checkpoints")
+        close_and_leave_store(engine)
+        said.clear()
+        engine = make(path, **new)
+        if name == "another checkpoint":
+            engine.load_checkpoint(f"{folder}/checkpoints")
+            out["taken over"] = engine.run.id, messages(engine)
+        else:
+            out["other"][name] = losses(engine, 3), [line for line in said if "is emptied" in line]
+        close_and_leave_store(engine)
     return out
 
 

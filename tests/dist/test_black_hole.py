@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,11 @@ import pytest
 
 from pipecomp.errors import PipecompError
 from pipecomp.netlab import Lab
+from pipecomp.utils.sockets import BLACK_HOLE
 from tests.dist.lab_ranks import WITH_FILTERS, run_in_lab
 from tests.limits import HANG_S
 from tests.models import ds_config, gpt2, samples
+from tests.tls.meshes import keys_for
 
 pytestmark = [mark for mark in WITH_FILTERS if mark.name != "soak"]
 RULES = """table inet hole {
@@ -40,9 +43,11 @@ def examined(rank: int, world: int, note: Any) -> list[tuple[str, ...]]:
     return [tuple(finding) for finding in told]
 
 
-def starts(rank: int, world: int, note: Any) -> str:
+def starts(rank: int, world: int, note: Any, keys: str | None) -> str:
     import pipecomp
 
+    if keys is not None:
+        os.environ["PIPECOMP_KEYS"] = f"{keys}/rank-{rank}"
     with pytest.raises(PipecompError) as caught:
         pipecomp.initialize(gpt2(), 2, ds_config(), samples())
     return f"{type(caught.value).__name__}: {caught.value}"
@@ -52,20 +57,32 @@ def test_doctor_and_start() -> None:
     with Lab(nodes=2) as lab:
         drop_large_packets(lab)
         found = run_in_lab(lab, examined, timeout_s=HANG_S)
-        errors = run_in_lab(lab, starts, timeout_s=HANG_S)
+        errors = run_in_lab(lab, starts, None, timeout_s=HANG_S)
     by_check = {check: (verdict, text) for check, verdict, text, *_ in found[0]}
     assert by_check["ranks 0 and 1"][0] == "problem"
-    assert "small packets pass and large ones do not (MTU)" in by_check["ranks 0 and 1"][1]
+    assert BLACK_HOLE in by_check["ranks 0 and 1"][1]
     assert by_check["MTU 0–1"][1].startswith("576 bytes come through whole, the interface takes 1500")
     assert "rank 1 on" in " ".join(by_check), "findings come over the same path, in pieces"
     for error in errors.values():
-        assert "(rank 1) and 198.18.0.1 (rank 0) small packets pass and large ones do not (MTU)" in error
+        assert f"(rank 1) and 198.18.0.1 (rank 0) {BLACK_HOLE}" in error
 
 
-def trains(rank: int, world: int, note: Any) -> str:
+def test_a_start_over_tls(tmp_path: Path) -> None:
+    keys_for(tmp_path, 2)
+    with Lab(nodes=2) as lab:
+        drop_large_packets(lab)
+        errors = run_in_lab(lab, starts, str(tmp_path), timeout_s=HANG_S)
+    for error in errors.values():
+        assert error.startswith("LinkError: between ")
+        assert f"(rank 1) and 198.18.0.1 (rank 0) {BLACK_HOLE}" in error
+
+
+def trains(rank: int, world: int, note: Any, keys: str | None) -> str:
     import pipecomp
 
-    engine = pipecomp.initialize(gpt2(), 2, ds_config({"transport": {"timeout_s": 6}}), samples())
+    if keys is not None:
+        os.environ["PIPECOMP_KEYS"] = f"{keys}/rank-{rank}"
+    engine = pipecomp.initialize(gpt2(), 2, ds_config({"transport": {"timeout_s": 12}}), samples())
     engine.train_batch()
     note(rank)
     with pytest.raises(PipecompError) as caught:
@@ -73,7 +90,10 @@ def trains(rank: int, world: int, note: Any) -> str:
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
-def test_a_run() -> None:
+@pytest.mark.parametrize("over_tls", [False, True], ids=["gloo", "tls"])
+def test_a_run(tmp_path: Path, over_tls: bool) -> None:
+    if over_tls:
+        keys_for(tmp_path, 2)
     noted: list[int] = []
     with Lab(nodes=2) as lab:
 
@@ -82,8 +102,7 @@ def test_a_run() -> None:
             if len(noted) == 2:
                 drop_large_packets(lab)
 
-        errors = run_in_lab(lab, trains, timeout_s=HANG_S, on_note=on_note)
-    named = ["small packets pass and large ones do not (MTU)" in error for error in errors.values()]
-    assert any(named), errors
-    lost = [error for error, is_named in zip(errors.values(), named, strict=True) if not is_named]
-    assert all(error.startswith("PeerLostError: lost rank") for error in lost), "the other rank has told it and ended"
+        keys = str(tmp_path) if over_tls else None
+        errors = run_in_lab(lab, trains, keys, timeout_s=HANG_S, on_note=on_note)
+    for error in errors.values():
+        assert BLACK_HOLE in error, errors

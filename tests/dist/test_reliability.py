@@ -45,6 +45,18 @@ def test_a_store_belongs_to_its_run(tmp_path):
     assert lines[0]["settings"]["dtype"] == "float32"
 
 
+def test_a_store_that_a_killed_run_left_is_emptied_where_nothing_goes_on_from_it(tmp_path):
+    ranks = run_ranks(2, work.follows_a_killed_run, str(tmp_path), timeout_s=HANG_S)
+    for out in ranks.values():
+        for name, (losses, said) in out["other"].items():
+            assert losses == out["fresh"], name
+            assert len(said) == 1, name
+            assert f"message store in {tmp_path}/{name} is emptied" in said[0]
+        run, held = out["taken over"]
+        assert run == ranks[0]["taken over"][0]
+        assert held == ranks[0]["taken over"][1]
+
+
 def test_resuming_is_exact_where_the_store_is_the_checkpoints(tmp_path):
     ranks = run_ranks(2, work.exact, str(tmp_path), timeout_s=HANG_S)
     for out in ranks.values():

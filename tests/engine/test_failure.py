@@ -78,7 +78,9 @@ def test_a_failure_ends_it_at_once():
 def test_who_was_waited_for_is_not_to_blame_where_another_was_lost(told, named):
     """While gradients are exchanged, a rank that ends because of a lost one looks like a lost one, too."""
     guard = FailureGuard(0, torch.device("cpu"))
-    nothing: Any = {name: lambda *said: None for name in ("enter", "leave", "stop", "linger", "describe")}
+    nothing: Any = {
+        name: lambda *said: None for name in ("enter", "leave", "stop", "linger", "describe", "find_report")
+    }
     guard.watch(Links(), SimpleNamespace(engine=1, lost=told, **nothing))
     with pytest.raises(PeerLostError) as caught, guard.propagate_failure():
         raise PeerLostError("gradients: rank 1 is gone or silent", 1)
