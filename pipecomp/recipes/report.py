@@ -241,6 +241,10 @@ class Report:
             output.close()
         for message in self.take_errors():
             self._print(message)
+        for output in self._outputs():
+            missed = output.describe_missed()
+            if missed is not None:
+                self._print(missed)
 
     def take_errors(self) -> list[str]:
         """Return the write errors since the last call."""

@@ -27,11 +27,19 @@ class WrittenOutput(ABC):
     def __init__(self, option: str, path: str) -> None:
         self._option, self._path = option, path
         self._error: str | None = None
+        self._failed = False
+        self.missed = 0  # writes since the first error, that one included
 
     def take_error(self) -> str | None:
         """Return the write error, once; None if there is none."""
         error, self._error = self._error, None
         return error
+
+    def describe_missed(self) -> str | None:
+        """Describe what is missing at the end of the run; None if nothing is."""
+        if not self.missed:
+            return None
+        return f"{self._option}: {self._path} lacks its last entries: {self.missed} or more could not be written"
 
     @abstractmethod
     def close(self) -> None:
@@ -45,6 +53,8 @@ class WrittenOutput(ABC):
         except OSError as error:
             message = f"{self._option}: {self._path} cannot be written: {write_error(error, self._path)}"
             self._error = self._error or message
+            if not self._failed:
+                self._failed, self.missed = True, 1
             self.close()
 
 
@@ -74,6 +84,7 @@ class Lines(WrittenOutput):
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Add a line."""
+        self.missed += self._failed
         if self._file is not None:
             with self._writing():
                 self._file.write(json_line(record))
@@ -111,6 +122,7 @@ class Curves(WrittenOutput):
 
     def add(self, step: int, group: str, values: Mapping[str, float]) -> None:
         """Add points to the curves of a group."""
+        self.missed += self._failed
         if self._board is not None:
             with self._writing():
                 for name, value in values.items():

@@ -1,7 +1,7 @@
 """Records a run's folder: steps, evaluations, times per rank and the last step's trace, as JSON files.
 
 All but the trace and the report are written during the run, so a killed run has them too. If one cannot be written, the
-recorder logs one warning, and the run continues without it.
+recorder logs one warning, and the run continues without it; the end of the run names the steps that are missing.
 """
 
 from __future__ import annotations
@@ -59,6 +59,8 @@ class Recorder:
     def __init__(self, folder: str | Path | None, *, after: int = 0, required: bool = False) -> None:
         self.folder = None if folder is None else Path(folder)
         self._after, self._steps = after, 0
+        self._recorded = after  # the last step whose line is written
+        self._gave_up = False
         self._facts: dict[str, Any] = {}
         self._ranks: dict[str, Any] = {"first_step": after}
         self.kept: list[dict[str, Any]] = []
@@ -130,6 +132,8 @@ class Recorder:
             stats: `engine.gather_comm_stats()`.
             last_step: `engine.gather_last_step()`.
         """
+        if self._gave_up:
+            _log.warning("%s has nothing of the steps after %d: it could not be written", self.folder, self._recorded)
         if self._metrics is None:
             return
         self._ranks["end"] = counted(stats)
@@ -175,6 +179,7 @@ class Recorder:
         with self._giving_up():
             self._metrics.write(json_line(record))
             self._metrics.flush()
+            self._recorded = record["step"]
 
     def _save(self, name: str, value: Mapping[str, Any]) -> None:
         if self._metrics is None or self.folder is None:
@@ -199,6 +204,7 @@ class Recorder:
 
     def _give_up(self, error: OSError | StalledError) -> None:
         self._close()
+        self._gave_up = True
         why = write_error(error, self.folder or ".") if isinstance(error, OSError) else error
         _log.warning("%s cannot be written (%s); the run continues without it", self.folder, why)
 

@@ -625,7 +625,9 @@ class TestReport:
                 told += report.take_errors()
             if late:
                 monkeypatch.setattr(writers.RecordWriter, "flush", full)
-        said = [line for line in capsys.readouterr().out.splitlines() if "cannot be written" in line]
+        printed = capsys.readouterr().out.splitlines()
+        said = [line for line in printed if "cannot be written" in line]
+        assert ["lacks its last entries" in line for line in printed][-1]
         assert told + said == [f"--tensorboard: {tmp_path / 'board'} cannot be written: No space left on device"]
         assert (len(told), len(said)) == ((0, 1) if late else (1, 0))
 

@@ -413,7 +413,24 @@ def test_a_folder_that_cannot_be_written_ends_only_a_run_that_asked_for_it(tmp_p
     assert "continues without it" in caplog.text
     recorder.start(1)
     recorder.step(1, loss=1.0)
+    caplog.clear()
     recorder.end([])
+    assert caplog.text.count("has nothing of the steps after 0") == 1
+
+
+def test_what_is_missing_is_named_at_the_end_of_the_run(tmp_path, caplog):
+    recorder = Recorder(tmp_path)
+    recorder.start(4)
+    recorder.step(1, loss=1.0)
+    assert recorder._metrics is not None
+    recorder._metrics.close()
+    recorder._metrics = open("/dev/full", "w")  # noqa: SIM115 (the recorder closes it)
+    with caplog.at_level(logging.WARNING):
+        for step in (2, 3, 4):
+            recorder.step(step, loss=1.0)
+        assert caplog.text.count("No space left on device") == 1
+        recorder.end([])
+    assert caplog.text.count("has nothing of the steps after 1") == 1
 
 
 @pytest.mark.parametrize("full", [RANKS, TRACE, RUN])
