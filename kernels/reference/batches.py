@@ -153,46 +153,59 @@ def values_of(item: EncodeItem) -> Tensor:
     return x - item.m if item.delta and item.m is not None else x
 
 
-def measure_channels(items: Sequence[EncodeItem], payload: Tensor | None = None) -> list[Tensor | None]:
+def channel_sums(items: Sequence[EncodeItem]) -> Tensor:
+    """Sum the squares of each channel of the samples' values: float64 [H]; see `channels.sum_squares`."""
+    return channels.sum_squares([values_of(item) for item in items])
+
+
+def measure_channels(
+    items: Sequence[EncodeItem],
+    payload: Tensor | None = None,
+    sums: Callable[[Sequence[EncodeItem]], Tensor] = channel_sums,
+) -> list[Tensor | None]:
     """Compute the scales of channels of samples, float32 [H] each, and write their blocks into the payload, if any.
 
-    None for samples without scales of channels.
+    sums: `channel_sums`, or the same of a backend. Returns None for samples without scales of channels.
     """
     scales: list[Tensor | None] = [None] * len(items)
     start = 0
     for delta, members in channels.channel_groups(items).items():
         kind = scale_kind(items, members)
         sent = channels.is_sent(kind, delta)
-        rows_H = [values_of(items[i]) for i in members] if sent else [_cached(items[i]) for i in members]
-        block, c_H = channels.scales_of(rows_H, channels.SENT if sent else kind)
+        chosen = [items[i] for i in members]
+        if not sent:
+            chosen = [EncodeItem(item.m, None, None) for item in chosen if item.m is not None]
+        block = channels.encode_block(sums(chosen), channels.SENT if sent else kind)
         if sent and payload is not None:
             payload[start : start + len(block)] = block
             start += len(block)
+        c_H = channels.decode_block(block)
         for i in members:
             scales[i] = c_H
     return scales
 
 
-def read_channels(items: Sequence[DecodeItem], payload: Tensor) -> list[Tensor | None]:
-    """Compute the scales of channels of samples that are decoded, float32 [H] each; None without."""
+def read_channels(
+    items: Sequence[DecodeItem], payload: Tensor, sums: Callable[[Sequence[EncodeItem]], Tensor] = channel_sums
+) -> list[Tensor | None]:
+    """Compute the scales of channels of samples that are decoded, float32 [H] each; None without.
+
+    sums: As for `measure_channels`.
+    """
     scales: list[Tensor | None] = [None] * len(items)
     start = 0
     for delta, members in channels.channel_groups(items).items():
         kind = scale_kind(items, members)
         if channels.is_sent(kind, delta):
             size = channels.block_bytes(items[members[0]].m.shape[1])
-            c_H = channels.decode_block(payload[start : start + size])
+            block = payload[start : start + size]
             start += size
         else:
-            c_H = channels.scales_of([items[i].m for i in members], kind)[1]
+            block = channels.encode_block(sums([EncodeItem(items[i].m, None, None) for i in members]), kind)
+        c_H = channels.decode_block(block)
         for i in members:
             scales[i] = c_H
     return scales
-
-
-def _cached(item: EncodeItem) -> Tensor:
-    assert item.m is not None
-    return item.m
 
 
 def _encode_all(items: Sequence[EncodeItem], payload: Tensor) -> int:

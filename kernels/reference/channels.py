@@ -92,12 +92,6 @@ def decode_block(block: Tensor) -> Tensor:
     return _tables(block.device)[1][block.to(torch.int64)]
 
 
-def scales_of(rows_H: Sequence[Tensor], scale: str) -> tuple[Tensor, Tensor]:
-    """Compute the block of rows, float32 [n, H] each, and their channels' scales."""
-    block = encode_block(sum_squares(rows_H), scale)
-    return block, decode_block(block)
-
-
 def root(sixteenths: int) -> float:
     """Return 2**(-sixteenths / 16), rounded to float64."""
     return float.fromhex(_ROOTS[sixteenths % 16]) * 2.0 ** -(sixteenths // 16)

@@ -8,7 +8,7 @@ of a packet.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,7 +18,8 @@ from torch import Tensor
 from pipecomp.kernels.reference import batches as reference
 from pipecomp.kernels.reference import reproducible
 from pipecomp.kernels.reference.batches import ALL_FINITE, DecodeItem, EncodeItem
-from pipecomp.kernels.reference.layout import SCALE_MAX, QuantizerOptions, group_length, groups
+from pipecomp.kernels.reference.channels import PARTS, sampled_stride
+from pipecomp.kernels.reference.layout import RMS_LOADING, SCALE_MAX, QuantizerOptions, group_length
 from pipecomp.kernels.reference.rows import code_values
 from pipecomp.kernels.triton.rows import (
     BLOCK,
@@ -28,6 +29,7 @@ from pipecomp.kernels.triton.rows import (
     launch_dequantize,
     launch_quantize,
     load_codes,
+    load_values,
     loadable,
     octets,
     operation,
@@ -41,6 +43,7 @@ from pipecomp.kernels.triton.rows import (
 
 # Of a sample in a table: x, m, scales, codes (positions as if row 0 were the batch's), first row, number, two keys.
 FIELDS = 8
+SUMMED = 32  # channels of one program
 
 
 class TableRow(NamedTuple):
@@ -114,12 +117,74 @@ def quantize_values(u, bits, index, keys, STOCHASTIC: tl.constexpr):
 
 
 @triton.jit
+def whole(v):
+    """Round values from 0 to 2**31 half to even, int64."""
+    # Adding and subtracting 2**23 does that; from 2**23 on every float32 is an integer.
+    return tl.where(v < 8388608.0, (v + 8388608.0) - 8388608.0, v).to(tl.int64)
+
+
+@triton.jit
+def rms_scale(z, most, n, LOADING: tl.constexpr):
+    """Compute the rms scale of n values z, as `rows.finish_scales`, and their sum of squares over the largest.
+
+    most: bit pattern of the largest |z|. The sum is int64, in units of 2**-30. LOADING: factor of the scale.
+    """
+    largest = most.to(tl.float32, bitcast=True)
+    t = z * tl.div_rn(1.0, tl.where(most < 0x0D800000, 1.0, largest))
+    squares = tl.sum(whole(t * t * 1073741824.0))
+    root = tl.sqrt(squares.to(tl.float64) / (n.to(tl.float64) * 1073741824.0))
+    loaded = (largest.to(tl.float64) * tl.full([], LOADING, tl.float64) * root).to(tl.float32)
+    scale = tl.minimum(largest, loaded)
+    return tl.where((most < 0x0D800000) | (scale < 7.888609052210118e-31), 0.0, scale), squares  # 2**-100
+
+
+@triton.jit
+def unbiased_scale(scale, most, squares, t, c, bits):
+    """Compute the scale that is sent with an unbiased gain, as `rows.unbiased_scales`.
+
+    t: values over the scale, 0 beyond the group. c: their codes. most, squares: of `rms_scale`.
+    """
+    half = (1 << (bits - 1)) * 1.0
+    w = (c.to(tl.float32) + (0.5 - half)) * (16384.0 / half)
+    along = tl.sum(whole(tl.abs(t * w))).to(tl.float64)  # only rounding makes it negative, and it is tiny then
+    largest, scale64 = most.to(tl.float32, bitcast=True).to(tl.float64), scale.to(tl.float64)
+    share = (squares.to(tl.float64) / 1073741824.0) / tl.where(along > 0, along / 16384.0, 1.0)
+    sent = largest * largest * share / tl.where(scale64 > 0, scale64, 1.0)
+    sent = tl.minimum(tl.maximum(sent, scale64 / 4.0), scale64 * 4.0)
+    return tl.minimum(sent, 1.2676506002282294e30).to(tl.float32)  # 2**100
+
+
+@triton.jit
+def channel_sums_kernel(x, m, at, sums, ROWS, PART_ROWS, H, DELTA: tl.constexpr, BLOCK: tl.constexpr):
+    """Set sums[channel] to the sum of squares of ROWS rows, float64, added as `channels.sum_squares` does.
+
+    at: position in x of each row, then position in m of each row. One program for each BLOCK channels.
+    """
+    channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    part = tl.arange(0, 8)[:, None]
+    total = tl.zeros([8, BLOCK], tl.float64)
+    for i in range(PART_ROWS):
+        row = part * PART_ROWS + i
+        ok = (row < ROWS) & (channel < H)
+        x_at = tl.load(at + row, mask=row < ROWS, other=0) + channel
+        m_at = tl.load(at + ROWS + row, mask=row < ROWS, other=0) + channel
+        v = load_values(x, m, x_at, m_at, ok, DELTA).to(tl.float64)
+        total += v * v
+    total = tl.sum(total.reshape(2, 4, BLOCK), 0)
+    total = tl.sum(total.reshape(2, 2, BLOCK), 0)
+    total = tl.sum(total, 0)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(sums + column, total, mask=column < H)
+
+
+@triton.jit
 def encode_kernel(
     x,
     m,
     payload,
     w,
     table,
+    channels,
     bad,
     chosen,
     SAMPLES,
@@ -133,6 +198,9 @@ def encode_kernel(
     DELTA: tl.constexpr,
     UPDATE: tl.constexpr,
     STOCHASTIC: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    LOADING: tl.constexpr,
+    UNBIASED: tl.constexpr,
     OCT: tl.constexpr,
     ALIGNED: tl.constexpr,
     FIELDS: tl.constexpr,
@@ -141,6 +209,8 @@ def encode_kernel(
 
     CHOSEN: chosen[0] holds the bits, at most BITS; w holds the decoded values for 1 bit, 2 bits and so on, one after
     the other; the table's positions of scales and codes leave out the part that depends on the bits.
+    CHANNELS: channels holds the scales of the channels, then their inverses. LOADING: of an rms scale; 0 for the
+    largest value. UNBIASED: of the gain.
     """
     unit, chunk = unit_and_chunk(GROUP, 8 * OCT)
     row, fields, group, column, n = locate_sample_group(unit, table, SAMPLES, GROUP, GROUPS, H, FIELDS)
@@ -154,25 +224,37 @@ def encode_kernel(
     most = tl.max(v.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
     first = tl.load(fields + 4)
     inside = row - first
-    tl.atomic_min(bad, (tl.load(fields + 5) << 32) | inside, mask=most > 0x71800000)  # 2**100
-    most = tl.where(most < 0x0D800000, 0, most)  # 2**-100
+    bad_row = (tl.load(fields + 5) << 32) | inside
+    tl.atomic_min(bad, bad_row, mask=most > 0x71800000)  # 2**100
+    if CHANNELS:
+        v = v * tl.load(channels + H + column + at, mask=ok, other=0.0)
+        most = tl.max(v.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+        tl.atomic_min(bad, bad_row, mask=most > 0x71800000)
     if CHOSEN:
         bits, group_bytes, row_bytes = code_sizes(tl.load(chosen).to(tl.int32), H, GROUP, GROUPS)
         scales = first * row_bytes
         w += (1 << bits) - 2
     else:
         bits, group_bytes, row_bytes, scales = BITS, GROUP_BYTES, ROW_BYTES, tl.load(fields + 2)
-    byte = tl.arange(0, 4)
-    scale_at = payload + scales + 4 * (row * GROUPS + group)
-    tl.store(scale_at + byte, ((most >> (8 * byte)) & 255).to(tl.uint8))
-    scale = most.to(tl.float32, bitcast=True)
-    u = v * tl.div_rn(1.0, tl.where(scale == 0.0, 1.0, scale)) + 1.0
-    c = quantize_values(u, bits, tl.where(ok, inside * H + column + at, 0), fields + 6, STOCHASTIC)
+    if LOADING > 0:
+        scale, squares = rms_scale(v, most, n, LOADING)
+    else:
+        scale = tl.where(most < 0x0D800000, 0, most).to(tl.float32, bitcast=True)  # 2**-100
+    t = v * tl.div_rn(1.0, tl.where(scale == 0.0, 1.0, scale))
+    c = quantize_values(t + 1.0, bits, tl.where(ok, inside * H + column + at, 0), fields + 6, STOCHASTIC)
     c = tl.where(scale == 0.0, 0, c)
     codes = payload + tl.load(fields + 3) + row * row_bytes + group * group_bytes
     store_codes_dynamic(codes, octet, lane, c, ok, (n * bits + 7) // 8, bits, BITS)
+    sent = scale
+    if UNBIASED:
+        sent = unbiased_scale(scale, most, squares, t, c, bits)
+    byte = tl.arange(0, 4)
+    scale_at = payload + scales + 4 * (row * GROUPS + group)
+    tl.store(scale_at + byte, ((sent.to(tl.int32, bitcast=True) >> (8 * byte)) & 255).to(tl.uint8))
     if UPDATE:
-        moved = tl.where(scale == 0.0, 0.0, tl.load(w + c, mask=ok, other=0.0) * scale)
+        moved = tl.where(sent == 0.0, 0.0, tl.load(w + c, mask=ok, other=0.0) * sent)
+        if CHANNELS:
+            moved = moved * tl.load(channels + column + at, mask=ok, other=0.0)
         if DELTA:
             moved = before + moved
         tl.store(m_at, moved, mask=ok)
@@ -184,6 +266,7 @@ def decode_kernel(
     payload,
     w,
     table,
+    channels,
     SAMPLES,
     H,
     GROUP,
@@ -192,11 +275,12 @@ def decode_kernel(
     ROW_BYTES,
     BITS: tl.constexpr,
     DELTA: tl.constexpr,
+    CHANNELS: tl.constexpr,
     BLOCK: tl.constexpr,
     ALIGNED: tl.constexpr,
     FIELDS: tl.constexpr,
 ):
-    """Decode one chunk of a group, and move m by the values or set m to them."""
+    """Decode one chunk of a group, times the scales in `channels` if CHANNELS, and move m by the values or set it."""
     unit, chunk = unit_and_chunk(GROUP, BLOCK)
     row, fields, group, column, n = locate_sample_group(unit, table, SAMPLES, GROUP, GROUPS, H, FIELDS)
     at = chunk * BLOCK + tl.arange(0, BLOCK)
@@ -207,6 +291,8 @@ def decode_kernel(
     codes = payload + tl.load(fields + 3) + row * ROW_BYTES + group * GROUP_BYTES
     c = load_codes(codes, at, ok, (n * BITS + 7) // 8, BITS)
     v = tl.where(scale == 0.0, 0.0, tl.load(w + c, mask=ok, other=0.0) * scale)
+    if CHANNELS:
+        v = v * tl.load(channels + column + at, mask=ok, other=0.0)
     to = m + sample_start(fields + 1, ALIGNED) + row * H + column + at
     if DELTA:
         v = tl.load(to, mask=ok, other=0.0) + v
@@ -217,7 +303,7 @@ def decode_kernel(
 @torch.no_grad()
 def encode_batch(items: Sequence[EncodeItem], payload: Tensor, packet: Tensor | None) -> Tensor:
     # One launch for all samples with the same options.
-    scales = reference.measure_channels(items, payload)
+    scales = reference.measure_channels(items, payload, channel_sums)
     bad = torch.full((1,), ALL_FINITE, dtype=torch.int64, device=payload.device)
     batches: dict[object, list[tuple[int, EncodeItem, Tensor]]] = {}
     for i, (item, part) in enumerate(zip(items, reference.split_payload(payload, items), strict=True)):
@@ -230,25 +316,26 @@ def encode_batch(items: Sequence[EncodeItem], payload: Tensor, packet: Tensor | 
                 item.m.copy_(x)
             flag = torch.where(torch.isfinite(x).all(), ALL_FINITE, i << 32)
             torch.minimum(bad, flag, out=bad)
-        elif o.scale != "max" or group_length(x.shape[1], o.group_size) > MAX_VALUES or x.numel() >> 32:
+        elif group_length(x.shape[1], o.group_size) > MAX_VALUES or x.numel() >> 32:
             _encode_alone(i, item, part, bad, scales[i])
         else:
             key = (o._replace(seed=0), item.delta, item.m is None, x.dtype, x.shape[1])
             batches.setdefault(key, []).append((i, item, part))
     for batch in batches.values():
-        first = batch[0][1]
+        i, first, _ = batch[0]
         assert first.options is not None
         x = loadable(first.x)
         m = x if first.m is None else first.m
         parts = [(i, item.x, item.m, part, item.options.seed if item.options else 0) for i, item, part in batch]
-        launch_encode(first, x, m, payload, _payload_table(parts, x, m, payload, first.options), bad)
+        table = _payload_table(parts, x, m, payload, first.options)
+        launch_encode(first, x, m, payload, table, bad, c_H=scales[i])
     if packet is not None:
         reference.write_checksum(packet)
     return bad
 
 
 def _encode_alone(i: int, item: EncodeItem, part: Tensor, bad: Tensor, c_H: Tensor | None) -> None:
-    """Encode a sample whose groups no program can hold, or whose scales one program cannot compute."""
+    """Encode a sample whose groups no program can hold."""
     x, m, o = item.x, item.m, item.options
     assert o is not None
     if c_H is None:
@@ -266,41 +353,78 @@ def _encode_alone(i: int, item: EncodeItem, part: Tensor, bad: Tensor, c_H: Tens
 
 
 def launch_encode(
-    first: EncodeItem, x: Tensor, m: Tensor, payload: Tensor, t: SampleTable, bad: Tensor, chosen: Tensor | None = None
+    first: EncodeItem,
+    x: Tensor,
+    m: Tensor,
+    payload: Tensor,
+    t: SampleTable,
+    bad: Tensor,
+    chosen: Tensor | None = None,
+    c_H: Tensor | None = None,
 ) -> None:
-    """Encode samples like `first` with the bits of its options, or with those in `chosen`, at most that many."""
+    """Encode samples like `first` with the bits of its options, or with those in `chosen`, at most that many.
+
+    c_H: scales of channels, float32.
+    """
     o, s = first.options, t.shape
     assert o is not None
     octet = triton.next_power_of_2(-(-s.group // 8))
-    values = (x, m, payload, t.w, t.fields, bad, bad if chosen is None else chosen, t.samples, *s.sizes)
-    kind = {"BITS": o.bits, "CHOSEN": chosen is not None, "DELTA": first.delta, "UPDATE": first.m is not None}
+    channels = t.w if c_H is None else torch.cat([c_H, torch.reciprocal(c_H)])
+    values = (x, m, payload, t.w, t.fields, channels, bad, bad if chosen is None else chosen, t.samples, *s.sizes)
+    kind: dict[str, Any] = {
+        "BITS": o.bits,
+        "CHOSEN": chosen is not None,
+        "DELTA": first.delta,
+        "UPDATE": first.m is not None,
+    }
     kind |= {"STOCHASTIC": o.rounding == "stochastic", "OCT": octet, "ALIGNED": t.aligned, "FIELDS": FIELDS}
+    loading = 0.0 if o.scale == "max" else RMS_LOADING[o.bits]
+    kind |= {"CHANNELS": c_H is not None, "LOADING": loading, "UNBIASED": o.gain == "unbiased"}
     launch(encode_kernel, s.grid(8 * octet), *values, **kind, num_warps=warps(8 * octet))
+
+
+def channel_sums(items: Sequence[EncodeItem]) -> Tensor:
+    """Sum the squares of each channel of samples that are not empty, float64 [H], as `channels.sum_squares`.
+
+    One launch for consecutive samples of the same dtype.
+    """
+    H, rows = items[0].x.shape[1], sum(len(item.x) for item in items)
+    if len({(item.x.dtype, item.delta) for item in items}) > 1:
+        return reference.channel_sums(items)
+    x, m = loadable(items[0].x), items[0].m if items[0].delta else None
+    stride, first, positions = sampled_stride(rows), 0, list[Tensor]()
+    for item in items:
+        row = torch.arange(-first % stride, len(item.x), stride)
+        x_at = (item.x.data_ptr() - x.data_ptr()) // x.element_size()
+        m_at = 0 if m is None or item.m is None else (item.m.data_ptr() - m.data_ptr()) // 4
+        positions.append(torch.stack([x_at + H * row, m_at + H * row]))
+        first += len(item.x)
+    at = torch.cat(positions, 1).to(x.device, non_blocking=True)
+    sampled = at.shape[1]
+    sums = torch.empty(H, dtype=torch.float64, device=x.device)
+    sizes = (sampled, -(-sampled // PARTS), H)
+    launch(channel_sums_kernel, (-(-H // SUMMED),), x, x if m is None else m, at, sums, *sizes, m is not None, SUMMED)
+    return sums
 
 
 @operation
 @torch.no_grad()
 def decode_batch(payload: Tensor, items: Sequence[DecodeItem]) -> None:
     # One launch for all samples with the same options.
-    scales = reference.read_channels(items, payload)
+    scales = reference.read_channels(items, payload, channel_sums)
     batches: dict[tuple[QuantizerOptions, bool, int], list[tuple[int, Tensor, Tensor, Tensor, int]]] = {}
     for i, (item, part) in enumerate(zip(items, reference.split_payload(payload, items), strict=True)):
         if item.options is None:
             item.m.copy_(part.clone().view(item.dtype).view(item.m.shape))
-        elif (c_H := scales[i]) is not None:
-            n, o = len(item.m), item.options.in_channels
-            cut = 4 * n * groups(item.m.shape[1], o.group_size)
-            launch_dequantize(
-                part[cut:].view(n, -1), part[:cut].clone().view(torch.float32), o, item.m, item.delta, channels=c_H
-            )
         elif item.m.numel():
             key = (item.options._replace(seed=0), item.delta, item.m.shape[1])
             batches.setdefault(key, []).append((i, item.m, item.m, part, 0))
     for (o, delta, _), parts in batches.items():
-        m = parts[0][1]
-        t = _payload_table(parts, m, m, payload, o)
-        values = (m, payload, t.w, t.fields, t.samples, *t.shape.sizes)
-        kind = {"BITS": o.bits, "DELTA": delta, "BLOCK": BLOCK, "ALIGNED": t.aligned, "FIELDS": FIELDS}
+        i, m = parts[0][:2]
+        t, c_H = _payload_table(parts, m, m, payload, o), scales[i]
+        values = (m, payload, t.w, t.fields, t.w if c_H is None else c_H, t.samples, *t.shape.sizes)
+        kind = {"BITS": o.bits, "DELTA": delta, "CHANNELS": c_H is not None}
+        kind |= {"BLOCK": BLOCK, "ALIGNED": t.aligned, "FIELDS": FIELDS}
         launch(decode_kernel, t.shape.grid(BLOCK), *values, **kind)
 
 

@@ -50,6 +50,36 @@ def test_quantizer(rows, H, group, dtype, mode):
         assert same(back, reference.dequantize(*want, o, (rows, H), None, False))
 
 
+@pytest.mark.parametrize("scale", ["rms", "channels", "cached_channels"])
+@pytest.mark.parametrize("gain", ["least_error", "unbiased"])
+@pytest.mark.parametrize(("H", "group", "dtype"), [(768, None, torch.float32), (33, 5, torch.bfloat16)])
+def test_batches_with_scales_of_channels(scale, gain, H, group, dtype):
+    """Samples that are changes and others, with more rows than scales of channels come from."""
+    g = torch.Generator().manual_seed(H)
+    spread = torch.logspace(-2, 2, H)
+    for bits in (1, 2, 4, 8):
+        o = QuantizerOptions(bits, group, scale, gain=gain)
+        x = [(spread * torch.randn(n, H, generator=g)).to(dtype) for n in (600, 1, 300, 40)]
+        x[1][:] = 0
+        m = [spread * torch.randn(each.shape, generator=g) for each in x]
+        items = [ops.EncodeItem(a, b.clone(), o, i < 3) for i, (a, b) in enumerate(zip(x, m, strict=True))]
+        on_gpu = [v._replace(x=v.x.cuda(), m=b.cuda()) for v, b in zip(items, m, strict=True)]
+        wanted, payload = (
+            torch.zeros(ops.batch_bytes(items), dtype=torch.uint8, device=device) for device in ("cpu", "cuda")
+        )
+        ops.encode_batch(items, wanted, backend="torch").check()
+        ops.encode_batch(on_gpu, payload).check()
+        assert same(payload, wanted)
+        arriving = [ops.DecodeItem(b.cuda(), o, v.delta) for v, b in zip(items, m, strict=True)]
+        ops.decode_batch(payload, arriving)
+        for v, w, a in zip(on_gpu, items, arriving, strict=True):
+            assert same(v.m, w.m)
+            assert same(a.m, w.m)
+        on_gpu[2].x[17, 3] = torch.inf
+        with pytest.raises(NonFiniteError, match="row 17"):
+            ops.encode_batch(on_gpu, payload).check()
+
+
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize(("H", "group"), [(768, None), (1600, None), (252, 64), (33, 5), (4096, 128)])
 def test_the_gpu_chooses_the_fewest_bits_without_waiting(H, group, rounding):

@@ -168,8 +168,8 @@ def test_changes_and_first_visits_have_their_own_scales(backend: str) -> None:
     start = [item.m.clone() if item.delta else torch.empty_like(item.m) for item in items]
     payload = encoded(items, backend)
     changes = torch.cat([x[:9] - m[:9], x[20:] - m[20:]])
-    assert torch.equal(payload[:24], channels.scales_of([changes], "channels")[0])
-    assert torch.equal(payload[24:48], channels.scales_of([x[9:20]], "channels")[0])
+    assert torch.equal(payload[:24], channels.encode_block(channels.sum_squares([changes]), "channels"))
+    assert torch.equal(payload[24:48], channels.encode_block(channels.sum_squares([x[9:20]]), "channels"))
     ops.decode_batch(
         payload, [DecodeItem(m, v.options, v.delta) for m, v in zip(start, items, strict=True)], backend=backend
     )

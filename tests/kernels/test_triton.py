@@ -28,6 +28,7 @@ CASES = {
     "fp32 [3, 100]": (torch.float32, (3, 100), QuantizerOptions(3, 24, "max", "stochastic", 5)),
     "bf16 [3, 1]": (torch.bfloat16, (3, 1), QuantizerOptions(8, None)),
     "fp16 [1, 1]": (torch.float16, (1, 1), QuantizerOptions(4, None, "rms")),
+    "fp32 [3, 100] nearest": (torch.float32, (3, 100), QuantizerOptions(2, None, "rms")),
 }
 
 
@@ -67,7 +68,8 @@ def test_compiled_kernels_round_every_step_on_newer_gpus(launches):
 def check(launch: Any, capability: int) -> None:
     text = launch.ptx(capability)
     assert f".target sm_{capability}" in text
-    assert not re.search(r"\b(fma|mad)(\.\w+)*\.f32", text), launch
+    assert not re.search(r"\b(fma|mad)(\.\w+)*\.f(32|64)", text), launch
+    assert not re.search(r"\b(sqrt|rcp)\.approx", text), launch
     assert ".ftz" not in text, f"denormals would be flushed to zero: {launch}"
     assert "div.full" not in text, launch
     assert "div.approx" not in text, launch
@@ -112,6 +114,28 @@ def test_a_batch_copies_a_few_numbers_per_sample(rows):
         values = launch.arguments["table"].numel(), launch.arguments["w"].numel()
         assert values == (len(rows) * launch.arguments["FIELDS"], 1 << o.bits)
     assert copied.values == [8 * len(rows) + 8] * 2  # two values of w have the bytes of one of the table
+
+
+@pytest.mark.parametrize("scale", ["channels", "cached_channels"])
+def test_scales_of_channels_take_one_more_launch(scale):
+    """Of a packet's sums; its values are read twice and written once, as with other scales."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    from pipecomp.kernels.triton import BACKEND
+    from tests.kernels.triton_launches import recorded
+
+    o, x = QuantizerOptions(2, None, scale, gain="unbiased"), torch.zeros(192, 32, device="meta")
+    items = [EncodeItem(each, each, o, True) for each in x.split(64)]
+    payload = torch.empty(ops.batch_bytes(items), dtype=torch.uint8, device="meta")
+    with recorded() as launches:
+        BACKEND.encode_batch(items, payload, None)
+        BACKEND.decode_batch(payload, [DecodeItem(v.m, o, True) for v in items])
+    sums = ["channel_sums_kernel"]
+    assert [launch.name for launch in launches] == [
+        *(*sums, "encode_kernel"),
+        *(*(sums if scale == "cached_channels" else []), "decode_kernel"),
+    ]
+    assert "sqrt.rn.f64" in launches[1].ptx()
+    assert "div.rn.f64" in launches[1].ptx()
 
 
 def test_encode_fewest_copies_once():

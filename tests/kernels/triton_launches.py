@@ -124,6 +124,11 @@ def launch_all(x: torch.Tensor, options: QuantizerOptions) -> None:
         BACKEND.encode_batch([EncodeItem(x, m, options, delta)], payload, None)
         BACKEND.decode_batch(payload, [DecodeItem(m, options, delta)])
     BACKEND.encode_batch([EncodeItem(x, None, options)], payload, None)
+    if options.rounding == "nearest":
+        own = options._replace(scale="channels", gain="unbiased")
+        for delta in (False, True):
+            BACKEND.encode_batch([EncodeItem(x, m, own, delta)], payload, None)
+            BACKEND.decode_batch(payload, [DecodeItem(m, own, delta)])
     for item in (EncodeItem(x, m, options, True), EncodeItem(x, None, options)):
         BACKEND.encode_fewest([item], 0.1, 2, 4 if item.delta else 8, payload)
     _launch_gradients(g_d, m.reshape(-1))
