@@ -95,11 +95,7 @@ engine.close()
 
 def write_inputs(folder: Path) -> None:
     """Write what the pages' readers bring: models of the hub as small folders of the same architecture, and data."""
-    import torch
-    import transformers
-    import trl
-
-    from tests.models import byte_pairs, gpt2, tokenizer_for, write_text
+    from tests.models import byte_pairs, gpt2, save_qwen3, write_text
 
     text = write_text(folder / "text.txt", 120)
     gpt2(3, vocab_size=300, n_positions=32).save_pretrained(folder / "gpt2")
@@ -112,18 +108,7 @@ def write_inputs(folder: Path) -> None:
         for i in range(48)
     ]
     (folder / "chat.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
-    template = Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja"  # the model's own
-    tokenizer = tokenizer_for([json.dumps(chat) for chat in chats], pad_token="<|endoftext|>")
-    tokenizer.add_special_tokens(
-        {"additional_special_tokens": ["<|im_start|>", "<|im_end|>"], "eos_token": "<|im_end|>"}
-    )
-    tokenizer.chat_template = template.read_text()
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "max_position_embeddings": 512}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "tie_word_embeddings": True}
-    torch.manual_seed(0)
-    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(vocab_size=len(tokenizer), **sizes, **heads))
-    for saved in (model, tokenizer):
-        saved.save_pretrained(folder / "Qwen" / "Qwen3-0.6B")
+    save_qwen3(folder / "Qwen" / "Qwen3-0.6B", chats)
     (folder / "train.py").write_text(TRAIN)
 
 

@@ -50,6 +50,7 @@ LONGEST = (
     "dist/test_gradients.py",
     "recipes/test_gpt2_wikitext2.py",
     "golden/test_golden.py",
+    "dist/test_published_scripts.py",
     "dist/test_doctor.py",
     "dist/test_trainer.py",
     "dist/test_engine.py",

@@ -242,6 +242,22 @@ def save_model(folder: Path, text: Path) -> Path:
     return folder
 
 
+def save_qwen3(folder: Path, chats: Sequence[Any]) -> None:
+    """Save a small Qwen3 with its own chat template, which has no marks for what is learned."""
+    import transformers
+    import trl
+
+    tokenizer = tokenizer_for([json.dumps(chat) for chat in chats], pad_token="<|endoftext|>")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"], "eos_token": "<|im_end|>"})
+    tokenizer.chat_template = (Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja").read_text()
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "max_position_embeddings": 512}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "tie_word_embeddings": True}
+    torch.manual_seed(0)
+    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(vocab_size=len(tokenizer), **sizes, **heads))
+    for saved in (model, tokenizer):
+        saved.save_pretrained(folder)
+
+
 def metrics(run: Path, file: str = "metrics.jsonl") -> list[dict]:
     """Read a run's metrics."""
     return [json.loads(line) for line in (run / file).read_text().splitlines()]

@@ -94,7 +94,11 @@ def _check_indexable(data: Any, name: str) -> None:
     # torch's IterableDataset inherits a __getitem__ that raises NotImplementedError.
     indexable = has_length(data) and hasattr(data, "__getitem__") and not isinstance(data, IterableDataset)
     if data is None or not indexable:
-        raise DataError(f"{name}: got {type(data).__name__}, allowed: a dataset with a length and indices")
+        # Cached activations belong to samples, which a stream does not number.
+        way = (
+            ". Read a stream first: datasets.Dataset.from_list(list(stream.take(100_000)))" if data is not None else ""
+        )
+        raise DataError(f"{name}: got {type(data).__name__}, allowed: a dataset with a length and indices{way}")
     if len(data) == 0:
         raise DataError(f"{name}: the dataset has no samples")
 

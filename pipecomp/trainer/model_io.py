@@ -202,7 +202,8 @@ def _watch_optimizer(engine: TrainingEngine, fire: Callable[[str], None]) -> Non
     """Wrap the optimizer's step to fire Trainer's events. Gradients are clipped when on_pre_optimizer_step fires."""
     step = engine.optimizer.step
 
-    def watched(_: Any, *args: Any, **kwargs: Any) -> Any:
+    def watched(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        optimizer._opt_called = True  # as torch's schedulers note it, which do not wrap this function, or they warn
         for _ in range(engine.micro_batches - 1):  # fired together, because micro-batches overlap in time
             fire("on_substep_end")
         fire("on_pre_optimizer_step")
