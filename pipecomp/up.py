@@ -26,16 +26,17 @@ from rich.console import Console
 from pipecomp.config import read_json_object
 from pipecomp.config.checks import batch_sizes
 from pipecomp.distributed.consistency import AllRanks
-from pipecomp.distributed.rendezvous import all_ranks, start_processes
-from pipecomp.distributed.up_launcher import TRAIN, Checks
+from pipecomp.distributed.rendezvous import KEYS, all_ranks, certified_ranks, start_processes
+from pipecomp.distributed.up_launcher import BOOK, REACHED, TRAIN, Checks
 from pipecomp.doctor.examination import examine
 from pipecomp.doctor.finding import Finding, print_report
-from pipecomp.errors import DataError, PipecompError
+from pipecomp.errors import DataError, LinkTimeoutError, PeerLostError, PipecompError
 from pipecomp.netlab.software import throttle_to
 from pipecomp.plan.command import run_plan
 from pipecomp.plan.options import PlanOptions, TrainOptions
 from pipecomp.tls.process_group import current_mesh
 from pipecomp.tls.routes import RELAYED
+from pipecomp.utils.files import atomic_write_text
 from pipecomp.utils.tables import replace_unprintable
 
 _DOCTOR_S = 600.0
@@ -56,6 +57,8 @@ def main(arguments: Sequence[str]) -> None:
     try:
         start_processes(config=_config(command))
         report(f"up: {dist.get_world_size()} ranks are connected over {dist.get_backend()}{_relayed()}")
+        if KEYS in os.environ:
+            _write_book(all_ranks())
         compare_files(all_ranks(), train_files(command[1]) if trains else command[1:])
         report("up: all ranks have the same files")
         if checks.doctor:
@@ -70,7 +73,7 @@ def main(arguments: Sequence[str]) -> None:
             report("up: planned")
     except PipecompError as error:
         print(f"pipecomp up: rank {os.environ['RANK']}: {error}", file=sys.stderr, flush=True)
-        sys.exit(1)
+        sys.exit(preemption.LOST_STATUS if isinstance(error, (PeerLostError, LinkTimeoutError)) else 1)
     except KeyboardInterrupt:
         sys.exit(130)
     report("up: training begins")
@@ -80,6 +83,16 @@ def main(arguments: Sequence[str]) -> None:
         return
     sys.path.insert(0, str(Path(command[0]).resolve().parent))
     runpy.run_path(command[0], run_name="__main__")
+
+
+def _write_book(ranks: AllRanks) -> None:
+    """Write for this machine's launcher where each machine is reached, by its place; every rank must call this."""
+    certified = certified_ranks(ranks.world) or range(ranks.world)
+    place = certified[ranks.rank] // int(os.environ["LOCAL_WORLD_SIZE"])
+    answers = ranks.all_gather_object([place, os.environ.get(REACHED)])
+    if os.environ["LOCAL_RANK"] == "0":
+        book = {str(place): reached for place, reached in answers if reached is not None}
+        atomic_write_text(Path(os.environ[KEYS]) / BOOK, json.dumps(book))
 
 
 def _relayed() -> str:

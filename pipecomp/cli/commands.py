@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -307,8 +308,16 @@ def up(
     else:
         at = at if re.search(r":\d+$", at) else f"{at}:{_UP_PORT}"
         reached = Address.parse(address or at, "at" if address is None else "address")
-    own = read_train_options(command[1:]).to_json() if command[:1] == [up_launcher.TRAIN] else None
-    run = up_launcher.UpRun(address=reached, machines=machines, procs=procs, command=tuple(command), train=own)
+    train = read_train_options(command[1:]) if command[:1] == [up_launcher.TRAIN] else None
+    elastic = train is not None and (machines > 1 if train.elastic is None else train.elastic)
+    run = up_launcher.UpRun(
+        address=reached,
+        machines=machines,
+        procs=procs,
+        command=tuple(command),
+        train=None if train is None else replace(train, elastic=elastic or None).to_json(),
+        elastic=elastic,
+    )
     checks = up_launcher.Checks(doctor=doctor, plan=plan, anyway=anyway)
     if at is not None and fingerprint is not None and code is not None:
         up_launcher.join_run(keys, at, fingerprint, code, say=typer.echo)

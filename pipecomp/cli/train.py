@@ -145,16 +145,19 @@ def train(
     if launched:
         check_started(options, hint)
     check_sources(options)
-    hosts, spares = ([] if hosts is None else hosts.split(",") for hosts in (options.peers, options.spare))
+    hosts, spares = (
+        [host.strip() for host in (text or "").split(",") if text] for text in (options.peers, options.spare)
+    )
     elastic = options.elastic if options.elastic is not None else len(hosts) > 1
     require(elastic or not spares, "--spare", options.spare, "only with several --peers, and without --no-elastic")
+    roster = Roster.start(hosts or [LOCAL], spares)
     own = replace(options, out=options.out or default_folder("train"), peers=None, spare=None, elastic=elastic or None)
     command = python_module_command(_RANK_PROGRAM, own.to_json())
     if launched:
         require(not dry_run, "--dry-run", True, "only without a launcher", hint)
         os.execv(sys.executable, command)
     read_launch(os.environ)  # refuses srun's tasks that have no rank
-    ranks = assign_ranks(command, options.stages or len(hosts) or 2, [host.strip() for host in hosts])
+    ranks = assign_ranks(command, options.stages or len(hosts) or 2, hosts)
     if dry_run:
         for rank in ranks:
             print_line(f"{rank.host or 'here'}: {rank.shell_line(working_directory(), os.environ)}")
@@ -166,7 +169,6 @@ def train(
     print_status("Measuring with 1 process." if len(ranks) == 1 else f"Measuring between {len(ranks)} processes.")
     if not elastic:
         raise typer.Exit(launch_ranks(ranks))
-    roster = Roster.start([host.strip() for host in hosts or [LOCAL]], [host.strip() for host in spares])
 
     def command_for(world: int) -> list[str]:
         return python_module_command(_RANK_PROGRAM, replace(own, stages=world).to_json())
@@ -202,10 +204,10 @@ def read_train_options(words: Sequence[str]) -> TrainOptions:
     except SystemExit:  # with 0 at its end, otherwise after a line about the arguments
         if not found:
             raise
-    options = found[0]
+    options = replace(found[0], elastic=None)
     check_started(options, "Each machine starts its own processes")
     check_sources(options)
-    return options
+    return found[0]
 
 
 def check_sources(options: TrainOptions) -> None:

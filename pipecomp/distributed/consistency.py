@@ -20,9 +20,11 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from pipecomp.codecs import wire
+from pipecomp.distributed.launch_env import restarts
 from pipecomp.errors import LinkError, LinkTimeoutError, PeerLostError, PipecompError
 
-JOIN_TIMEOUT_S = 1800.0  # for the slowest rank to reach the start of the run: it may prepare data
+# For the slowest rank to reach the start of the run: it may prepare data. After a restart all have done so.
+JOIN_TIMEOUT_S = 180.0 if restarts() else 1800.0
 _PART_S, _POLL_S = 10.0, 0.2
 _PREFIX = "pipecomp/start"
 _VERSIONS = ("pipecomp", "torch", "deepspeed", "transformers")  # other versions may compute or save differently

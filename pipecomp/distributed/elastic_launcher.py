@@ -7,31 +7,27 @@ themselves; the launcher knows nothing about it.
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from pipecomp.distributed.preemption import LOST_STATUS, REQUEUE_STATUS
+from pipecomp.distributed.launch_env import RESTARTS
+from pipecomp.distributed.preemption import REQUEUE_STATUS
 from pipecomp.distributed.ssh_launcher import (
-    Ended,
-    RankCommand,
     assign_ranks,
     is_this_machine,
     try_login,
     watch_ranks,
     working_directory,
 )
-from pipecomp.errors import ConfigError, require
+from pipecomp.errors import require
 from pipecomp.utils.units import format_count
 
 LOCAL = "this machine"  # in a roster without hosts
-RESTARTS = "PIPECOMP_RESTARTS"  # how often the ranks of this run have been started again
 _GRACE_S = 15.0  # for the remaining ranks to notice a loss and to end
 _LOOK_S = 30.0  # between two attempts to reach a lost machine
-_SSH_FAILED = 255
 _ADVICE = "The run goes on without it"
 
 
@@ -84,18 +80,6 @@ class Roster:
             spares=(*self.spares, *back[count:]),
             lost=tuple(host for host in self.lost if host not in back),
         )
-
-
-def is_loss(ended: Ended, ranks: Sequence[RankCommand]) -> bool:
-    """Return whether a run has ended because ranks or machines were lost, and none by an error of its own."""
-
-    def lost(rank: RankCommand, status: int) -> bool:
-        if status == _SSH_FAILED:
-            return rank.host is not None
-        return status > 128 or status == LOST_STATUS
-
-    failed = [(rank, status) for rank, status in zip(ranks, ended.statuses, strict=True) if status]
-    return bool(failed) and not ended.stopped and all(lost(rank, status) for rank, status in failed)
 
 
 def silent_hosts(hosts: Iterable[str]) -> dict[str, str]:
@@ -174,7 +158,7 @@ def launch_elastic(
         if ended.status == REQUEUE_STATUS and returning.found and not ended.stopped:
             roster = roster.with_returned(returning.found)
             reason = f"{', '.join(returning.found)} answers again"
-        elif is_loss(ended, ranks):
+        elif ended.is_loss:
             why = silent((*roster.hosts, *roster.spares, *roster.lost))
             before, roster = roster, roster.without(why).with_returned(set(roster.lost) - set(why))
             if not roster.hosts:
@@ -202,11 +186,3 @@ def _spares(roster: Roster) -> str:
 
 def _say(text: str) -> None:
     print(f"pipecomp: {text}", file=sys.stderr, flush=True)
-
-
-def restarts() -> int:
-    """Return how often the launcher has started this run's ranks again. Raises ConfigError for an invalid variable."""
-    text = os.environ.get(RESTARTS, "0")
-    if not text.isdecimal():
-        raise ConfigError(RESTARTS, text, "a whole number from 0")
-    return int(text)

@@ -38,6 +38,7 @@ _TASKS = {
 _TERMINAL = "SLURM_PTY_PORT"  # set by srun --pty, an interactive shell, whatever the number of tasks
 # The launcher: a process id, or "stdin" for one at the other end of standard input.
 LAUNCHER, STDIN = "PIPECOMP_LAUNCHER", "stdin"
+RESTARTS = "PIPECOMP_RESTARTS"  # how often an elastic launcher has started the ranks of this run again
 
 # Variables that change a rank's numbers, its speed or what it reads: those that suit all machines, and those that
 # describe one machine or its network.
@@ -103,6 +104,12 @@ def read_launch(environ: Mapping[str, str]) -> Launch:
     if rank is not None and world is not None and rank >= world:
         raise ConfigError("RANK", rank, f"0 to {world - 1}, as WORLD_SIZE is {world}")
     return Launch(rank, world, _number(environ, "LOCAL_RANK", 0) or 0, local_world, master_address(environ))
+
+
+def restarts() -> int:
+    """Return how often an elastic launcher has started this run's ranks again."""
+    text = os.environ.get(RESTARTS, "")
+    return int(text) if text.isdecimal() else 0
 
 
 def master_address(environ: Mapping[str, str]) -> str | None:

@@ -18,19 +18,17 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import NamedTuple
 
 from pipecomp.distributed.launch_env import COMMON_VARIABLES, LAUNCHER, MACHINE_VARIABLES, STDIN, without_brackets
 from pipecomp.distributed.placement import address_towards, free_port, is_loopback, list_interfaces
 from pipecomp.distributed.preemption import stop_signals
-from pipecomp.distributed.supervisor import GO_ON, ProcessSpec, Supervisor, describe_status
+from pipecomp.distributed.supervisor import GO_ON, SSH_FAILED, Ended, ProcessSpec, Supervisor, describe_status
 from pipecomp.errors import ConfigError, require
 
 PORT = 29500  # default MASTER_PORT for several machines, as of other launchers
 # Routers drop idle connections, and only the first rank prints for hours. ServerAliveCountMax is an hour: how long a
 # link may be down is for the run to decide, not for ssh.
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=30", "-o", "ServerAliveCountMax=120")
-_SSH_FAILED = 255  # ssh's exit status for its own errors
 _LOOKUP_S, _WARN_S, _GRACE_S = 10.0, 5.0, 60.0
 # Prefixes of variables that other machines get. None of them names a network interface or device of this machine.
 _FORWARDED = ("PIPECOMP_", "HF_", "TRACKIO_", "MLFLOW_", "WANDB_", "DS_ACCELERATOR", "PYTHONPATH")
@@ -273,20 +271,6 @@ def try_login(host: str, line: str) -> str | None:
     return None if done.returncode == 0 else (said or [f"exit status {done.returncode}"])[-1].strip()
 
 
-class Ended(NamedTuple):
-    """The end of a launch.
-
-    Attributes:
-        status: 0, or the exit status of the rank that failed first.
-        statuses: Of the ranks in their order; None for those that had not ended in time and were killed.
-        stopped: True if a signal has asked this launcher to end the run.
-    """
-
-    status: int
-    statuses: tuple[int | None, ...]
-    stopped: bool
-
-
 def launch_ranks(ranks: Sequence[RankCommand]) -> int:
     """Start the ranks and wait for all of them, as for a single program.
 
@@ -341,12 +325,12 @@ def watch_ranks(
         wanted = {128 + number for number in stop_signals()}
         if failed is not None and supervisor.status > 128 and supervisor.status not in wanted:
             _warn(failed, supervisor.status, count_oom_kills() - before, go_on)
-        return Ended(supervisor.status, tuple(supervisor.statuses), supervisor.stopped)
+        return supervisor.ended({n for n, rank in enumerate(ranks) if rank.host is not None})
 
 
 def _warn(rank: RankCommand, status: int, oom_kills: int, left: str) -> None:
     """Name the failed rank, mostly while the others wait for it; they may not have connected yet."""
     where = f" on {rank.host or socket.gethostname()}"
     how = describe_status(status, None if rank.host else oom_kills)
-    why = f" of ssh itself: try `ssh {rank.host} true`" if rank.host and status == _SSH_FAILED else ""
+    why = f" of ssh itself: try `ssh {rank.host} true`" if rank.host and status == SSH_FAILED else ""
     print(f"pipecomp: rank {rank.rank}{where} {how}{why}. {left}", file=sys.stderr, flush=True)

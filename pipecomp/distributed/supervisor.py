@@ -21,14 +21,15 @@ from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from types import FrameType
-from typing import IO, Any, Protocol
+from typing import IO, Any, NamedTuple, Protocol
 
-from pipecomp.distributed.preemption import stop_signals
+from pipecomp.distributed.preemption import LOST_STATUS, stop_signals
 from pipecomp.errors import ConfigError, PipecompError
 from pipecomp.utils.processes import exit_status, handle_signals
 
 OutputHandler = Callable[[str, str, str], None]  # label of the process, "stdout" or "stderr", line
 GO_ON = "Run the same command again: with checkpoints it goes on from the last one"
+SSH_FAILED = 255  # ssh's exit status for its own errors
 _POLL_S = 0.02
 _KILL_S = 10.0
 
@@ -55,6 +56,34 @@ class ProcessSpec:
     environment: Mapping[str, str]
     input: bytes | None = None
     inherited_fds: tuple[int, ...] = ()
+
+
+class Ended(NamedTuple):
+    """The end of supervised processes.
+
+    Attributes:
+        status: 0, or the exit status of the process that failed first.
+        statuses: Of all processes in the order of starting; None for those that had to be killed.
+        stopped: True if a signal has asked this launcher to end the run.
+        remote: Numbers of processes that are connections to other machines.
+    """
+
+    status: int
+    statuses: tuple[int | None, ...]
+    stopped: bool = False
+    remote: frozenset[int] = frozenset()
+
+    @property
+    def is_loss(self) -> bool:
+        """True if ranks or machines were lost, and no rank has ended by an error of its own."""
+
+        def lost(number: int, status: int) -> bool:
+            return (
+                (status == SSH_FAILED and number in self.remote) or (128 < status < SSH_FAILED) or status == LOST_STATUS
+            )
+
+        failed = [(number, status) for number, status in enumerate(self.statuses) if status]
+        return bool(failed) and not self.stopped and all(lost(number, status) for number, status in failed)
 
 
 class ChildProcess(Protocol):
@@ -121,6 +150,10 @@ class Supervisor:
     def stopped(self) -> bool:
         """True if `forward_signals` has passed a signal on."""
         return bool(self._signals)
+
+    def ended(self, remote: Iterable[int] = ()) -> Ended:
+        """Return how the processes have ended. remote: see `Ended`."""
+        return Ended(self.status, tuple(self.statuses), self.stopped, frozenset(remote))
 
     def start(self, spec: ProcessSpec) -> None:
         """Start a program in a session of its own. Raises ConfigError if it cannot be started."""

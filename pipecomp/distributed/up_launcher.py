@@ -7,12 +7,14 @@ import os
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
-from pipecomp.distributed.launch_env import LAUNCHER
+from pipecomp.distributed.launch_env import LAUNCHER, RESTARTS
 from pipecomp.distributed.placement import address_towards, is_loopback, list_interfaces
-from pipecomp.distributed.rendezvous import ADDRESS, KEYS, LISTEN
-from pipecomp.distributed.supervisor import ProcessSpec, Supervisor
+from pipecomp.distributed.rendezvous import ADDRESS, CERTIFIED, KEYS, LISTEN
+from pipecomp.distributed.supervisor import Ended, ProcessSpec, Supervisor
 from pipecomp.errors import KeysError, LinkTimeoutError, require
+from pipecomp.tls.assembly import Assembly, AssemblyConfig, assemble_machines
 from pipecomp.tls.certificates import format_ranks, read_identity
 from pipecomp.tls.enrollment import (
     Invitation,
@@ -20,11 +22,15 @@ from pipecomp.tls.enrollment import (
     authority_fingerprint,
     normalize_fingerprint,
 )
+from pipecomp.tls.handshake import Credentials
 from pipecomp.tls.key_folder import AUTHORITY_KEY, MACHINE, KeyFolder, create_keys, list_machines
 from pipecomp.tls.listener import Address
 from pipecomp.utils.processes import python_module_command
 
+BOOK = "machines.json"  # in the folder of keys: where each machine is reached, by place
+REACHED = "PIPECOMP_REACHED"  # where the others reach this machine
 TRAIN = "train"  # in place of a script: its argument is `TrainOptions` as JSON
+_ASSEMBLY_S = 600.0  # for the machines that are left to find each other
 _GRACE_S = 30.0  # for the remaining ranks to end after the first failure
 _REMOTE = ("192.0.2.1", "2001:db8::1")  # reserved for documentation
 
@@ -48,6 +54,7 @@ class UpRun:
         procs: Ranks per machine.
         command: A script and its arguments, or "train" and those of `pipecomp train`.
         train: The options of `pipecomp train` as JSON; None for a script.
+        elastic: Start again without lost machines.
     """
 
     address: Address
@@ -55,6 +62,7 @@ class UpRun:
     procs: int
     command: tuple[str, ...]
     train: str | None = None
+    elastic: bool = False
 
     def __post_init__(self) -> None:
         require(self.machines >= 1, "machines", self.machines, "1 or more")
@@ -153,6 +161,8 @@ def join_run(keys: str, at: str, fingerprint: str, code: str, *, say: Callable[[
 def start_ranks(run: UpRun, keys: str, listen: str | None, checks: Checks, *, say: Callable[[str], None]) -> int:
     """Start this machine's ranks, forward signals to them, and wait until all have ended.
 
+    An elastic run starts again without a lost machine, see `pipecomp.tls.assembly`.
+
     Args:
         run: The run.
         keys: This machine's folder of keys, which names its ranks.
@@ -165,6 +175,7 @@ def start_ranks(run: UpRun, keys: str, listen: str | None, checks: Checks, *, sa
 
     Raises:
         KeysError: The keys do not fit the run.
+        LinkTimeoutError: Too few machines are left.
     """
     mine = KeyFolder(keys).identity().ranks
     if len(mine) != run.procs or mine[-1] >= run.world:
@@ -172,25 +183,87 @@ def start_ranks(run: UpRun, keys: str, listen: str | None, checks: Checks, *, sa
             f"the keys in {keys} are for rank {format_ranks(mine)}, which does not fit {run.machines} machines of "
             f"{run.procs} rank(s): give the same --machines and --procs everywhere, or make new keys"
         )
+    place = mine[0] // run.procs
+    start = Assembly(tuple(range(run.machines)), run.address, 0)
+    book = Path(keys) / BOOK
+    book.unlink(missing_ok=True)
+    while True:
+        ended, status = _run_ranks(run, start, place, keys, listen, checks, say=say)
+        if not run.elastic or not book.is_file() or not ended.is_loss:
+            return status
+        addresses = {int(number): Address.parse(text, BOOK) for number, text in json.loads(book.read_text()).items()}
+        config = AssemblyConfig(
+            place=place,
+            procs=run.procs,
+            addresses=addresses,
+            before=start.places,
+            number=start.number + 1,
+            listen=listen_address(run, listen),
+        )
+        say("a machine or rank was lost; looking for those that are left")
+        start = assemble_machines(config, Credentials(KeyFolder(keys)), wait_s=_ASSEMBLY_S, say=say)
+        names = ", ".join(f"machine {number + 1}" for number in start.places)
+        say(f"restart {start.number}: {names}")
+
+
+def listen_address(run: UpRun, listen: str | None) -> Address | None:
+    """Return where a machine listens between two starts, and as rank 0; None if it does not."""
+    if listen is not None:
+        return None if listen == "none" else Address.parse(listen, "listen")
+    own = address_towards(run.address.host)
+    return None if own is None else Address(own, run.address.port)
+
+
+def _reached_address(run: UpRun, place: int, listen: str | None) -> Address | None:
+    """Where the other machines reach this one between two starts."""
+    own = listen_address(run, listen)
+    if place == 0 or own is None:
+        return run.address if place == 0 else None
+    towards = address_towards(run.address.host) if own.is_wildcard else own.host
+    return None if towards is None else Address(towards, own.port)
+
+
+def _run_ranks(
+    run: UpRun,
+    start: Assembly,
+    place: int,
+    keys: str,
+    listen: str | None,
+    checks: Checks,
+    *,
+    say: Callable[[str], None],
+) -> tuple[Ended, int]:
+    """Start this machine's ranks of one start, and wait for them; returns also the highest status of all."""
+    checks = checks if start.number == 0 else Checks(doctor=False, plan=False)
     program = run.command if run.train is None else (TRAIN, run.train)
     command = python_module_command("pipecomp.up", json.dumps(asdict(checks)), *program)
+    certified = [number * run.procs + local for number in start.places for local in range(run.procs)]
+    first = start.places.index(place) * run.procs
     common = {
         KEYS: keys,
-        ADDRESS: str(run.address),
+        ADDRESS: str(start.address),
         LAUNCHER: str(os.getpid()),
-        "WORLD_SIZE": str(run.world),
+        "WORLD_SIZE": str(len(certified)),
         "LOCAL_WORLD_SIZE": str(run.procs),
-        "MASTER_ADDR": run.address.host,
-        "MASTER_PORT": str(run.address.port),
+        "MASTER_ADDR": start.address.host,
+        "MASTER_PORT": str(start.address.port),
     }
+    if (reached := _reached_address(run, place, listen)) is not None:
+        common[REACHED] = str(reached)
+    if start.number:
+        common |= {RESTARTS: str(start.number), CERTIFIED: ",".join(map(str, certified))}
+    if start.number and first == 0:  # this machine leads now
+        listen = str(listen_address(run, listen))
     with Supervisor() as supervisor, supervisor.forward_signals():
-        for local, rank in enumerate(mine):
-            own = common | {"RANK": str(rank), "LOCAL_RANK": str(local)}
+        for local in range(run.procs):
+            own = common | {"RANK": str(first + local), "LOCAL_RANK": str(local)}
             if listen is not None and (local == 0 or listen == "none"):
                 own[LISTEN] = listen
-            supervisor.start(ProcessSpec(label=f"rank {rank}", command=command, environment=os.environ | own))
+            label = f"rank {first + local}"
+            supervisor.start(ProcessSpec(label=label, command=command, environment=os.environ | own))
         for _ in supervisor.watch(grace_s=_GRACE_S):
             pass
         if None in supervisor.statuses:
             say("a rank failed; stopping the others")
-    return max((status or 0 for status in supervisor.statuses), default=0)
+        ended = supervisor.ended()
+    return ended, max((status or 0 for status in supervisor.statuses), default=0)

@@ -13,7 +13,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from cryptography import x509
@@ -37,10 +37,13 @@ class Credentials:
 
     Args:
         folder: This machine's keys.
+        certified: For each rank of this start the number that its machine's certificate has; () if they are the same.
+            They differ after a start without a lost machine.
     """
 
-    def __init__(self, folder: KeyFolder) -> None:
+    def __init__(self, folder: KeyFolder, certified: Sequence[int] = ()) -> None:
         self.folder = folder
+        self.certified = tuple(certified)
         self.identity = folder.identity()
         self.run = certs.authority_run(folder.certificate())
         folder.private_key(MACHINE_KEY)  # raises if other users may read it
@@ -91,10 +94,13 @@ class Credentials:
 
     def check_rank(self, peer: certs.MachineIdentity, rank: object) -> int:
         """Return `rank` if the machine's certificate allows it; KeysError otherwise."""
-        if type(rank) is not int or rank not in peer.ranks:
-            allowed = certs.format_ranks(peer.ranks)
-            raise KeysError(f"machine {peer.machine!r} claims rank {rank!r}; it may be {allowed}")
-        return rank
+        number: int | None = None  # in the certificate
+        if type(rank) is int and rank >= 0:
+            number = rank if not self.certified else dict(enumerate(self.certified)).get(rank)
+        if type(rank) is int and number in peer.ranks:
+            return rank
+        allowed = certs.format_ranks(peer.ranks)
+        raise KeysError(f"machine {peer.machine!r} claims rank {rank!r}; it may be {allowed}")
 
     @property
     def revocation_list(self) -> str:

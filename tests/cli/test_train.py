@@ -102,6 +102,12 @@ class TestInit:
         (["--data", "text.txt", "--peers", "a,a"], "--peers: got 'a,a', allowed: each host once"),
         (["--data", "text.txt", "--peers", "a,b", "--stages", "3"], "--stages: got 3, allowed: a multiple of 2"),
         (["--data", "text.txt", "--peers", "no.such.host.invalid,b"], "host names that this machine can resolve"),
+        (["--data", "text.txt", "--spare", "c"], "--spare: got 'c', allowed: only with several --peers"),
+        (["--data", "text.txt", "--peers", "a,b", "--spare", "b"], "--spare: got 'b', allowed: machines that are not"),
+        (
+            ["--data", "text.txt", "--peers", "a,b", "--spare", "c", "--no-elastic"],
+            "--spare: got 'c', allowed: only with",
+        ),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_starts(arguments, message, tmp_path, monkeypatch):
@@ -116,6 +122,8 @@ def test_what_is_wrong_is_said_before_anything_starts(arguments, message, tmp_pa
     ("more", "message"),
     [
         (["--peers", "a,b"], "--peers: got 'a,b', allowed: only without a launcher"),
+        (["--out", "shared", "--spare", "c"], "--spare: got 'c', allowed: only without a launcher"),
+        (["--out", "shared", "--elastic"], "--elastic: got True, allowed: only without a launcher"),
         (["--out", "shared", "--dry-run"], "--dry-run: got True, allowed: only without a launcher"),
         ([], "--out"),
     ],

@@ -9,17 +9,10 @@ from pathlib import Path
 import pytest
 
 from pipecomp.distributed import elastic_launcher
-from pipecomp.distributed.elastic_launcher import (
-    LOCAL,
-    RESTARTS,
-    Roster,
-    is_loss,
-    launch_elastic,
-    restarts,
-    silent_hosts,
-)
+from pipecomp.distributed.elastic_launcher import LOCAL, Roster, launch_elastic, silent_hosts
+from pipecomp.distributed.launch_env import RESTARTS, restarts
 from pipecomp.distributed.preemption import LOST_STATUS, REQUEUE_STATUS
-from pipecomp.distributed.ssh_launcher import Ended, RankCommand
+from pipecomp.distributed.supervisor import Ended
 from pipecomp.errors import ConfigError
 from tests.limits import HANG_S
 
@@ -80,8 +73,7 @@ KILLED, ERROR = 128 + signal.SIGKILL, 1
     ],
 )
 def test_which_ends_are_losses(statuses, stopped, loss):
-    ranks = [RankCommand(rank=rank, host=host, command=("true",)) for rank, host in enumerate((None, "two"))]
-    assert is_loss(Ended(next(filter(None, statuses), 0), statuses, stopped), ranks) is loss
+    assert Ended(next(filter(None, statuses), 0), statuses, stopped, frozenset({1})).is_loss is loss
 
 
 def program(folder: Path, text: str):
@@ -181,6 +173,3 @@ def test_the_number_of_restarts(monkeypatch):
     assert restarts() == 0
     monkeypatch.setenv(RESTARTS, "3")
     assert restarts() == 3
-    monkeypatch.setenv(RESTARTS, "-1")
-    with pytest.raises(ConfigError, match=RESTARTS):
-        restarts()
