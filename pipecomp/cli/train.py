@@ -119,7 +119,9 @@ ConfigOption = Annotated[
 @takes_options
 def train(
     options: TrainOptions,
-    dry_run: Annotated[bool, option("Print each machine's command without running it.", "--dry-run")] = False,
+    dry_run: Annotated[
+        bool, option("Print each machine's command without running it, and the predicted duration.", "--dry-run")
+    ] = False,
     config: ConfigOption = None,
 ) -> None:
     """Fine-tune a language model on a text with several processes or machines: measure, plan, explain, train.
@@ -132,7 +134,8 @@ def train(
 
     Each peer needs the same Python, working directory and files, and must accept
     this machine's ssh connections without a password; --dry-run prints the
-    commands to run on them by hand instead. Under a launcher (torchrun, srun)
+    commands to run on them by hand instead, and measures this machine to predict
+    how long the training takes. Under a launcher (torchrun, srun)
     every process runs this command with --out and becomes one rank.
     """
     from pipecomp.distributed.elastic_launcher import LOCAL, Roster, launch_elastic
@@ -161,6 +164,10 @@ def train(
     if dry_run:
         for rank in ranks:
             print_line(f"{rank.host or 'here'}: {rank.shell_line(working_directory(), os.environ)}")
+        print_status("Measuring, to predict the duration.")
+        measured = python_module_command(_RANK_PROGRAM, options.to_json(), "--dry-run")
+        if launch_ranks(assign_ranks(measured, 1 if hosts else len(ranks))):
+            print_status("No duration is predicted: the training would fail in the same way.")
         return
     if any(rank.host for rank in ranks):
         places = [f"rank {rank.rank} on {rank.host or 'this machine'}" for rank in ranks]

@@ -36,6 +36,7 @@ from pipecomp.utils.units import format_rate, format_time
 _PINGS, _PING_SECONDS = 30, 0.5
 _FIRST_BYTES, _MOST_BYTES = 1 << 16, 1 << 26
 _LONG_ENOUGH_S, _AIM_S, _GROWTH = 0.25, 0.5, 8
+_TRANSFERS, _TRANSFERS_S = 3, 1.5  # that are measured, and seconds after which no further one begins
 
 
 @serializable
@@ -46,11 +47,14 @@ class LinkMeasurement(NamedTuple):
         out_bit_s: Bits per second to the other rank.
         back_bit_s: Bits per second from the other rank.
         round_trip_s: Median round trip of small packets.
+        spread: Lowest and highest of several measured rates, as factors of their median, in the direction where they
+            differ most.
     """
 
     out_bit_s: float
     back_bit_s: float
     round_trip_s: float
+    spread: tuple[float, float] = (1.0, 1.0)
 
 
 class _Command(IntEnum):
@@ -86,7 +90,7 @@ class GlooPeer:
 
 
 def lead(peer: Peer) -> LinkMeasurement:
-    """Measure the connection to another rank, which must call `follow`; takes about two seconds.
+    """Measure the connection to another rank, which must call `follow`; takes about four seconds.
 
     Raises RuntimeError if nothing comes through in time; it begins with `BLACK_HOLE` if small packets do.
     """
@@ -97,7 +101,8 @@ def lead(peer: Peer) -> LinkMeasurement:
     except RuntimeError as error:
         raise RuntimeError(f"{BLACK_HOLE}: {error}") from error
     _send_command(peer, _Command.END)
-    return LinkMeasurement(out, back, round_trip_s)
+    spread = min(out[0], back[0]), max(out[2], back[2])
+    return LinkMeasurement(out[1], back[1], round_trip_s, spread)
 
 
 def follow(peer: Peer) -> None:
@@ -132,10 +137,15 @@ def _ping(peer: Peer) -> float:
     return statistics.median(trips[1:])
 
 
-def _measure_rate(peer: Peer, command: _Command, round_trip_s: float) -> float:
-    """Return bits per second, from transfers that grow until one takes long enough."""
+def _measure_rate(peer: Peer, command: _Command, round_trip_s: float) -> tuple[float, float, float]:
+    """Measure a rate by transfers that grow until one takes long enough, and by further ones of that size.
+
+    Returns the lowest rate as a factor of the median, the median in bits per second, and the highest as a factor.
+    """
     size = _FIRST_BYTES
     buffer = torch.zeros(_FIRST_BYTES, dtype=torch.uint8)
+    rates: list[float] = []
+    started = time.perf_counter()
     while True:
         if buffer.numel() < size:
             buffer = torch.zeros(size, dtype=torch.uint8)
@@ -149,8 +159,12 @@ def _measure_rate(peer: Peer, command: _Command, round_trip_s: float) -> float:
         whole_s = time.perf_counter() - began
         # Note: latency is not bandwidth. It can be subtracted only while it is the smaller part.
         seconds = max(whole_s - round_trip_s, 1e-6)
-        if seconds >= max(_LONG_ENOUGH_S, round_trip_s) or size == _MOST_BYTES:
-            return 8 * size / max(seconds, whole_s / 2)
+        if rates or seconds >= max(_LONG_ENOUGH_S, round_trip_s) or size == _MOST_BYTES:
+            rates.append(8 * size / max(seconds, whole_s / 2))
+            if len(rates) == _TRANSFERS or time.perf_counter() - started > _TRANSFERS_S:
+                rate = statistics.median(rates)
+                return min(rates) / rate, rate, max(rates) / rate
+            continue
         growth = max(_AIM_S, 2 * round_trip_s) / seconds
         size = min(_MOST_BYTES, int(size * min(_GROWTH, max(2.0, growth))))
 

@@ -22,9 +22,9 @@ from pipecomp.config.activations import FEWEST, Activations, Bits, ConstantError
 from pipecomp.distributed.collectives import broadcast, gathered
 from pipecomp.doctor.measure import LinkMeasurement
 from pipecomp.kernels.staging import Staging
-from pipecomp.plan.measure import measure_links, network_of, time_link, time_stage
+from pipecomp.plan.measure import measure_links, network_of, time_link, time_stage, widest
 from pipecomp.plan.packet_sizes import activation_bytes, gradient_bytes, with_bits
-from pipecomp.plan.prediction import best_in_flight
+from pipecomp.plan.prediction import Estimate, best_in_flight
 from pipecomp.plan.profile import max_tokens
 from pipecomp.plan.search import WORTHWHILE, choose_bits, constant_error_bits
 from pipecomp.plan.simulation import TCP_SHARE, Channel, LinkNetwork, StageCosts, StepSpec
@@ -126,12 +126,14 @@ class RankMeasurement(NamedTuple):
         costs: Seconds of its stage and of packets.
         link: The link to the next stage; None on the last stage, and where rates are given.
         fewest: Lower limit of "auto" forward bits for the stage's dropout.
+        spread: Of the stage's seconds, see `StageTime`.
     """
 
     stage: int
     costs: StageCosts
     link: LinkMeasurement | None
     fewest: int = FEWEST["forward_bits"]
+    spread: tuple[float, float] = (1.0, 1.0)
 
 
 class BatchShape(NamedTuple):
@@ -215,7 +217,7 @@ def measure_rank(
     size = (batch.samples, batch.tokens, stage.hidden_size, stage.dtype, weight.device)
     encode_s, decode_s = time_link(with_bits(config, *most), *size, staging=staging)
     costs = StageCosts(forward_s=spent.forward_s, backward_s=spent.backward_s, encode_s=encode_s, decode_s=decode_s)
-    return RankMeasurement(stage.index, costs, link, fewest_bits(stage, config))
+    return RankMeasurement(stage.index, costs, link, fewest_bits(stage, config), spent.spread)
 
 
 # -- deciding
@@ -243,10 +245,11 @@ def decide_bits(
         StageCosts(**{part: max(getattr(m.costs, part) for m in replicas) for part in parts}) for replicas in by_stage
     ]
     counts = [batch.tokens] * batch.samples
+    compute = widest([m.spread for m in measurements])
 
-    def predicted(candidate: Config) -> float:
+    def simulated(candidate: Config, slowness: float, links: LinkNetwork) -> float:
         step = StepSpec(
-            stages=stages,
+            stages=[StageCosts(**{part: slowness * getattr(costs, part) for part in parts}) for costs in stages],
             micro_batches=batch.micro_batches,
             forward_bytes=[activation_bytes(candidate, k, counts, hidden, dtype) for k in range(K - 1)],
             backward_bytes=[
@@ -254,16 +257,23 @@ def decide_bits(
             ],
             lowest=lowest,
         )
-        return best_in_flight(step, network, config.in_flight)[1].seconds
+        return best_in_flight(step, links, config.in_flight)[1].seconds
+
+    def predicted(candidate: Config) -> Estimate:
+        seconds = simulated(candidate, 1.0, network)
+        if compute == network.spread == (1.0, 1.0):
+            return Estimate.of(seconds)
+        best, worst = ((compute[end], network.scaled(network.spread[1 - end])) for end in (0, 1))
+        return Estimate(min(seconds, simulated(candidate, *best)), seconds, max(seconds, simulated(candidate, *worst)))
 
     fewest = max(m.fewest for m in measurements)
     *most, fits = choose_bits(
         lambda f, b: predicted(with_bits(config, f, b)), network, a.forward_bits, a.backward_bits, fewest
     )
     f, b = (_chosen(a, key, bits, K - 1, fewest) for key, bits in zip(FEWEST, most, strict=True))
-    step_s, plain_s = predicted(with_bits(config, f, b)), predicted(Config())
+    step, plain = predicted(with_bits(config, f, b)), predicted(Config())
     rates_known = all(channel.bits_per_s < math.inf for channel in network.channels)
-    if rates_known and plain_s <= WORTHWHILE * step_s:
+    if rates_known and (plain.seconds <= WORTHWHILE * step.seconds or plain.reaches(step)):
         why = "links so fast that method 'none' would do as well"
     elif fits:
         why = "the most that compute time hides"
@@ -271,8 +281,8 @@ def decide_bits(
         why = "no more, as the slowest link is the limit"
     setting = "'auto'" if "auto" in (a.forward_bits, a.backward_bits) else "within the links' rates"
     reason = (
-        f"bits {setting}: {_bits_text(f, 'forward')}, {_bits_text(b, 'back')}: {why} (at most {step_s:.3g} s per step "
-        f"predicted, {plain_s:.3g} s uncompressed; slowest link {format_rate(network.slowest)})"
+        f"bits {setting}: {_bits_text(f, 'forward')}, {_bits_text(b, 'back')}: {why} (at most {step} per step "
+        f"predicted, {plain} uncompressed; slowest link {format_rate(network.slowest)})"
     )
     return BitsDecision(f, b, reason, network_of(links) if links and all(links) else None)
 
@@ -290,7 +300,9 @@ def _network(a: Activations, links: Sequence[Sequence[LinkMeasurement]]) -> Link
         )
 
     return LinkNetwork(
-        forward=channels("forward_bits", measured.forward), backward=channels("backward_bits", measured.backward)
+        forward=channels("forward_bits", measured.forward),
+        backward=channels("backward_bits", measured.backward),
+        spread=measured.spread,
     )
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,18 +17,29 @@ from rich.console import Console
 from pipecomp.config import Config
 from pipecomp.config.activations import Activations
 from pipecomp.distributed.launch_env import Launch, read_launch
+from pipecomp.distributed.placement import usable_cores
+from pipecomp.distributed.rendezvous import computes_on_cpu
 from pipecomp.errors import ConfigError, require
 from pipecomp.gradient_config import Gradients
 from pipecomp.plan import report, search
 from pipecomp.plan.auto_bits import fewest_bits
 from pipecomp.plan.measure import SurveyResult, survey_machine, survey_ranks
 from pipecomp.plan.options import PlanOptions
-from pipecomp.plan.prediction import MachineSpeeds, TrainingJob, as_row, memory_bytes, predict, tied_seconds
+from pipecomp.plan.prediction import (
+    Estimate,
+    MachineSpeeds,
+    TrainingJob,
+    as_row,
+    memory_bytes,
+    predict,
+    tied_seconds,
+)
 from pipecomp.plan.profile import Profile, balanced, count, max_tokens, tied_values, without_weights
 from pipecomp.plan.simulation import TCP_SHARE, Channel, LinkNetwork, chain
 from pipecomp.stages.link.transport import PacerTo, unpaced
 from pipecomp.stages.partition.loading import resolve, with_adapter
-from pipecomp.utils.units import MAX_DELAY_S, format_nominal_rate, parse_rate, parse_time
+from pipecomp.stages.partition.planning import SplitPlan
+from pipecomp.utils.units import MAX_DELAY_S, format_count, format_nominal_rate, parse_rate, parse_time
 
 DEFAULT_RATES = ("10gbit", "1gbit", "500mbit", "300mbit", "100mbit")
 _MAX_DEFAULT_TOKENS = 1024
@@ -99,7 +111,7 @@ def run_plan(
     """
     launch = read_launch(os.environ) if options.measure else Launch()
     if launch.started:
-        options.require_unset("when a launcher's ranks are measured", "nodes", "bandwidth", "delay")
+        options.require_unset("when a launcher's ranks are measured", "nodes", "bandwidth", "delay", "threads")
     networks = parse_networks(options.bandwidth, options.delay)
     request = resolve_request(options, networks, launch.world if launch.started else None)
     if options.sizes_only and request.stages is not None:
@@ -109,7 +121,9 @@ def run_plan(
         report.print_sizes(job, console)
         return report.sizes_as_json(job)
 
-    survey = _survey(options, launch, pacer_to)
+    threads = rank_threads(request, os.environ) if options.measure and not launch.started else None
+    with _limited_threads(threads):
+        survey = _survey(options, launch, pacer_to)
     if survey is None:
         return None
     if launch.started:
@@ -125,9 +139,20 @@ def run_plan(
     result = plan(request, survey.profile, survey.speeds, network_of, len(rates))
     network = network_of(result.choice.prediction.job.plan.num_stages, 0)
     report.print_plan(result, network, list(networks), console)
+    if threads is not None and options.threads is None and request.nodes > 1 and computes_on_cpu():
+        console.print(
+            f"Measured with {format_count(threads, 'thread')}, as {request.nodes} nodes share this machine's cores. "
+            "Where each has a machine of its own, give --threads.",
+            highlight=False,
+        )
     if settings:
         report.print_settings(result.choice, console)
-    return {**as_json(result, network, list(networks)), "speeds": _finite(survey.speeds), "lora": options.lora}
+    return {
+        **as_json(result, network, list(networks)),
+        "speeds": _finite(survey.speeds),
+        "lora": options.lora,
+        "threads": threads,
+    }
 
 
 # -- the request
@@ -204,6 +229,29 @@ def round_up(size: float) -> float:
 # -- speeds of the machines
 
 
+def rank_threads(request: PlanRequest, environment: Mapping[str, str]) -> int:
+    """Return the threads that a rank of the planned run has, as `join_processes` sets them.
+
+    Without --threads and OMP_NUM_THREADS it is a node's share of this machine's cores.
+    """
+    if request.options.threads is not None:
+        return request.options.threads
+    if "OMP_NUM_THREADS" in environment:
+        return torch.get_num_threads()
+    return min(torch.get_num_threads(), max(1, usable_cores() // request.nodes))
+
+
+@contextlib.contextmanager
+def _limited_threads(threads: int | None) -> Iterator[None]:
+    """Let torch use this many threads; None changes nothing."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def _survey(options: PlanOptions, launch: Launch, pacer_to: PacerTo) -> SurveyResult | None:
     """Measure, read or estimate profile and speeds; None on ranks other than 0."""
     if options.measure:
@@ -276,7 +324,7 @@ def plan(
     possible = search.layouts(request.nodes, request.stages, len(profile.blocks))
     for K, replicas in search.divisible(possible, options.batch, options.micro_batch):
         slowdowns = request.stage_slowdowns(K)
-        split = balanced(model, profile, K, tie=options.tie, slowdowns=slowdowns)
+        split = _balanced(model, profile, K, tie=options.tie, slowdowns=slowdowns)
         network = network_of(K, 0)
         layout: dict[str, Any] = {"plan": split, "replicas": replicas, "tied": tied_values(model, split)}
         layout |= {"profile": profile, "dtype": request.dtype, "slowdowns": slowdowns}
@@ -298,8 +346,30 @@ def plan(
             if options.memory is None or max(needed) <= options.memory * 1e9:
                 choices.append(choice)
     request.check_memory(least_memory)
-    choice = search.first_near_fastest(choices, lambda c: c.taken.step_s)
-    return _compare(choice, averages.get(choice.prediction.job.plan.num_stages, []), network_of, speeds, networks)
+    choice = search.simplest(choices, lambda c: c.taken)
+    result = _compare(choice, averages.get(choice.prediction.job.plan.num_stages, []), network_of, speeds, networks)
+    if options.samples is not None:
+        taken = choice.taken.job
+        steps = (options.epochs or 1) * (options.samples // taken.replicas // taken.samples) // taken.micro_batches
+        steps = min(steps, options.max_steps or steps)
+        require(steps, "samples", options.samples, f"at least {taken.batch}, one step's", "or more --epochs")
+        result = replace(result, steps=steps, epochs=options.epochs or 1)
+    return result
+
+
+def _balanced(model: Any, profile: Profile, stages: int, *, tie: bool, slowdowns: Sequence[float]) -> SplitPlan:
+    """Plan cuts by operations, which are the same in every call, or by seconds if these are surely better."""
+    by_seconds = balanced(model, profile, stages, tie=tie, slowdowns=slowdowns)
+    if profile.spread == (1.0, 1.0):
+        return by_seconds
+    by_operations = balanced(model, profile.estimated(1.0), stages, tie=tie, slowdowns=slowdowns)
+
+    def slowest(split: SplitPlan) -> Estimate:
+        factors = slowdowns or (1.0,) * stages
+        seconds = [f * sum(pair) for f, pair in zip(factors, profile.stage_seconds(split, 1), strict=True)]
+        return Estimate.of(max(seconds), profile.spread)
+
+    return by_operations if slowest(by_operations).reaches(slowest(by_seconds)) else by_seconds
 
 
 def _compare(
@@ -364,6 +434,7 @@ def as_json(result: report.PlanResult, network: LinkNetwork, names: Sequence[str
             for at, prediction in zip(names, predictions, strict=True)
         ],
         "config": report.configuration(result.choice),
+        "duration": None if result.steps is None else {"steps": result.steps, **result.duration()._asdict()},
         "dtype": report.DTYPE_NAMES[p.job.dtype],
         "one_pass": p.config.store.clusters is not None,
         "profile": p.job.profile.as_dict(),

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from pipecomp.doctor.storage import existing_parent, measure_disk
 from pipecomp.errors import LinkError, require, writable
 from pipecomp.kernels import ops
 from pipecomp.kernels.staging import Staging, staging_for
-from pipecomp.plan.prediction import MachineSpeeds
+from pipecomp.plan.prediction import Estimate, MachineSpeeds
 from pipecomp.plan.profile import (
     PartCost,
     Profile,
@@ -57,7 +58,8 @@ from pipecomp.tls.process_group import BACKEND, current_mesh
 from pipecomp.utils.serialization import serializable
 from pipecomp.utils.units import format_count
 
-_MIN_RUNS, _MAX_RUNS = 2, 20
+_MIN_RUNS, _MAX_RUNS = 3, 20
+_REPEATS = 5  # measurements that the runs are divided into, for their spread
 _SEVERAL = 4  # samples of the second timing, which separates the cost of a call from that of a sample
 _TIMEOUT_S = 120.0
 
@@ -85,7 +87,7 @@ def measure_links(stage: int, to_previous: Transport | None, to_next: Transport 
     """Measure this stage's links; all stages must call it together.
 
     Every other link is measured first, then the rest, so that a stage measures one link at a time; each half takes
-    about two seconds.
+    about four seconds.
 
     Returns:
         The measurement of the link to the next stage; None on the last stage.
@@ -114,7 +116,13 @@ def network_of(links: Sequence[Sequence[LinkMeasurement]]) -> LinkNetwork:
             for link in links
         )
 
-    return LinkNetwork(forward=channels("out_bit_s"), backward=channels("back_bit_s"))
+    spread = widest([m.spread for link in links for m in link])
+    return LinkNetwork(forward=channels("out_bit_s"), backward=channels("back_bit_s"), spread=spread)
+
+
+def widest(spreads: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return the lowest and the highest factor of several spreads."""
+    return min((low for low, _ in spreads), default=1.0), max((high for _, high in spreads), default=1.0)
 
 
 def time_link(
@@ -179,10 +187,11 @@ def time_link(
 
 @dataclass(frozen=True, kw_only=True)
 class StageTime:
-    """Seconds of one micro-batch on a stage."""
+    """Seconds of one micro-batch on a stage, and their spread: the factors of the lowest and highest measurement."""
 
     forward_s: float
     backward_s: float
+    spread: tuple[float, float] = (1.0, 1.0)
 
 
 def time_stage(
@@ -192,7 +201,8 @@ def time_stage(
 
     sends_gradients: False for the lowest stage that trains anything, and for those below it.
 
-    The model's loss is included where there are logits for every token. Times are medians without the first run.
+    The model's loss is included where there are logits for every token. Times are medians without the first run. The
+    other runs are divided into a few measurements, one after another, whose medians give the spread.
     Gradients, the random generator and the stage's mode are left as they were.
     """
     parameters = [p for p in stage.parameters() if p.requires_grad]
@@ -215,7 +225,22 @@ def time_stage(
             forward.append(middle - began)
             backward.append(_now(device) - middle)
     stage.train(training)
-    return StageTime(forward_s=statistics.median(forward[1:]), backward_s=statistics.median(backward[1:]))
+    whole = [f + b for f, b in zip(forward[1:], backward[1:], strict=True)]
+    return StageTime(
+        forward_s=statistics.median(forward[1:]), backward_s=statistics.median(backward[1:]), spread=spread_of(whole)
+    )
+
+
+def spread_of(runs: Sequence[float]) -> tuple[float, float]:
+    """Return the lowest and highest of the medians of consecutive runs, as factors of the median of all; around 1.
+
+    runs: seconds, in the order in which they were measured.
+    """
+    count = min(_REPEATS, len(runs))
+    bounds = [len(runs) * i // count for i in range(count + 1)]
+    medians = [statistics.median(runs[lo:hi]) for lo, hi in pairwise(bounds)]
+    middle = statistics.median(runs)
+    return min(1.0, min(medians) / middle), max(1.0, max(medians) / middle)
 
 
 def time_model(model: Any, tokens: int, dtype: torch.dtype, device: torch.device, *, samples: int = 1) -> Profile:
@@ -229,6 +254,7 @@ def time_model(model: Any, tokens: int, dtype: torch.dtype, device: torch.device
     config_only = Source(config=plain_config(source.config), model_class=source.model_class)
     plan, costs, hidden = count_stages(model, tokens, dtype)
     calls: list[tuple[float, float]] = []
+    timed: list[tuple[float, StageTime]] = []  # with the number of blocks that a stage stands for
     several = max(_SEVERAL, samples)
 
     def per_sample(one_s: float, several_s: float) -> float:
@@ -244,11 +270,18 @@ def time_model(model: Any, tokens: int, dtype: torch.dtype, device: torch.device
         forward_s, backward_s = per_sample(one.forward_s, more.forward_s), per_sample(one.backward_s, more.backward_s)
         costs[index] = replace(costs[index], forward_s=forward_s, backward_s=backward_s)
         calls.append((max(0.0, one.forward_s - forward_s), max(0.0, one.backward_s - backward_s)))
+        timed.append((max(1, plan.blocks - 2) if index not in (0, plan.blocks - 1) else 1, more))
     call_s = (min(c[0] for c in calls), min(c[1] for c in calls))
     where = format_count(torch.get_num_threads(), "thread")
     if device.type == "cuda":
         where = torch.cuda.get_device_name(device)
-    return profile_from_stages(costs, plan, hidden=hidden, tokens=tokens, call_s=call_s, measured=f"measured, {where}")
+    weights = [count * (stage.forward_s + stage.backward_s) for count, stage in timed]
+    low, high = (
+        sum(weight * stage.spread[end] for weight, (_, stage) in zip(weights, timed, strict=True)) / sum(weights)
+        for end in (0, 1)
+    )
+    measured = {"measured": f"measured, {where}", "spread": (low, high)}
+    return profile_from_stages(costs, plan, hidden=hidden, tokens=tokens, call_s=call_s, **measured)
 
 
 # -- gradients and the optimizer
@@ -418,13 +451,19 @@ def survey_ranks(
     network = network_of(links) if links else None
     machines = [survey for _, survey in measurements]
     profile = slowest_profile([m.profile for m in machines])
-    whole_s = sum(profile.block_seconds())
     return SurveyResult(
         profile=profile,
         speeds=slowest_speeds([m.speeds for m in machines]),
         network=between_replicas(network) if K == 1 and network is not None else network,
-        slowdowns=tuple(sum(m.profile.block_seconds()) / whole_s for m in machines),
+        slowdowns=slowdowns_of([m.profile for m in machines]),
     )
+
+
+def slowdowns_of(profiles: Sequence[Profile]) -> tuple[float, ...]:
+    """Return each machine's seconds as a multiple of the slowest one's; 1 where their spreads overlap."""
+    estimates = [Estimate.of(sum(profile.block_seconds()), profile.spread) for profile in profiles]
+    slowest = max(estimates, key=lambda estimate: estimate.seconds)
+    return tuple(1.0 if slowest.reaches(one) else one.seconds / slowest.seconds for one in estimates)
 
 
 def _measure_row(rank: int, R: int, K: int, pacer_to: PacerTo, mesh: Mesh | None) -> LinkMeasurement | None:
@@ -466,6 +505,7 @@ def slowest_profile(profiles: Sequence[Profile]) -> Profile:
         last=slowest([p.last for p in profiles]),
         blocks=tuple(slowest(costs) for costs in zip(*(p.blocks for p in profiles), strict=True)),
         call_s=max((p.call_s for p in profiles), key=sum),
+        spread=widest([p.spread for p in profiles]),
         measured=first.measured if len(profiles) == 1 else f"{first.measured}, the slowest of {len(profiles)}",
     )
 

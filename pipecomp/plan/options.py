@@ -62,6 +62,13 @@ class PlanOptions:
     recompute: Annotated[bool, "With --speed: use activation checkpointing.", "--recompute"] = False
     measure: Annotated[bool, "Time blocks, kernels, disk and, under a launcher, links.", "--measure"] = False
     store: Annotated[Path, "With --measure: the message store's folder."] = Path("messages")
+    threads: Annotated[
+        int | None,
+        "With --measure: threads of a node; by default its share of this machine's cores, as if all ran here.",
+    ] = None
+    samples: Annotated[int | None, "Samples in the training data, for the duration of the training."] = None
+    epochs: Annotated[int | None, "With --samples: passes over them; by default 1."] = None
+    max_steps: Annotated[int | None, "With --samples: most steps of the training."] = None
     dropout: Annotated[float | None, "Dropout in training; by default the model's own."] = None
     one_pass: Annotated[bool, "Plan for training that sees every sample once.", "--one-pass"] = False
     lora: Annotated[int | None, "Plan for LoRA adapters of this rank in all linear layers, with frozen weights."] = None
@@ -71,7 +78,10 @@ class PlanOptions:
     def __post_init__(self) -> None:
         require(self.dtype in DTYPES, "dtype", self.dtype, ", ".join(DTYPES))
         require(self.gradients in (None, *GRADIENT_METHODS), "gradients", self.gradients, ", ".join(GRADIENT_METHODS))
-        for key in ("nodes", "stages", "batch", "micro_batch", "lora"):
+        for key in (
+            *("nodes", "stages", "batch", "micro_batch", "lora"),
+            *("threads", "samples", "epochs", "max_steps"),
+        ):
             number = getattr(self, key)
             require(number is None or number >= 1, key.replace("_", "-"), number, "a whole number from 1")
         require_dropout("dropout", self.dropout)
@@ -82,7 +92,11 @@ class PlanOptions:
         elif self.profile is not None:
             self.require_unset("together with --profile, which states it", "speed", "tokens", "recompute")
         elif self.speed is None:
-            self.require_unset("without --speed", "recompute", "dropout", "one_pass")
+            self.require_unset("without --speed", "recompute", "dropout", "one_pass", "samples")
+        if not self.measure:
+            self.require_unset("without --measure", "threads")
+        if self.samples is None:
+            self.require_unset("without --samples", "epochs", "max_steps")
 
     def require_unset(self, reason: str, *names: str) -> None:
         """Raise ConfigError if one of the named options is given; `reason` completes "no value ..."."""

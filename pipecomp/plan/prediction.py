@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,12 +22,35 @@ from pipecomp.stages.partition.planning import SplitPlan
 from pipecomp.utils.serialization import serializable
 from pipecomp.utils.units import format_count
 
+NEARLY_EQUAL = 1.02  # seconds that differ by at most this factor count as equal
 _SHORTER = 0.99  # factor by which one more micro-batch in flight must shorten a step
 # Bytes per parameter on each replica, and bytes that replicas share: weight, gradient and Adam's two moments in
 # float32; in half precision the weight and a float32 gradient, and a shared float32 copy and moments (ZeRO 1).
 _FULL_PRECISION, _HALF_PRECISION = (16, 0), (6, 12)
 RUNTIME_BYTES = 0.5e9
 """A process with torch, DeepSpeed and transformers before it has a model: benchmarks/planned_memory.py."""
+
+
+class Estimate(NamedTuple):
+    """Seconds, and the least and the most that the measurements behind them allow."""
+
+    low_s: float
+    seconds: float
+    high_s: float
+
+    @classmethod
+    def of(cls, seconds: float, spread: tuple[float, float] = (1.0, 1.0)) -> Estimate:
+        """Make an estimate from seconds and the factors of a spread."""
+        return cls(spread[0] * seconds, seconds, spread[1] * seconds)
+
+    def reaches(self, faster: Estimate) -> bool:
+        """Return whether these seconds cannot be told from those of a faster plan: spreads overlap, or 2 % differ."""
+        return self.low_s <= faster.high_s or self.seconds <= NEARLY_EQUAL * faster.seconds
+
+    def __str__(self) -> str:
+        """Format as "3.1–3.4 s", or "3.24 s" where both ends look the same."""
+        low, high = (f"{seconds:.2g}" for seconds in (self.low_s, self.high_s))
+        return f"{self.seconds:.3g} s" if low == high else f"{low}–{high} s"
 
 
 @serializable
@@ -50,6 +73,16 @@ class MachineSpeeds:
     disk_bytes_s: float = math.inf
     average: Mapping[str, float] = field(default_factory=dict)
     update_s_per_parameter: float = 0.0
+
+    def scaled(self, factor: float) -> MachineSpeeds:
+        """Return the speeds of a machine whose processor takes this many times as long; its disk stays."""
+        rates = ("encode_values_s", "decode_values_s", "cast_values_s")
+        return replace(
+            self,
+            **{rate: getattr(self, rate) / factor for rate in rates},
+            average={part: factor * seconds for part, seconds in self.average.items()},
+            update_s_per_parameter=factor * self.update_s_per_parameter,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +160,7 @@ class StepPrediction:
         slack: Forwards in flight that each stage has more than the next.
         wait_s: Seconds that each stage waits for packets.
         store_s: Seconds of the message store's disk per step, a lower limit of `step_s`.
+        spread: The least and the most that the measurements of compute and links allow, as factors of `step_s`.
     """
 
     job: TrainingJob
@@ -141,6 +175,12 @@ class StepPrediction:
     slack: int
     wait_s: tuple[float, ...]
     store_s: float
+    spread: tuple[float, float] = (1.0, 1.0)
+
+    @property
+    def estimate(self) -> Estimate:
+        """Seconds of a step with their spread."""
+        return Estimate.of(self.step_s, self.spread)
 
     @property
     def samples_per_s(self) -> float:
@@ -257,10 +297,12 @@ def predict(
     if (first_visit, first_backward) != (forward, backward):
         first_epoch = replace(step, forward_bytes=first_visit, backward_bytes=first_backward)
         first_epoch_s = best_in_flight(first_epoch, network, config.in_flight)[1].seconds
+    step_s = max(simulated.seconds, store_s)
     return StepPrediction(
         job=job,
         config=config,
-        step_s=max(simulated.seconds, store_s),
+        step_s=step_s,
+        spread=_spread(job, config, network, speeds, step_s),
         first_epoch_s=max(first_epoch_s, store_s),
         forward_bytes=forward,
         first_visit_bytes=first_visit,
@@ -271,6 +313,21 @@ def predict(
         wait_s=simulated.waits,
         store_s=store_s,
     )
+
+
+def _spread(
+    job: TrainingJob, config: Config, network: LinkNetwork, speeds: MachineSpeeds, step_s: float
+) -> tuple[float, float]:
+    """Return the factors of the steps with all that was measured at its best, and at its worst."""
+    compute, links = job.profile.spread, network.spread
+    if compute == links == (1.0, 1.0):
+        return compute
+
+    def at(slowness: float, rate: float) -> float:
+        made = replace(job, profile=job.profile.scaled(slowness))
+        return predict(made, config, network.scaled(rate), speeds.scaled(slowness)).step_s / step_s
+
+    return min(1.0, at(compute[0], links[1])), max(1.0, at(compute[1], links[0]))
 
 
 def best_in_flight(step: StepSpec, network: LinkNetwork, setting: str | int = "auto") -> tuple[int, SimulatedStep]:
@@ -435,6 +492,7 @@ def as_row(p: StepPrediction) -> dict[str, Any]:
     row |= {
         key: getattr(p, key) for key in ("step_s", "first_epoch_s", "samples_per_s", "average_s", "tied_s", "store_s")
     }
+    row["step_range_s"] = [p.estimate.low_s, p.estimate.high_s]
     return row | {
         key: list(getattr(p, key)) for key in ("forward_bytes", "first_visit_bytes", "backward_bytes", "wait_s")
     }

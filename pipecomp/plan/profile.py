@@ -88,6 +88,7 @@ class Profile:
             weights, of which frozen ones have none.
         again_bytes: With activation checkpointing, bytes that a block keeps per sample while its backward runs. A
             stage has them once, however many micro-batches are in flight.
+        spread: Lowest and highest of several measurements, as factors of the seconds.
     """
 
     hidden: int
@@ -99,6 +100,7 @@ class Profile:
     measured: str = ""
     backward_operations: float = 2.0
     again_bytes: float = 0.0
+    spread: tuple[float, float] = (1.0, 1.0)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the profile as JSON values."""
@@ -110,7 +112,8 @@ class Profile:
         try:
             parts = {name: PartCost(**values[name]) for name in ("first", "last")}
             blocks = tuple(PartCost(**block) for block in values["blocks"])
-            return cls(**{**values, **parts, "blocks": blocks, "call_s": tuple(values["call_s"])})
+            pairs = {"call_s": tuple(values["call_s"]), "spread": tuple(values.get("spread", (1.0, 1.0)))}
+            return cls(**{**values, **parts, **pairs, "blocks": blocks})
         except (KeyError, TypeError) as error:
             raise ConfigError("profile", str(error), "a profile from pipecomp plan --measure --json") from error
 
@@ -128,6 +131,22 @@ class Profile:
             first=timed(self.first),
             last=timed(self.last),
             measured=f"estimated for {flops_per_s / 1e12:g} TFLOP/s",
+        )
+
+    def scaled(self, factor: float) -> Profile:
+        """Return the profile with its seconds multiplied by a factor, and without spread."""
+
+        def slower(cost: PartCost) -> PartCost:
+            forward_s, backward_s = (None if s is None else factor * s for s in (cost.forward_s, cost.backward_s))
+            return replace(cost, forward_s=forward_s, backward_s=backward_s)
+
+        return replace(
+            self,
+            blocks=tuple(map(slower, self.blocks)),
+            first=slower(self.first),
+            last=slower(self.last),
+            call_s=(factor * self.call_s[0], factor * self.call_s[1]),
+            spread=(1.0, 1.0),
         )
 
     def recomputing(self, dtype: torch.dtype) -> Profile:

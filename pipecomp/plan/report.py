@@ -14,7 +14,7 @@ from rich.table import Table
 
 from pipecomp.config.activations import FEWEST, Bits, ConstantError, bits_text, each_link
 from pipecomp.plan.options import DTYPES
-from pipecomp.plan.prediction import StepPrediction, TrainingJob, memory_bytes, packet_sizes
+from pipecomp.plan.prediction import Estimate, StepPrediction, TrainingJob, memory_bytes, packet_sizes
 from pipecomp.plan.search import (
     MAX_SHARE,
     MIN_OUTER_STEPS,
@@ -28,7 +28,7 @@ from pipecomp.plan.search import (
 from pipecomp.plan.simulation import LinkNetwork
 from pipecomp.schedule import in_flight_counts
 from pipecomp.utils.tables import table
-from pipecomp.utils.units import format_rate, format_time
+from pipecomp.utils.units import format_count, format_duration, format_rate, format_time
 
 TORCH_DTYPES = dict(zip(DTYPES, (torch.float32, torch.bfloat16, torch.float16), strict=True))
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
@@ -43,12 +43,24 @@ class PlanResult:
         averages: Methods for averaging gradients over replicas with their seconds, as from `choose_average`.
         tied_plain_s: Seconds for tied weights without `TIED`; None if that is not recommended.
         rows: Every compared method with its prediction on every network.
+        steps: Steps of the training; None if its length is not known.
+        epochs: Passes over the data.
     """
 
     choice: PlanChoice
     averages: list[tuple[str, float]] = field(default_factory=list)
     tied_plain_s: float | None = None
     rows: list[tuple[str, list[StepPrediction]]] = field(default_factory=list)
+    steps: int | None = None
+    epochs: int = 1
+
+    def duration(self) -> Estimate:
+        """Return the seconds of all steps, or of 1,000 after the first epoch, without evaluations and checkpoints."""
+        p = self.choice.taken
+        if self.steps is None:
+            return Estimate.of(1000 * p.step_s, p.spread)
+        first = -(-self.steps // self.epochs)
+        return Estimate.of(first * p.first_epoch_s + (self.steps - first) * p.step_s, p.spread)
 
 
 def print_plan(result: PlanResult, network: LinkNetwork, names: Sequence[str], console: Console) -> None:
@@ -59,8 +71,20 @@ def print_plan(result: PlanResult, network: LinkNetwork, names: Sequence[str], c
         console.print(link_table(network, p, result.choice.plain))
     console.print(method_table(result.rows, names))
     console.print(p.job.text(), highlight=False)
-    for sentence in advice(result):
+    for sentence in (*advice(result), describe_duration(result)):
         console.print(sentence, highlight=False)
+
+
+def describe_duration(result: PlanResult) -> str:
+    """Write the seconds of a step, and the duration of the training."""
+    p, seconds = result.choice.taken, result.duration().seconds
+    size, duration = f"of {format_count(p.job.batch, 'sample')}", format_duration(seconds)
+    if result.steps is None:
+        return (
+            f"{p.estimate} a step; 1,000 steps {size} take {duration}. --samples and --epochs give that of your data."
+        )
+    steps = format_count(result.steps, "step")
+    return f"{p.estimate} a step; {duration} for this data: {steps} {size}, without evaluations and checkpoints."
 
 
 # -- tables
@@ -133,14 +157,14 @@ def advice(result: PlanResult) -> list[str]:
         first = f" ({p.first_epoch_s:.3g} s in the first epoch)" if differs else ""
         if not choice.pays:
             sentences.append(
-                f"Compressing activations does not pay on these links: a step takes {plain.step_s:.3g} s uncompressed, "
-                f"{p.step_s:.3g} s{first} with {method}."
+                f"Compressing activations does not pay on these links: a step takes {plain.estimate} uncompressed, "
+                f"{p.estimate}{first} with {method}."
             )
         else:
             limit = "compute" if choice.fits else "the slowest link"
             limit = "the message store's disk" if p.store_s >= p.step_s else limit
             sentences.append(
-                f"Take {method}: {p.step_s:.3g} s per step{first} instead of {plain.step_s:.3g} s "
+                f"Take {method}: {p.estimate} per step{first} instead of {plain.estimate} "
                 f"({plain.step_s / p.step_s:.2f}×), {p.samples_per_s:.3g} samples/s; the limit is {limit}."
             )
             if choice.fewest > FEWEST["forward_bits"] and choice.fewest in each_link(choice.forward_bits):

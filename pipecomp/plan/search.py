@@ -1,7 +1,8 @@
 """Choice of settings: bits that hide behind compute, stages and micro-batches, the method for gradients.
 
-Choices are made among predictions only. Of settings that take about equally long, the most accurate one wins: more
-bits, no compression, fewer micro-batches. Links much faster than the slowest one get bits of their own.
+Choices are made among predictions only. Of plans that these do not tell apart, because their seconds differ by at most
+2 % or by less than the measurements behind them do, the simplest one is taken (`simplicity`), so that plans of a busy
+machine do not change from call to call. Links much faster than the slowest one get bits of their own.
 """
 
 from __future__ import annotations
@@ -28,16 +29,25 @@ from pipecomp.errors import require
 from pipecomp.gradient_config import Gradients
 from pipecomp.plan.options import GRADIENT_METHODS
 from pipecomp.plan.packet_sizes import with_bits
-from pipecomp.plan.prediction import MachineSpeeds, StepPrediction, TrainingJob, average_seconds, predict
+from pipecomp.plan.prediction import (
+    NEARLY_EQUAL,
+    Estimate,
+    MachineSpeeds,
+    StepPrediction,
+    TrainingJob,
+    average_seconds,
+    predict,
+)
 from pipecomp.plan.simulation import LinkNetwork
 
 BIT_PAIRS = ((8, 8), (7, 8), (6, 8), (5, 8), (4, 8), (3, 6), (2, 4))
 """Forward and backward bits, most first; the last three are the paper's. Fewer bits are never chosen automatically."""
+SURE_PAIRS = ((8, 8), (4, 8), (3, 6), (2, 4))
+"""Those of BIT_PAIRS that are chosen among where measurements differ: between 4 and 8 bits noise would decide."""
 ERRORS = {"forward_bits": 0.05, "backward_bits": 0.1}
 """Relative error of values and of deltas; benchmarks/constant_error.py trains with these errors."""
 FINE_BITS = {"forward_bits": 4, "backward_bits": 8}
 """From this many bits on, half of ERRORS is kept, as more bytes cost no time there: benchmarks/shootout.py."""
-NEARLY_EQUAL = 1.02  # steps whose seconds differ by at most this factor count as equal
 FREE = 1.001  # factor on a step's seconds that more bits on a fast link may cost
 FAST_LINK = 2.0  # a link is fast if its rate is this many times the slowest one's
 WORTHWHILE = 1.05  # factor by which compression must shorten a step
@@ -91,6 +101,40 @@ def compared_methods(
     return [(name, Config.from_dict({**section, "tie": tie})) for name, section in sections]
 
 
+# -- what is simpler
+
+
+def simplicity(p: StepPrediction) -> tuple[float, ...]:
+    """Return a sort key: of plans that take about equally long, the one with the least key is taken.
+
+    Fewer stages come first, then less compression of activations, gradients that are sent themselves rather than as
+    changes, more bits, no compression of weights' gradients, and fewer micro-batches.
+    """
+    a, gradients = p.config.activations, p.config.gradients
+    pairs = [a.bits(k) for k in range(p.job.plan.num_stages - 1)] if a.method in a.QUANTIZED else []
+    bits = [each.max if isinstance(each, ConstantError) else each for pair in pairs for each in pair]
+    return (
+        p.job.plan.num_stages,
+        a.METHODS.index(a.method),
+        a.backward_method == "delta",
+        -sum(bits),
+        gradients.method != "none",
+        p.job.micro_batches,
+    )
+
+
+def simplest(candidates: Sequence[Any], prediction: Callable[[Any], StepPrediction]) -> Any:
+    """Return the simplest of the candidates that are as fast as the fastest, as far as predictions can tell."""
+    fastest = min((prediction(one) for one in candidates), key=lambda p: p.step_s)
+    near = [one for one in candidates if prediction(one).estimate.reaches(fastest.estimate)]
+    return min(near, key=lambda one: simplicity(prediction(one)))
+
+
+def pays(plain: StepPrediction, other: StepPrediction) -> bool:
+    """Return whether a less simple plan makes steps faster by enough to matter and by more than measurements differ."""
+    return plain.step_s > WORTHWHILE * other.step_s and not plain.estimate.reaches(other.estimate)
+
+
 # -- bits
 
 
@@ -116,8 +160,8 @@ class PlanChoice:
 
     @property
     def pays(self) -> bool:
-        """True if a step is faster than without compression, by enough to matter."""
-        return self.plain.step_s > WORTHWHILE * self.prediction.step_s
+        """True if a step is faster than without compression, by enough to matter and to be sure."""
+        return pays(self.plain, self.prediction)
 
     @property
     def taken(self) -> StepPrediction:
@@ -126,19 +170,20 @@ class PlanChoice:
 
 
 def choose_bits(
-    predicted: Callable[[Bits, Bits], float],
+    predicted: Callable[[Bits, Bits], float | Estimate],
     network: LinkNetwork,
     forward: Bits = "auto",
     backward: Bits = "auto",
     fewest: int = _FEWEST,
 ) -> tuple[Bits, Bits, bool]:
-    """Choose the most bits whose step is about as fast as with the fewest.
+    """Choose the most bits whose step is as fast as with the fewest, as far as predictions can tell.
 
     All links get the same bits first. Then fast links get as many as cost no time; links that are fast in one
     direction only get more in that direction.
 
     Args:
-        predicted: Called as `predicted(forward, backward)` with numbers of bits; returns seconds of a step.
+        predicted: Called as `predicted(forward, backward)` with numbers of bits; returns seconds of a step, or their
+            estimate.
         network: The links.
         forward: "auto", or an error within a rate, whose maximum is chosen. Anything else is fixed; an error then
             counts with its maximum.
@@ -157,19 +202,22 @@ def choose_bits(
         )
         for k in range(links)
     ]
-    ladders = [_ladder(*both) for both in spans]
 
-    def step_s(pairs: Sequence[tuple[int, int]]) -> float:
-        return predicted(*_by_direction(pairs))
+    def step(pairs: Sequence[tuple[int, int]]) -> Estimate:
+        found = predicted(*_by_direction(pairs))
+        return found if isinstance(found, Estimate) else Estimate.of(found)
 
     def rung(place: int) -> list[tuple[int, int]]:
         return [ladder[min(place, len(ladder) - 1)] for ladder in ladders]
 
+    ladders = [_ladder(*both, BIT_PAIRS) for both in spans]
+    least = step([ladder[-1] for ladder in ladders])
+    if least.high_s > NEARLY_EQUAL * least.low_s:
+        ladders = [_ladder(*both, SURE_PAIRS) for both in spans]
     last = max(map(len, ladders)) - 1
-    least = step_s(rung(last))
-    place = next(p for p in range(last + 1) if step_s(rung(p)) <= NEARLY_EQUAL * least)
+    place = next(p for p in range(last + 1) if step(rung(p)).reaches(least))
     chosen = rung(place)
-    limit = FREE * step_s(chosen)
+    limit = FREE * step(chosen).seconds
     fast_rate = FAST_LINK * network.slowest
     for k, (out, back) in enumerate(zip(network.forward, network.backward, strict=True)):
         f, b = chosen[k]
@@ -183,7 +231,7 @@ def choose_bits(
         else:
             continue
         tried = ([*chosen[:k], pair, *chosen[k + 1 :]] for pair in more)
-        chosen = next((pairs for pairs in tried if step_s(pairs) <= limit), chosen)
+        chosen = next((pairs for pairs in tried if step(pairs).seconds <= limit), chosen)
     return *_by_direction(chosen), place != last
 
 
@@ -200,14 +248,16 @@ def _span(bits: int | str | ConstantError, least: int, least_auto: int) -> tuple
     return bits.max, bits.max if bits.mbit_per_s is None else max(bits.min, least)
 
 
-def _ladder(forward: tuple[int, int], backward: tuple[int, int]) -> list[tuple[int, int]]:
-    """List the pairs of bits that a link can have, most first. forward, backward: as from `_span`."""
+def _ladder(
+    forward: tuple[int, int], backward: tuple[int, int], pairs: Sequence[tuple[int, int]]
+) -> list[tuple[int, int]]:
+    """List the bits that a link can have, most first. forward, backward: as from `_span`. pairs: if both are free."""
     (most_f, least_f), (most_b, least_b) = forward, backward
     if most_f == least_f:
         return [(most_f, b) for b in range(most_b, least_b - 1, -1)]
     if most_b == least_b:
         return [(f, most_b) for f in range(most_f, least_f - 1, -1)]
-    within = ((min(most_f, max(least_f, f)), min(most_b, max(least_b, b))) for f, b in BIT_PAIRS)
+    within = ((min(most_f, max(least_f, f)), min(most_b, max(least_b, b))) for f, b in pairs)
     return list(dict.fromkeys(within))
 
 
@@ -235,10 +285,10 @@ def choose(
     a = config.activations
     predictions: dict[tuple[Bits, Bits], StepPrediction] = {}
 
-    def predicted(f: Bits, b: Bits) -> float:
+    def predicted(f: Bits, b: Bits) -> Estimate:
         if (f, b) not in predictions:
             predictions[f, b] = predict(job, with_bits(config, f, b), network, speeds)
-        return predictions[f, b].step_s
+        return predictions[f, b].estimate
 
     f, b, fits = choose_bits(predicted, network, a.forward_bits, a.backward_bits, fewest)
     plain = predict(job, Config(gradients=config.gradients, in_flight=config.in_flight), network, speeds)
@@ -247,7 +297,7 @@ def choose(
     if a.backward_method == "direct" or best.store_s < best.step_s:
         return choice
     other = choose(job, config.replace(activations=a.replace(backward_method="direct")), network, speeds, fewest)
-    return other if best.step_s > WORTHWHILE * other.prediction.step_s else choice
+    return other if pays(best, other.prediction) else choice
 
 
 def choose_with_tied(
@@ -258,7 +308,7 @@ def choose_with_tied(
     if choice.taken.tied_s <= MAX_SHARE * choice.taken.step_s:
         return choice
     other = choose(job, config.replace(gradients=TIED), network, speeds, fewest)
-    return other if choice.taken.step_s > WORTHWHILE * other.taken.step_s else choice
+    return other if pays(choice.taken, other.taken) else choice
 
 
 # -- gradients
@@ -316,9 +366,3 @@ def micro_batch_splits(batch: int, replicas: int, micro_batch: int | None) -> li
     splits = [(b, each // b) for b in sizes if rest == 0 and each and each % b == 0]
     require(splits, "batch", batch, f"a multiple of {replicas} replicas × micro-batches of {micro_batch or 1}")
     return splits
-
-
-def first_near_fastest(candidates: Sequence[Any], seconds: Callable[[Any], float]) -> Any:
-    """Return the first candidate that is about as fast as the fastest."""
-    least = min(map(seconds, candidates))
-    return next(one for one in candidates if seconds(one) <= NEARLY_EQUAL * least)

@@ -13,7 +13,7 @@ import itertools
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pipecomp.errors import require
@@ -62,12 +62,14 @@ class LinkNetwork:
         shared: True if a stage sends to both its neighbours through one channel and receives from both through another,
             as with one network card per stage.
         between: Channel between the replicas of a stage; None if unknown. With one stage it is all there is.
+        spread: Lowest and highest measured rates, as factors of the channels' rates.
     """
 
     forward: tuple[Channel, ...]
     backward: tuple[Channel, ...]
     shared: bool = True
     between: Channel | None = None
+    spread: tuple[float, float] = (1.0, 1.0)
 
     def __post_init__(self) -> None:
         counts = len(self.forward), len(self.backward)
@@ -77,6 +79,16 @@ class LinkNetwork:
     def channels(self) -> tuple[Channel, ...]:
         """All channels, the replicas' included."""
         return (*self.forward, *self.backward, *(() if self.between is None else (self.between,)))
+
+    def scaled(self, factor: float) -> LinkNetwork:
+        """Return the network with rates multiplied by a factor, and without spread."""
+
+        def faster(channel: Channel) -> Channel:
+            return replace(channel, bits_per_s=factor * channel.bits_per_s)
+
+        between = None if self.between is None else faster(self.between)
+        forward, backward = (tuple(map(faster, channels)) for channels in (self.forward, self.backward))
+        return replace(self, forward=forward, backward=backward, between=between, spread=(1.0, 1.0))
 
     @property
     def latency_s(self) -> float:
@@ -112,9 +124,8 @@ def chain(stages: int, bits_per_s: Sequence[float], latency_s: float = 0.0) -> L
 
 def between_replicas(network: LinkNetwork) -> LinkNetwork:
     """Return the network of a single stage whose replicas these links connect, each with the next."""
-    return LinkNetwork(
-        forward=(), backward=(), between=Channel(bits_per_s=network.slowest, latency_s=network.latency_s)
-    )
+    channel = Channel(bits_per_s=network.slowest, latency_s=network.latency_s)
+    return LinkNetwork(forward=(), backward=(), between=channel, spread=network.spread)
 
 
 def active_rates(network: LinkNetwork, active: Sequence[tuple[str, int]]) -> list[float]:

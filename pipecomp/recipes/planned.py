@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from pipecomp.data.formats import parse_columns
 from pipecomp.data.loading import FILES, read_texts
 from pipecomp.distributed import rendezvous
 from pipecomp.distributed.collectives import broadcast, gathered, while_others_wait
+from pipecomp.distributed.placement import usable_cores
 from pipecomp.distributed.rendezvous import check_processes
 from pipecomp.errors import ConfigError, DataError, require, writable
 from pipecomp.netlab.software import throttle_to
@@ -53,8 +56,8 @@ MODEL = "model"  # folder of the trained model
 MERGED = "merged"  # folder of the merged model, beside that of the adapter
 
 
-def main(options: TrainOptions) -> None:
-    """Run one rank."""
+def main(options: TrainOptions, *, dry_run: bool = False) -> None:
+    """Run one rank. dry_run: Plan, predict the duration, and write nothing."""
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if not rendezvous.computes_on_cpu():
@@ -69,6 +72,9 @@ def main(options: TrainOptions) -> None:
             require(plain, "--merge", True, f"only with plain weights, and {options.model} is quantized", hint)
 
     def configure(args: argparse.Namespace, model: Any, size: int, samples: int) -> tuple[dict[str, Any], list[int]]:
+        if dry_run:
+            predict_run(options, args, model, size, samples)
+            sys.exit(0)
         made = plan_run(options, args, model, size, samples)
         with rendezvous.all_ranks().collective_errors(), writable("--out", args.out):
             if first_sample:
@@ -207,8 +213,8 @@ def plan_run(
     with ranks.collective_errors():
         check_processes("--stages", stages)
         check_unused(options, folder)
-        fewest = min(options.max_steps or FEWEST_STEPS, FEWEST_STEPS)
-        batch = choose_batch(options.batch, samples, world // stages, options.epochs, fewest)
+        plan_options = planning_options(options, model, size, samples, stages, world // stages)
+        batch = plan_options.batch
         with writable("--out", folder):
             folder.mkdir(parents=True, exist_ok=True)
         if first:
@@ -228,21 +234,9 @@ def plan_run(
     else:
         memory = None if earlier is None else smallest_memory()
         with ranks.collective_errors():
-            plan_options = PlanOptions(
-                model=model,
-                stages=stages,
-                batch=batch,
-                tokens=size,
-                dtype=options.dtype,
-                tie=options.tie,
-                gradients=options.gradients,
-                measure=True,
-                store=Path(options.store or folder / "messages"),
-                dropout=options.dropout,
-                one_pass=options.epochs == 1,
-                memory=memory,
-            )
-            planned = run_plan(Console(), plan_options, throttle_to, settings=False)
+            store = Path(options.store or folder / "messages")
+            wanted = replace(plan_options, batch=batch, memory=memory, store=store)
+            planned = run_plan(Console(), wanted, throttle_to, settings=False)
         made = broadcast(planned)
         if earlier is not None and stages > 1:  # without machines that were lost: new cuts, but the run's settings
             made |= {"config": earlier["config"]}
@@ -260,6 +254,54 @@ def plan_run(
             used = options.to_yaml(stages=len(made["cuts"]) - 1, batch=batch, lr=options.rate)
             atomic_write_text(folder / OPTIONS_FILE, used)
     return ds_config, made["cuts"]
+
+
+def planning_options(
+    options: TrainOptions, model: Any, size: int, samples: int, stages: int, replicas: int
+) -> PlanOptions:
+    """Return the options of a run's plan, with its batch. The arguments are those of `plan_run`."""
+    fewest = min(options.max_steps or FEWEST_STEPS, FEWEST_STEPS)
+    return PlanOptions(
+        model=model,
+        stages=stages,
+        batch=choose_batch(options.batch, samples, replicas, options.epochs, fewest),
+        tokens=size,
+        dtype=options.dtype,
+        tie=options.tie,
+        gradients=options.gradients,
+        measure=True,
+        dropout=options.dropout,
+        one_pass=options.epochs == 1,
+        samples=samples,
+        epochs=options.epochs,
+        max_steps=options.max_steps,
+    )
+
+
+def predict_run(options: TrainOptions, args: argparse.Namespace, model: Any, size: int, samples: int) -> None:
+    """Print the plan of a run, and how long it takes, on rank 0.
+
+    Ranks of one machine measure together, as in the run. Other machines are not asked: with --peers one process
+    measures this one, with a rank's share of its cores, and the plan is for several rates of the links.
+
+    The arguments and errors are those of `plan_run`.
+    """
+    world, ranks, threads = dist.get_world_size(), rendezvous.all_ranks(), None
+    console = Console(quiet=dist.get_rank() != 0, highlight=False, soft_wrap=True)
+    if options.peers is not None:
+        hosts = len(options.peers.split(","))
+        world = options.stages or hosts
+        threads = max(1, usable_cores() // (world // hosts))
+        console.print("The links between the machines are measured when the run starts; here they have given rates.")
+    stages = options.stages or world
+    with ranks.collective_errors():
+        if options.peers is None:
+            check_processes("--stages", stages)
+        check_unused(options, Path(args.out))
+        planned = planning_options(options, model, size, samples, stages, world // stages)
+        nodes = None if threads is None else world
+        store = Path(options.store or Path(args.out).parent)
+        run_plan(console, replace(planned, store=store, nodes=nodes, threads=threads), throttle_to, settings=False)
 
 
 def check_unused(options: TrainOptions, folder: Path) -> None:
@@ -401,4 +443,5 @@ def smallest_memory() -> float:
 if __name__ == "__main__":
     rank_parser = argparse.ArgumentParser(prog="train", description="One rank of `pipecomp train`.")
     rank_parser.add_argument("options", type=TrainOptions.from_json)
-    run.run(lambda args: main(args.options), rank_parser)
+    rank_parser.add_argument("--dry-run", action="store_true", help="plan, predict the duration, and write nothing")
+    run.run(lambda args: main(args.options, dry_run=args.dry_run), rank_parser)

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from pipecomp.config import Activations, Config
 from pipecomp.config.activations import bits_text
 from pipecomp.recipes.written import Curves, Lines, WrittenOutput
-from pipecomp.report.progress import LinkMeter, format_progress
+from pipecomp.report.progress import LinkMeter, RemainingTime, format_left, format_progress
 from pipecomp.stats import DIRECTIONS, WEIGHTS, BitsMeter, Traffic
 from pipecomp.utils.units import format_count, format_size
 
@@ -89,7 +89,7 @@ class Report:
         """Print the run's settings and start the progress bar."""
         self._steps, self._began = plan.steps, time.perf_counter()
         self._epoch_began = self._last_line = self._began
-        self._meter = LinkMeter()
+        self._meter, self._remaining = LinkMeter(), RemainingTime(plan.steps)
         batch = plan.micro_batch * plan.accumulation * plan.replicas
         parts = f"{format_count(stages, 'stage')}, {format_count(plan.replicas, 'replica')} of the pipeline"
         self._print(f"model     {args.model}: {parts}")
@@ -140,6 +140,7 @@ class Report:
                 "forward_bits" and "backward_bits".
         """
         self._meter.spent += step_s
+        left = self._remaining.after(step, time.perf_counter())
         traffic = self._before.plus(traffic)
         self._count(epoch, loss)
         record = {"step": step, self._period: epoch, "loss": loss, "lr": lr, f"{self._unit}_per_s": round(per_s, 1)}
@@ -159,10 +160,13 @@ class Report:
         elif step in (1, self._steps) or time.perf_counter() - self._last_line >= PLAIN_EVERY_S:
             self._last_line = time.perf_counter()
             width = len(str(self._steps))
-            self._print(
-                f"step {step:{width}}/{self._steps}  {self._period} {epoch}  loss {loss:.4f}  lr {lr:.2e}  "
-                f"{per_s:,.0f} {self._unit}/s  {format_progress(self._meter.since_last(stats))}".rstrip()
-            )
+            parts = [
+                f"step {step:{width}}/{self._steps}  {self._period} {epoch}  loss {loss:.4f}  lr {lr:.2e}",
+                f"{per_s:,.0f} {self._unit}/s",
+                format_progress(self._meter.since_last(stats)),
+                format_left(left),
+            ]
+            self._print("  ".join(part for part in parts if part))
 
     def epoch(self, step: int, epoch: int, measures: dict[str, float] | None, traffic: Traffic) -> None:
         """Report the end of an epoch or round.

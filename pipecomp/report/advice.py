@@ -18,8 +18,8 @@ from pipecomp.config import Activations, Config, Store
 from pipecomp.config.activations import Bits, ConstantError, bits_text
 from pipecomp.errors import PipecompError
 from pipecomp.plan.packet_sizes import activation_bytes, gradient_bytes, with_bits
-from pipecomp.plan.prediction import best_in_flight
-from pipecomp.plan.search import NEARLY_EQUAL, WORTHWHILE, choose_bits
+from pipecomp.plan.prediction import NEARLY_EQUAL, best_in_flight
+from pipecomp.plan.search import WORTHWHILE, choose_bits
 from pipecomp.plan.simulation import (
     Channel,
     LinkNetwork,

@@ -1,15 +1,17 @@
-"""Progress figures of a running training: bytes per second, compression, and the link with the longest wait."""
+"""Progress figures of a running training: bytes per second, compression, the longest wait at a link, the time left."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipecomp.report.recorder import waits
 from pipecomp.stats import BitsMeter, Traffic
-from pipecomp.utils.units import format_ratio, format_share, format_size
+from pipecomp.utils.units import format_duration, format_ratio, format_share, format_size
 
 _WAYS = ("forward", "backward")
+_PACE = 50  # steps by whose pace the time left is estimated
 
 
 class LinkMeter:
@@ -57,6 +59,29 @@ class LinkMeter:
             "slowest_link": slowest,
             "slowest_wait": min(1.0, since[slowest] / spent),
         }
+
+
+class RemainingTime:
+    """Estimate of the time left, by the pace of the last steps with the evaluations between them.
+
+    Args:
+        steps: Steps of the whole training.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        self._ends: deque[tuple[int, float]] = deque(maxlen=_PACE + 1)
+
+    def after(self, step: int, now: float) -> float | None:
+        """Count a step that ended at `now` seconds; return the seconds left, None after the first step of a run."""
+        self._ends.append((step, now))
+        first, began = self._ends[0]
+        return None if step == first else (self._steps - step) * (now - began) / (step - first)
+
+
+def format_left(seconds: float | None) -> str:
+    """Format the time left for a log line; empty if it is unknown or over."""
+    return f"{format_duration(seconds)} left" if seconds else ""
 
 
 def format_progress(figures: Mapping[str, Any]) -> str:

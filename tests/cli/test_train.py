@@ -161,8 +161,13 @@ def test_a_dry_run_says_what_each_machine_would_run(tmp_path, monkeypatch):
     write_text(tmp_path / "my text.txt")
     monkeypatch.setenv("PIPECOMP_KEYS", "my keys")
     peers = "198.51.100.1,me@198.51.100.2"
+    monkeypatch.setattr("pipecomp.distributed.ssh_launcher.launch_ranks", lambda ranks: measuring.append(ranks) or 0)
+    measuring = []
     given = ["train", "--model", "gpt2", "--data", "my text.txt", "--peers", peers, "--stages", "4", "--no-tie"]
     text = told(*given, "--dry-run")
+    [[alone]] = measuring
+    assert (alone.host, alone.variables["WORLD_SIZE"], alone.command[-1]) == (None, "1", "--dry-run")
+    assert TrainOptions.from_json(alone.command[-2]).peers == peers
     lines = text.split(" -m pipecomp.recipes.planned")
     assert len(lines) == 5
     for rank, (host, line) in enumerate(zip(["198.51.100.1:", "me@198.51.100.2:"] * 2, sorted(lines[:4]), strict=True)):
@@ -180,6 +185,7 @@ def test_a_dry_run_says_what_each_machine_would_run(tmp_path, monkeypatch):
 def test_a_file_has_the_options_that_the_command_line_does_not_give(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_text(tmp_path / "text.txt")
+    monkeypatch.setattr("pipecomp.distributed.ssh_launcher.launch_ranks", lambda ranks: 0)
     (tmp_path / "run.yaml").write_text("model: gpt2\ndata: text.txt\nlora: 4\nlora-alpha: 2\nlr: 1e-3\nepochs: 7\n")
     text = told("train", "--config", "run.yaml", "--epochs", "2", "--dry-run")
     options = TrainOptions.from_json(shlex.split(text[text.index("planned ") :])[1])
@@ -188,12 +194,29 @@ def test_a_file_has_the_options_that_the_command_line_does_not_give(tmp_path, mo
     assert "--config: got 'none.yaml', allowed: a file of options" in told("train", "--config", "none.yaml", status=1)
 
 
+@pytest.mark.parametrize("status", [0, 1])
+def test_a_dry_run_measures_the_ranks_of_this_machine_together(tmp_path, monkeypatch, status):
+    monkeypatch.chdir(tmp_path)
+    measuring = []
+    monkeypatch.setattr(
+        "pipecomp.distributed.ssh_launcher.launch_ranks", lambda ranks: measuring.append(ranks) or status
+    )
+    write_text(tmp_path / "text.txt")
+    text = told("train", "--model", "gpt2", "--data", "text.txt", "--stages", "3", "--dry-run")
+    assert text.count(" -m pipecomp.recipes.planned") == 3, "the commands of the run"
+    [ranks] = measuring
+    assert [rank.variables["WORLD_SIZE"] for rank in ranks] == ["3"] * 3
+    assert all(rank.command[-1] == "--dry-run" for rank in ranks)
+    assert ("No duration is predicted" in text) == bool(status)
+
+
 def test_only_a_dry_run_shows_commands(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_TOKEN", "hf_mine")
     checked = []
     monkeypatch.setattr("pipecomp.distributed.ssh_launcher.check_hosts", checked.append)
     monkeypatch.setattr("pipecomp.distributed.ssh_launcher.launch_ranks", lambda ranks: 0)
+    monkeypatch.setattr("pipecomp.distributed.elastic_launcher.launch_elastic", lambda *given: 0)
     write_text(tmp_path / "text.txt")
     given = ["train", "--model", "gpt2", "--data", "text.txt", "--peers", "198.51.100.1,198.51.100.2"]
     text = told(*given)
@@ -266,6 +289,17 @@ class TestTrain:
         facts = json.loads((out / "run.json").read_text())
         assert facts["stages"] == len(plan["cuts"]) - 1 == 2
         assert (out / "report.html").stat().st_size > 100_000
+
+    def test_a_dry_run_predicts_the_duration_and_writes_nothing(self, ended):
+        folder = ended[0]
+        given = "train --model model --data text.txt --lr 1e-2 --batch 8 --stages 2 --max-steps 8 --dry-run"
+        before = sorted(folder.rglob("*"))
+        found = run(folder, sys.executable, "-m", "pipecomp.cli", *given.split())
+        assert found.status == 0, found.output
+        text = " ".join(found.output.split())
+        assert re.search(r" s a step; [\d.]+ m?s for this data: 8 steps of 8 samples", text), found.output
+        assert "measured, 1 thread" in text
+        assert sorted(folder.rglob("*")) == before
 
     def test_errors_of_ranks_are_one_line(self, ended):
         folder = ended[0]

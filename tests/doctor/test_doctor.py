@@ -664,7 +664,34 @@ def test_measuring_a_known_link(out, back, delay):
         assert measured.out_bit_s == pytest.approx(out, rel=0.01)
         assert measured.back_bit_s == pytest.approx(back, rel=0.01)
     assert peer.answer[0] == measure._Command.END
-    assert peer.transferred <= 4 * 2**22
+    assert peer.transferred <= 8 * 2**22, "each way three that are measured, and smaller ones before"
+    if delay == 0:
+        assert measured.spread == pytest.approx((1.0, 1.0))
+
+
+def test_a_link_whose_rate_changes_has_a_spread(monkeypatch):
+    class Unsteady(FakePeer):
+        sent = 0
+
+        def send(self, data):
+            if data.dtype == torch.uint8:
+                self.sent += 1
+                self.out_bit_s = (1e8, 0.8e8, 1.1e8)[self.sent % 3]
+            super().send(data)
+
+    peer = Unsteady(1e8, 1e8, 0.0)
+    monkeypatch.setattr(measure, "time", peer)
+    measured = measure.lead(peer)
+    assert measured.out_bit_s == pytest.approx(1e8, rel=0.01)
+    assert measured.spread == pytest.approx((0.8, 1.1), rel=0.01)
+
+
+def test_a_slow_link_is_not_measured_several_times(monkeypatch):
+    """10 kbit/s: a transfer takes most of a minute."""
+    peer = FakePeer(1e4, 1e4, 0.0)
+    monkeypatch.setattr(measure, "time", peer)
+    assert measure.lead(peer).out_bit_s == pytest.approx(1e4)
+    assert peer.transferred == 2 * measure._FIRST_BYTES
 
 
 # -- all of it

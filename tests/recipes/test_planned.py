@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -253,3 +255,24 @@ def test_the_plan_is_of_the_dropout_that_is_trained_with(tmp_path: Path, monkeyp
         assert (tmp_path / str(number) / "ds_config.json").read_text() == json.dumps(made, indent=2) + "\n"
         assert cuts == [0, 1]
     assert [options.dropout for options in wanted] == [None, 0.0]
+
+
+@pytest.mark.parametrize(("peers", "stages", "threads"), [("a,b", None, 8), ("a,b", 4, 4), (None, 1, None)])
+def test_a_dry_run_plans_for_the_machines_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peers: str | None, stages: int | None, threads: int | None
+) -> None:
+    """One process measures with a rank's share of the cores; nothing is written."""
+    made: list[PlanOptions] = []
+    monkeypatch.setattr(planned, "run_plan", lambda console, options, *given, **more: made.append(options))
+    monkeypatch.setattr(planned, "usable_cores", lambda: 8)
+    monkeypatch.setattr(planned.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(planned.dist, "get_rank", lambda: 0)
+    together = SimpleNamespace(collective_errors=contextlib.nullcontext)
+    monkeypatch.setattr(planned.rendezvous, "all_ranks", lambda: together)
+    options = options_of(tmp_path / "out", peers=peers, stages=stages, epochs=2, max_steps=9, batch=8)
+    planned.predict_run(options, planned.recipe_arguments(options), "model", 32, 100)
+    [found] = made
+    K = stages or 2
+    assert (found.stages, found.nodes, found.threads) == (K, None if peers is None else K, threads)
+    assert (found.batch, found.samples, found.epochs, found.max_steps, found.tokens) == (8, 100, 2, 9, 32)
+    assert list(tmp_path.iterdir()) == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipecomp.config import Config
-from pipecomp.report.progress import LinkMeter, format_progress
+from pipecomp.report.progress import LinkMeter, RemainingTime, format_left, format_progress
 from tests.report.runs import AQSGD, MICRO_BATCHES, counters, made_step
 
 
@@ -45,3 +45,19 @@ def test_in_words():
     assert text == "1.2 MB/s forward  500.0 kB/s back  7.9× less  link 0->1 waits 41 %"
     assert "less" not in format_progress({**figures, "compression": 1.0, "slowest_wait": 0.0})
     assert format_progress({}) == ""
+
+
+def test_the_time_left_goes_by_the_last_steps_and_what_is_between_them():
+    remaining = RemainingTime(200)
+    assert remaining.after(11, 50.0) is None, "the first step of a resumed run"
+    assert remaining.after(12, 53.0) == 188 * 3.0
+    assert remaining.after(13, 60.0) == 187 * 5.0, "an evaluation"
+    for step in range(14, 151):
+        left = remaining.after(step, 60.0 + step - 13)
+    assert left == 50.0, "not the slow start"
+    assert remaining.after(200, 400.0) == 0.0
+
+
+def test_the_time_left_in_words():
+    assert format_left(754.0) == "12 min 34 s left"
+    assert format_left(None) == format_left(0.0) == ""
