@@ -35,7 +35,7 @@ from pipecomp.data import (
 )
 from pipecomp.distributed.collectives import open_groups
 from pipecomp.distributed.consistency import AllRanks
-from pipecomp.distributed.heartbeat import Heartbeat, RankPlace, process_heartbeat
+from pipecomp.distributed.heartbeat import Heartbeat, RankPlace, process_heartbeat, uncaught_error
 from pipecomp.distributed.rendezvous import join_processes
 from pipecomp.engine.build import RunArguments, build_engine, open_links, open_transports
 from pipecomp.engine.deepspeed_patches import attach_deepspeed, deepspeed_groups
@@ -253,7 +253,10 @@ def _close_dropped_engines() -> None:
 
 def _close_at_exit() -> None:
     """Close in order when the interpreter exits, so that no rank aborts in a half-closed process group."""
+    error = uncaught_error()
     for engine in reversed(_open_engines):
+        if error is not None:
+            engine.guard.report(error)
         engine.close()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -16,6 +16,7 @@ Note:
 from __future__ import annotations
 
 import atexit
+import builtins
 import contextlib
 import math
 import os
@@ -137,6 +138,12 @@ class RankPlace(NamedTuple):
         return cls(socket.gethostname(), stage, log_file())
 
 
+def uncaught_error() -> BaseException | None:
+    """Return the exception that ends this process, once its traceback is printed; None in a notebook or a shell."""
+    interactive = hasattr(sys, "ps1") or hasattr(builtins, "get_ipython")
+    return None if interactive else getattr(sys, "last_value", None)
+
+
 def log_file() -> str:
     """Return the regular file that standard error goes to, "" if it is a terminal, a pipe or a deleted file."""
     try:
@@ -196,13 +203,14 @@ class Heartbeat:
 
     Attributes:
         timeout_s: Configured time of silence.
-        on_exit: Called before this process ends itself.
+        on_exit: Called with the reason before this process ends itself.
         on_report: Called with the error that another rank reports.
         lost: The error for a lost rank, None while all are alive.
         engine: Number of engines that this process has begun to make.
         places: Of all ranks, by rank, once an engine is made.
     """
 
+    on_exit: Callable[[FailureReport], None]
     on_report: Callable[[Exception], None]
 
     def __init__(self, rank: int, world: int, store: Any, *, resumable: bool = False) -> None:
@@ -234,7 +242,7 @@ class Heartbeat:
             self._threads[-1].start()
 
     def _reset_callbacks(self) -> None:
-        self.timeout_s, self.on_exit, self.on_report = DEFAULT_TIMEOUT_S, lambda: None, lambda error: None
+        self.timeout_s, self.on_exit, self.on_report = DEFAULT_TIMEOUT_S, lambda report: None, lambda error: None
 
     # -- calls of this rank
 
@@ -276,6 +284,8 @@ class Heartbeat:
     def missed(self, rank: int) -> PipecompError | None:
         """Return why a rank will not answer, None if it may."""
         entry = self._entries.get(rank)
+        if entry is not None and entry.report is not None and entry.engine == self.engine + (self._state == _LEFT):
+            return self.lost or PeerLostError(f"{entry.report.reason} (reported by rank {rank})", entry.report.rank)
         return self.lost or (None if entry is None else self._silence_error(rank, entry, time.monotonic()))
 
     def last_sign(self, rank: int) -> float:
@@ -294,6 +304,12 @@ class Heartbeat:
     def stop(self, report: FailureReport | None = None) -> None:
         """Report to the other ranks that training has ended here; `report` follows once the first cause is known."""
         self._set_state(_STOPPED if report is None else f"{_STOPPED} {report.rank} {report.reason[:2000]}")
+
+    def give_up(self, lost: int, reason: str) -> None:
+        """Report to the other ranks why this process ends, and finish its stores."""
+        report = FailureReport(lost, reason)
+        self.stop(report)
+        self.on_exit(report)
 
     def find_lost(self, wait_s: float) -> PeerLostError | None:
         """Find the rank that another one reports, or that has not stopped after `wait_s` seconds. Call `stop` before.
@@ -366,9 +382,18 @@ class Heartbeat:
     def close(self, engine: int) -> None:
         """Note the regular end of an engine. After the last one, nobody has to wait for this rank any more."""
         if engine == self.engine:
-            self.on_exit, self.on_report = lambda: None, lambda error: None
+            self.on_exit, self.on_report = lambda report: None, lambda error: None
             if not self._state.startswith(_STOPPED):
                 self._set_state(_LEFT)
+
+    def exit(self) -> None:
+        """Report the exception that ends this process, if it has not been reported, and stop the threads."""
+        error = uncaught_error()
+        if error is not None and self._state == _LEFT and self._others and not self._ended.is_set():
+            self.engine += 1  # the engine that the others make, or wait to make
+            self.stop(FailureReport(self._rank, f"rank {self._rank} stopped: {type(error).__name__}: {error}"))
+            self.linger()
+        self.end()
 
     def end(self) -> None:
         """Stop the threads. A thread inside torch at the interpreter's exit would abort the process."""
@@ -472,9 +497,7 @@ class Heartbeat:
             activity.interrupt(self._stalled(activity, activity.limit_s))
         end_s = activity.limit_s + _INTERRUPT_S if activity.end_s is None else activity.end_s
         if passed_s > end_s and current_activity() is activity:
-            error = self._stalled(activity, passed_s)
-            self.stop(FailureReport(self._rank, f"rank {self._rank} stopped: {type(error).__name__}: {error}"))
-            self._end_process(error, "It cannot be interrupted")
+            self._end_process(self._stalled(activity, passed_s), "It cannot be interrupted")
 
     def _stalled(self, activity: Activity, limit_s: float) -> StalledError:
         place = activity.place()
@@ -533,9 +556,12 @@ class Heartbeat:
         return None
 
     def _end_process(self, problem: PipecompError, why: str) -> None:
-        """Print the problem, finish the stores and end the process."""
+        """Print the problem, report it to the other ranks, finish the stores and end the process."""
         say_here(f"{type(problem).__name__}: {problem}. {why}: its process ends")
-        finishing = threading.Thread(target=self.on_exit, daemon=True)
+        lost, reason = self._rank, f"rank {self._rank} stopped: {type(problem).__name__}: {problem}"
+        if isinstance(problem, PeerLostError):
+            lost, reason = problem.rank, str(problem)
+        finishing = threading.Thread(target=self.give_up, args=(lost, reason), daemon=True)
         finishing.start()
         finishing.join(_ON_EXIT_S)
         sys.stdout.flush()
@@ -570,5 +596,5 @@ def process_heartbeat(store: Any = None, rank: int = 0, world: int = 1, *, resum
         rank, world = dist.get_rank(), dist.get_world_size()
         store = distributed_c10d._get_default_store()
     _current, _group = Heartbeat(rank, world, store, resumable=resumable), joined
-    atexit.register(_current.end)
+    atexit.register(_current.exit)
     return _current

@@ -273,7 +273,8 @@ def _end() -> None:
         time.sleep(_SAVE_S)
     say_here("its launcher ended: this rank ends too")
     if dist.is_initialized():
-        closing = threading.Thread(target=process_heartbeat().on_exit, daemon=True)
+        told = dist.get_rank(), f"rank {dist.get_rank()} stopped: its launcher ended"
+        closing = threading.Thread(target=process_heartbeat().give_up, args=told, daemon=True)
         closing.start()
         closing.join(_CLOSE_S)
     os._exit(LOST_STATUS)

@@ -32,7 +32,7 @@ from torch.distributed.rendezvous import rendezvous
 from pipecomp.config import read_json_object
 from pipecomp.distributed.collectives import exchange_objects_as_json
 from pipecomp.distributed.consistency import JOIN_TIMEOUT_S, AllRanks, check_byte_order, differences, versions
-from pipecomp.distributed.heartbeat import StoreSilentError, call_store, process_heartbeat
+from pipecomp.distributed.heartbeat import StoreSilentError, call_store, process_heartbeat, uncaught_error
 from pipecomp.distributed.launch_env import compared_variables, master_address, read_launch, watch_launcher
 from pipecomp.distributed.placement import (
     GLOO_VARIABLE,
@@ -193,7 +193,7 @@ def _join_closed(keys: str, rank: int, world: int) -> None:
     whom = f"the {world - 1} others at {where}" if rank == 0 else f"rank 0 at {where}, and for all others"
     with warn_if_slow(f"waits for {whom}, {_HOW_LONG}; rank 0's machine must let that port in"):
         mesh = join_mesh(keys, rank, world, wait_s=JOIN_TIMEOUT_S)
-    atexit.register(mesh.close)
+    atexit.register(_close_mesh, mesh)
     process_heartbeat(mesh.store, rank, world, resumable=True)
     together = AllRanks(rank, world, mesh.store, wait_s=_CONNECT_S)
     with together.collective_errors():
@@ -201,6 +201,12 @@ def _join_closed(keys: str, rank: int, world: int) -> None:
     together.assert_same_on_all_ranks(versions())
     _take_places(together)
     dist.init_process_group(BACKEND, store=mesh.store, rank=rank, world_size=world, timeout=default_pg_timeout)
+
+
+def _close_mesh(mesh: Mesh) -> None:
+    """Close at exit, with the exception that ends the process as the reason."""
+    error = uncaught_error()
+    mesh.close("" if error is None else f"{type(error).__name__}: {error}")
 
 
 def find_store(rank: int, world: int, *, wait_s: float) -> Any:

@@ -459,7 +459,9 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine, EngineState):
         """Return the engine; `with` closes it at the end."""
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and not isinstance(error, SystemExit):
+            self.guard.report(error)
         self.close()
 
     # -- reports

@@ -45,7 +45,12 @@ class FailureGuard:
     def watch(self, links: Links, heartbeat: Heartbeat) -> None:
         """Report to neighbours through `links`, and to all ranks through `heartbeat`."""
         self._links, self._heartbeat, self._engine = links, heartbeat, heartbeat.engine
-        heartbeat.on_exit, heartbeat.on_report = links.close, links.failed
+        heartbeat.on_exit, heartbeat.on_report = self._exit, links.failed
+
+    def _exit(self, report: FailureReport) -> None:
+        """Tell the neighbors why this process ends, and finish the stores."""
+        self._links.abort(report.rank, report.reason)
+        self._links.close()
 
     @contextlib.contextmanager
     def propagate_failure(self) -> Iterator[None]:
@@ -75,7 +80,12 @@ class FailureGuard:
             if self._heartbeat is not None:
                 self._heartbeat.leave(computing)
 
-    def _report(self, error: Exception) -> Exception:
+    def report(self, error: BaseException) -> None:
+        """Report an error that ends this rank's program outside of the engine, unless training has failed already."""
+        if not self.failed and self._heartbeat is not None and self._engine == self._heartbeat.engine:
+            self._report(error)
+
+    def _report(self, error: BaseException) -> BaseException:
         """Report to all ranks that training ends here; returns the error to raise."""
         self.failed = True
         if self._heartbeat is not None:
@@ -98,12 +108,12 @@ class FailureGuard:
             self._heartbeat.linger(lost)
         return cause
 
-    def _first_cause(self, error: Exception) -> Exception:
+    def _first_cause(self, error: BaseException) -> BaseException:
         """Find the rank that was lost first. A failed collective does not name it; links and silence do."""
         lost = None if self._heartbeat is None else self._heartbeat.lost
         if isinstance(error, PeerLostError):  # the peer may have ended because another rank was lost
             return lost or (self._heartbeat and self._heartbeat.find_report(error.rank, _FIND_LOST_S)) or error
-        if isinstance(error, PipecompError) or not is_collective_error(error):
+        if isinstance(error, PipecompError) or not isinstance(error, Exception) or not is_collective_error(error):
             return error
         known = self._links.failure(wait_s=1.0) or lost
         if known is None and self._heartbeat is not None:

@@ -11,6 +11,7 @@ import pytest
 from pipecomp.distributed.local_launcher import run_ranks
 from tests.limits import HANG_S, TOLD_S
 from tests.models import ds_config, gpt2, samples
+from tests.tls.meshes import keys_for
 
 pytestmark = pytest.mark.ranks
 
@@ -61,6 +62,36 @@ def stops_at_step_3(rank, world, note, victim, folder):
         except PipecompError as error:
             return getattr(error, "rank", None), str(error)
     return None
+
+
+def leaves_at_step_3(rank, world, note, keys):
+    """Rank 1's own program raises between two steps."""
+    import pipecomp
+    from pipecomp.errors import PeerLostError
+
+    if keys is not None:
+        os.environ["PIPECOMP_KEYS"] = f"{keys}/rank-{rank}"
+    engine = pipecomp.initialize(gpt2(), num_stages=2, config=ds_config(), training_data=samples())
+
+    def program():
+        with engine:
+            for step in range(100):
+                if rank == 1 and step == 3:
+                    raise KeyError("a column")
+                engine.train_batch()
+
+    with pytest.raises(KeyError if rank == 1 else PeerLostError) as caught:
+        program()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("over_tls", [False, True], ids=["gloo", "tls"])
+def test_an_exception_of_the_program_is_named_by_the_other_rank(tmp_path, over_tls):
+    if over_tls:
+        keys_for(tmp_path, 2)
+    ranks = run_ranks(2, leaves_at_step_3, str(tmp_path) if over_tls else None, timeout_s=HANG_S)
+    assert "rank 1 stopped: KeyError: 'a column'" in ranks[0]
+    assert ", stage 1: step 3" in ranks[0]
 
 
 def test_why_a_replica_stopped_is_said_by_all_others(tmp_path):

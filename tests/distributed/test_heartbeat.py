@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 
@@ -70,13 +71,13 @@ def test_closing_an_engine_leaves_the_one_that_was_made_after_it(watches):
     each.begin()
     first = each.engine
     each.begin()
-    each.on_exit = print
+    each.on_exit = on_exit = lambda report: None
     each.close(first)
     assert each._state == ""
-    assert each.on_exit is print
+    assert each.on_exit is on_exit
     each.close(each.engine)
     assert each._state == "left"
-    assert each.on_exit is not print, "what it would have closed is not kept"
+    assert each.on_exit is not on_exit, "what it would have closed is not kept"
 
 
 def test_why_a_start_failed_is_told_to_the_others(watches, monkeypatch):
@@ -95,6 +96,20 @@ def test_why_a_start_failed_is_told_to_the_others(watches, monkeypatch):
     assert watches[2].lost is None
     assert watches[2]._reported() is None
     watches[2].enter()
+
+
+def test_an_exception_that_ends_a_rank_is_told_to_those_that_wait_for_it(watches, monkeypatch):
+    monkeypatch.setattr(sys, "last_value", KeyError("a column\n\x1b[2J"), raising=False)
+    monkeypatch.setattr(heartbeat, "LINGER_S", 0.0)
+    monkeypatch.delattr("builtins.get_ipython", raising=False)
+    watches[2].exit()  # before an engine: rank 0 compares arguments, rank 1 makes its engine
+    watches[1].begin()
+    assert until(lambda: watches[1].lost is not None and watches[0].missed(2) is not None)
+    for told in (watches[0].missed(2), watches[1].lost):
+        assert isinstance(told, PeerLostError)
+        assert told.rank == 2
+        assert "rank 2 stopped: KeyError: 'a column" in str(told)
+        assert str(told).isprintable()
 
 
 def test_rank_0_stays_until_all_others_know(watches):

@@ -688,6 +688,52 @@ class TestStart:
         close_all(together([first, second]))
         ends[0].close()
 
+    def test_a_path_on_which_large_packets_vanish_is_named_by_both_ranks(self, folders, monkeypatch):
+        monkeypatch.setattr("pipecomp.tls.routes._REPLY_S", 2.0)
+        address, front = free_address(), socket.create_server(("127.0.0.1", 0))
+
+        def forward(source: socket.socket, target: socket.socket) -> None:
+            with contextlib.suppress(OSError):
+                while data := source.recv(1 << 16):
+                    target.sendall(data)
+            target.close()
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    end = front.accept()[0]
+                    if end.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG) > 600:
+                        held.append(end)  # what is sent is lost
+                        continue
+                    other = socket.create_connection(address)
+                    for pair in ((end, other), (other, end)):
+                        threading.Thread(target=forward, args=pair, daemon=True).start()
+
+        held: list[socket.socket] = []
+        threading.Thread(target=serve, daemon=True).start()
+
+        def joins(rank: int, at: Address) -> str:
+            with pytest.raises(LinkError, match="small packets pass and large ones do not") as caught:
+                connect_mesh(JoinConfig(rank, 2, at), Credentials(folders[rank]), wait_s=WAIT_S)
+            return str(caught.value)
+
+        where = Address(*front.getsockname())
+        for error in together([lambda: joins(0, address), lambda: joins(1, where)]):
+            assert "(rank 1) and 127.0.0.1 (rank 0)" in error
+        front.close()
+        assert len(held) == 2, "a second attempt confirms the first"
+        for end in held:
+            end.close()
+
+    def test_what_a_rank_says_at_its_end_is_short_and_on_one_line(self, folders):
+        meshes = meet_all(folders[:2])
+        meshes[1].close("a bug\n\x1b[2Jpipecomp: rank 0: fine" + "." * 5000)
+        with pytest.raises(PeerLostError, match="rank 1 gave up the connection to this rank: a bug; ") as caught:
+            meshes[0].connections[1].receive(1, 0, memoryview(bytearray(1))).wait(WAIT_S)
+        assert str(caught.value).isprintable()
+        assert len(str(caught.value)) < 1100
+        meshes[0].close()
+
     def test_a_rank_that_missed_rank_0s_answer_comes_again(self, folders):
         address, place, before = free_address(), handshake.RankInfo(Credentials(folders[1]), 1, 3, ""), None
         made = Mesh(JoinConfig(0, 3, address), Credentials(folders[0]))
