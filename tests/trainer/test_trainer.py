@@ -521,12 +521,15 @@ class ByEpoch:
         self.epoch = epoch
 
 
+def stack_ids(chosen: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {"input_ids": torch.stack([sample["input_ids"] for sample in chosen])}
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_dataset_is_told_the_epoch_also_in_worker_processes(workers: int) -> None:
-    options = {"num_workers": workers, "multiprocessing_context": "fork" if workers else None}
-    samples = SampleSource.of(
-        ByEpoch(), lambda chosen: {"input_ids": torch.stack([s["input_ids"] for s in chosen])}, None, ""
-    )
+    # A fork of this process, which has other tests' threads, may die of a lock that one of them holds.
+    options = {"num_workers": workers, "multiprocessing_context": "forkserver" if workers else None}
+    samples = SampleSource.of(ByEpoch(), stack_ids, None, "")
     loader = StepLoader(samples, ShardedSampler(4, 2), 0, options)
     handed = iter(loader)
     for epoch in range(3):
