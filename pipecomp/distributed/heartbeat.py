@@ -284,7 +284,8 @@ class Heartbeat:
     def missed(self, rank: int) -> PipecompError | None:
         """Return why a rank will not answer, None if it may."""
         entry = self._entries.get(rank)
-        if entry is not None and entry.report is not None and entry.engine == self.engine + (self._state == _LEFT):
+        current = self.engine if self._state == "" else self.engine + 1  # reports on earlier engines are over
+        if entry is not None and entry.report is not None and entry.engine == current:
             return self.lost or PeerLostError(f"{entry.report.reason} (reported by rank {rank})", entry.report.rank)
         return self.lost or (None if entry is None else self._silence_error(rank, entry, time.monotonic()))
 

@@ -94,8 +94,19 @@ def read_sources(
 
 
 def read(args: argparse.Namespace) -> tuple[list[str], list[str] | None]:
-    """Read training and held-out text as lines with their line ends; see `read_sources`."""
-    return read_sources(args, read_lines, lambda splits: _dataset_lines(args.dataset, splits))
+    """Read training and held-out text as lines with their line ends; see `read_sources`.
+
+    A training file that does not end with a line end gets one if another file follows.
+    """
+    last = args.train_file[-1] if args.train_file else None
+
+    def of_file(path: str) -> list[str]:
+        lines = read_lines(path)
+        if path not in (last, args.eval_file) and lines and not lines[-1].endswith("\n"):
+            lines[-1] += "\n"
+        return lines
+
+    return read_sources(args, of_file, lambda splits: _dataset_lines(args.dataset, splits))
 
 
 def read_lines(path: str) -> list[str]:

@@ -338,6 +338,8 @@ class TestText:
         (tmp_path / "bad").write_bytes(b"ok\xff")
         args = text_arguments("--train-file", str(tmp_path / "b"), str(tmp_path / "a"))
         assert text.read(args) == (["c\n", "ä\n", "b"], None)
+        args = text_arguments("--train-file", str(tmp_path / "a"), str(tmp_path / "b"))
+        assert text.read(args) == (["ä\n", "b\n", "c\n"], None), "b and c are two words"
         with pytest.raises(DataError, match="not UTF-8: byte 2 is 0xff"):
             text.read_lines(str(tmp_path / "bad"))
         with pytest.raises(DataError, match="cannot be read"):
