@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from pipecomp.codecs.codecs import Codec, Quantized, as_bytes, encoded, of_bytes
 from pipecomp.errors import require
 from pipecomp.kernels import ops
+from pipecomp.kernels.reference import channels
 
 RANK_BITS = 16
 
@@ -78,6 +79,96 @@ class Published:
         codes_TH = reader.integers(rows * hidden, self.bits).reshape(rows, hidden)
         reader.end()
         return (codes_TH.float() - half) / half * scale_H
+
+
+# -- rows over their channels' scales
+
+
+@functools.lru_cache(maxsize=16)
+def gaussian_levels(count: int) -> tuple[Tensor, Tensor]:
+    """Compute the levels with the least squared error for Gaussian values (Lloyd, Max), and the bounds between them."""
+    levels = torch.special.ndtri((torch.arange(count, dtype=torch.float64) + 0.5) / count)
+    for _ in range(2000):
+        bounds = torch.cat([torch.tensor([-torch.inf]), (levels[1:] + levels[:-1]) / 2, torch.tensor([torch.inf])])
+        density = (-bounds * bounds / 2).exp() / (2 * torch.pi) ** 0.5
+        levels = (density[:-1] - density[1:]) / (torch.special.ndtr(bounds[1:]) - torch.special.ndtr(bounds[:-1]))
+    return levels.float(), ((levels[1:] + levels[:-1]) / 2).float()
+
+
+@dataclass(frozen=True)
+class ChannelRows:
+    """Rows over their channels' scales, then over their own rms, to the levels of `gaussian_levels`.
+
+    levels: of every channel, 3 or a power of two; None to share `bits` out: a channel with twice the scale gets a bit
+    more, from 1 to MOST_BITS, and the mean is at most `bits`. unbiased: as the product's gain.
+
+    Payload: the product's block of channels; rms of rows, float32; codes by number of levels, five of 3 in a byte.
+    """
+
+    levels: int | None
+    bits: float = 0.0
+    unbiased: bool = True
+    MOST_BITS: ClassVar[int] = 4
+
+    def encode(self, x_TH: Tensor) -> Tensor:
+        """See Rows."""
+        if not len(x_TH):
+            return x_TH.new_empty(0, dtype=torch.uint8)
+        block = channels.encode_block(channels.sum_squares([x_TH]), channels.SENT)
+        z_TH = x_TH / channels.decode_block(block)
+        rms_T = z_TH.square().mean(1).sqrt()
+        u_TH, y_TH, codes = z_TH / rms_T.clamp_min(1e-30)[:, None], torch.empty_like(z_TH), []
+        levels_H = self._levels(block)
+        for count in levels_H.unique().tolist():
+            table, bounds = gaussian_levels(count)
+            of_TN = torch.bucketize(u_TH[:, levels_H == count], bounds)
+            y_TH[:, levels_H == count] = table[of_TN]
+            codes.append(_packed_levels(of_TN.reshape(-1).to(torch.int32), count))
+        if self.unbiased:
+            rms_T = rms_T * (u_TH.square().sum(1) / (u_TH * y_TH).sum(1).clamp_min(1e-30)).clamp(0.25, 4)
+        return torch.cat([block, as_bytes(rms_T), *codes])
+
+    def decode(self, payload: Tensor, rows: int, hidden: int) -> Tensor:
+        """See Rows."""
+        if not rows:
+            return torch.empty(0, hidden)
+        reader = Reader(payload)
+        block, y_TH = reader.take(hidden), torch.empty(rows, hidden)
+        rms_T = of_bytes(reader.take(4 * rows), torch.float32, (rows,))
+        levels_H = self._levels(block)
+        for count in levels_H.unique().tolist():
+            columns = levels_H == count
+            of_TN = _read_levels(reader, rows * int(columns.sum()), count).reshape(rows, -1)
+            y_TH[:, columns] = gaussian_levels(count)[0][of_TN]
+        reader.end()
+        return y_TH * rms_T[:, None] * channels.decode_block(block)
+
+    def _levels(self, block: Tensor) -> Tensor:
+        """Number of levels of each channel, int64 [H]; both ends compute it from the block."""
+        if self.levels is not None:
+            return torch.full((len(block),), self.levels)
+        octaves_H = block.double() / 16  # a code is a sixteenth of an octave
+        for sixteenth in range(16 * self.MOST_BITS, -16 * 16, -1):
+            bits_H = (octaves_H - octaves_H.mean() + sixteenth / 16).round().clamp(1, self.MOST_BITS)
+            if bits_H.mean() <= self.bits:
+                return 1 << bits_H.long()
+        return torch.full((len(block),), 2)
+
+
+def _packed_levels(codes: Tensor, count: int) -> Tensor:
+    """Codes below `count` as bytes: five of 3 in one, others as `packed`."""
+    if count != 3:
+        return packed(codes, (count - 1).bit_length())
+    codes_N5 = torch.nn.functional.pad(codes, (0, -len(codes) % 5)).reshape(-1, 5)
+    return (codes_N5 * torch.tensor([1, 3, 9, 27, 81])).sum(1).to(torch.uint8)
+
+
+def _read_levels(reader: Reader, number: int, count: int) -> Tensor:
+    """Undo `_packed_levels`: int64 [number]."""
+    if count != 3:
+        return reader.integers(number, (count - 1).bit_length()).long()
+    bytes_N1 = reader.take((number + 4) // 5).long()[:, None]
+    return (bytes_N1 // torch.tensor([1, 3, 9, 27, 81]) % 3).reshape(-1)[:number]
 
 
 # -- tiles with more or fewer bits

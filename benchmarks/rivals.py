@@ -60,12 +60,15 @@ class _Remembering:
 class Changes(_Remembering):
     """Changes since the sample's last visit through `rows`, first visits through `first`: AQ-SGD with another coding.
 
+    share: of a change that m moves by; the other end computes with all of it. Below 1, m is a mean of several visits,
+    which dropout changes by chance.
+
     Payload: the rows of first visits, then the changes.
     """
 
-    def __init__(self, rows: Rows, first: Product) -> None:
+    def __init__(self, rows: Rows, first: Product, share: float = 1.0) -> None:
         super().__init__()
-        self._rows, self._first = rows, first
+        self._rows, self._first, self._share = rows, first, share
 
     def encode(self, x_TH: Tensor, layout: Layout) -> Tensor:
         """See Coder."""
@@ -84,8 +87,10 @@ class Changes(_Remembering):
         new = layout.total - changed
         cut = self._first.size(new, hidden)
         m_TH[~known_T] = self._first.decode(payload[:cut], new, hidden)
-        m_TH[known_T] += self._rows.decode(payload[cut:], changed, hidden)
-        return self._hold(layout, m_TH)
+        change_TH = torch.zeros_like(m_TH)
+        change_TH[known_T] = self._rows.decode(payload[cut:], changed, hidden)
+        self._hold(layout, m_TH + self._share * change_TH)
+        return m_TH + change_TH
 
 
 class Unchanged(_Remembering):

@@ -12,17 +12,22 @@ out among worker processes.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks import page, shootout
+from benchmarks.boundaries import Coders
 from benchmarks.classification import METRICS
 from benchmarks.convergence import CHANGES_BACK, quantized
 from benchmarks.page import Row, prose, spread, values
+from benchmarks.rival_rows import ChannelRows, Product, Rows
+from benchmarks.rivals import Changes, Whole
 from benchmarks.runner import Runs, beside, chosen, digest
 from benchmarks.shootout import BACKWARD_ERROR, DROPOUT, FIRST_BITS, FORWARD_ERROR
 from benchmarks.training import in_order
+from pipecomp.codecs.codecs import Quantized
 
 EXACT = "FP32"
 KEYS = ("task", "dropout", "stages", "method", "seed")
@@ -55,7 +60,26 @@ SCALES: dict[str, dict[str, Any]] = {
         "gain": "unbiased",
     },
 }
-LINES: dict[str, dict[str, Any]] = {
+
+
+def _ends(rows: Rows, share: float = 1.0) -> Coders:
+    """Ends of a link whose changes go through `rows`; first visits and gradients have scales of channels."""
+    first = Product(Quantized(FIRST_BITS, scale="channels", gain="unbiased"))
+    return Coders(Changes(rows, first, share), Whole(Product(Quantized(4, scale="channels", gain="unbiased"))))
+
+
+_CHANNELS = {gain: Product(Quantized(2, scale="channels", gain=gain)) for gain in ("least_error", "unbiased")}
+FURTHER: dict[str, Callable[[], Coders]] = {  # not in the product
+    "fw2 bw4, half changes, least error": partial(_ends, _CHANNELS["least_error"], 0.5),
+    "fw2 bw4, half changes, unbiased": partial(_ends, _CHANNELS["unbiased"], 0.5),
+    "fw2 bw4, Gaussian levels": partial(_ends, ChannelRows(4)),
+    "fw3 bw4, Gaussian levels": partial(_ends, ChannelRows(8)),
+    "fw2 bw4, bits shared over channels": partial(_ends, ChannelRows(None, 2.0)),
+    "fw1.6 bw4, Gaussian levels": partial(_ends, ChannelRows(3)),
+    "fw1.5 bw4, bits shared over channels": partial(_ends, ChannelRows(None, 1.5)),
+    "fw1 bw4, Gaussian levels": partial(_ends, ChannelRows(2)),
+}
+LINES: dict[str, shootout.Setting] = {
     EXACT: {"method": "none"},
     **{
         f"{bits}, {scale}": own | more
@@ -63,6 +87,7 @@ LINES: dict[str, dict[str, Any]] = {
         for scale, more in SCALES.items()
         if own["method"] == "aqsgd" or not scale.startswith("cached")
     },
+    **FURTHER,
 }
 
 
@@ -136,6 +161,9 @@ def results(rows: list[Row]) -> list[str]:
         "rms" is for activations alone, with max scales for gradients. "Channels" divides each hidden channel by its
         scale too, of activations and, if not "forward", of gradients, whose gain is unbiased; "cached channels"
         computes these from cached activations. First visits have {FIRST_BITS} bits where a line does not say otherwise.
+        Lines that no setting makes (`rival_rows.py`): the cached activation moves by half of each change; levels of the
+        least squared error for Gaussian values, 2, 3, 4 or 8 of them; bits shared out over channels by their scales.
+        These have unbiased gains if they do not say otherwise, and scales of channels for first visits and gradients.
 
         Training loss: mean over the last epoch. Above FP32: beside the run with the same seed; in brackets the smallest
         and the largest of the seeds. Sent: bytes of packets both ways over all epochs, headers and scales included, as

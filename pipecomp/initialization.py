@@ -51,7 +51,7 @@ from pipecomp.plan.auto_bits import (
     choose_auto_bits,
     needs_measuring,
     sample_length,
-    settle_gain,
+    settle_scales,
     warn_of_dropout,
 )
 from pipecomp.plan.simulation import TCP_SHARE, Channel, LinkNetwork
@@ -188,7 +188,14 @@ def _connect(
     transports = open_transports(engine, settings.transport.timeout_s, throttle_to)
     if engine.local is not None:
         engine.local.give_way(transports.values())
-    settled = engine.pipecomp_config = settle_gain(settings, engine.stage)
+
+    def packet_tokens() -> int:
+        stage = engine.stage
+        rows = [stage.crossing(k).rows or 0 for k in (engine.stage_id - 1, engine.stage_id) if 0 <= k < stages - 1]
+        return engine.micro_batch_size * (count_tokens(stage) if isinstance(stage, Stage) else max(rows, default=0))
+
+    stages = engine.num_stages
+    settled = engine.pipecomp_config = settle_scales(settings, engine.stage, engine.stage_id, packet_tokens)
     if needs_measuring(settings):
         assert isinstance(engine.stage, Stage), "validation refuses plain modules"
         batch = BatchShape(engine.micro_batch_size, count_tokens(engine.stage), engine.micro_batches)

@@ -245,12 +245,12 @@ def test_scale_and_gain_of_each_direction():
     of = Config.from_dict({"activations": {**AQSGD, "scale": {"forward": "channels"}}}).activations
     assert [of.scale_of(direction) for direction in ("forward", "backward")] == ["channels", "max"]
     for dropout, gain in ((True, "least_error"), (False, "unbiased")):
-        settled = of.with_dropout(dropout)
+        settled = of.with_dropout([dropout])
         assert [settled.gain_of(direction) for direction in ("forward", "backward")] == [gain, "least_error"]
     both = Config.from_dict(
         {"activations": {**AQSGD, "scale": "channels", "gain": {"forward": "unbiased"}}}
     ).activations
-    settled = both.with_dropout(True)
+    settled = both.with_dropout([True])
     assert [settled.gain_of(direction) for direction in ("forward", "backward")] == ["unbiased", "unbiased"]
 
 

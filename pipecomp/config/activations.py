@@ -64,8 +64,9 @@ class ConstantError(Section):
         return self.min if most <= self.min else self.replace(max=most, mbit_per_s=None)
 
 
-SCALES = ("max", "rms", "channels", "cached_channels")
+SCALES = ("max", "rms", "channels", "cached_channels", "auto")
 GAINS = ("auto", "least_error", "unbiased")
+CHANNEL_TOKENS = 64  # of a packet from which on its channels' scales are at most a sixteenth of its bytes, at 2 bits
 
 
 @serializable
@@ -89,11 +90,14 @@ class Gains(Section):
     """Kinds of gain, one for each direction.
 
     Attributes:
-        forward: of activations.
+        forward: of activations; a list has one entry per link.
         backward: of gradients.
     """
 
-    forward: Annotated[str, OneOf(GAINS)] = "auto"
+    forward: (
+        Annotated[str, OneOf(GAINS)]
+        | Annotated[tuple[Annotated[str, OneOf(GAINS)], ...], Field(strict=False, min_length=1)]
+    ) = Field(default="auto", description=f"{OneOf(GAINS)}, or a list of these with one for each link")
     backward: Annotated[str, OneOf(GAINS)] = "auto"
 
 
@@ -118,9 +122,10 @@ class Activations(Section):
             ConstantError quantize it.
         rounding: "nearest" or "stochastic".
         scale: "max", "rms", "channels" (scales of channels are sent with each packet) or "cached_channels" (both ends
-            compute them from cached activations); one of these, or an object with `forward` and `backward`.
+            compute them from cached activations); one of these, or an object with `forward` and `backward`. "auto":
+            `pipecomp.initialize` chooses by the tokens of a packet, see `automatic_scale`.
         gain: with scales of channels, "least_error" or "unbiased"; one of these, or an object with `forward` and
-            `backward`. "auto": least error forward if the model trains with dropout, else unbiased.
+            `backward`. "auto": least error forward on links that carry values after dropout, else unbiased.
         group_size: values that share a scale; None for a token's whole row.
         backward_top_k: share of gradient values kept per group, the rest is zero (paper, H.6).
         backward_method: "direct" quantizes gradients themselves, "delta" their change since the sample's last visit.
@@ -185,10 +190,10 @@ class Activations(Section):
             scale = self.scale_of(direction)
             key = "scale" if isinstance(self.scale, str) else f"scale.{direction}"
             hint = "Clipping at an rms scale would bias stochastic rounding."
-            require(scale == "max" or self.rounding != "stochastic", key, scale, "'max'", hint)
+            require(scale in ("max", "auto") or self.rounding != "stochastic", key, scale, "'max' or 'auto'", hint)
             if direction == "backward" and self.backward_top_k is not None:
                 hint = "backward_top_k keeps other channels of each row, so they share no scale."
-                require("channels" not in scale, key, scale, "'max' or 'rms' of gradients", hint)
+                require("channels" not in scale, key, scale, "'max', 'rms' or 'auto' of gradients", hint)
         hint = "Scales of cached activations need method 'aqsgd'."
         cached = isinstance(self.scale, str) and self.scale == "cached_channels"
         require(self.method == "aqsgd" or not cached, "scale", self.scale, "'max', 'rms' or 'channels'", hint)
@@ -204,20 +209,74 @@ class Activations(Section):
         scale = self.scale
         return scale if isinstance(scale, str) else str(getattr(scale, direction))
 
-    def gain_of(self, direction: str) -> str:
+    def gain_of(self, direction: str, link: int = 0) -> str:
         """Return the gain of "forward" or "backward", for kernels: "auto" that no model has settled is unbiased."""
         if "channels" not in self.scale_of(direction):
             return "least_error"
-        gain = self.gain if isinstance(self.gain, str) else str(getattr(self.gain, direction))
-        return "unbiased" if gain == "auto" else gain
+        gain = self.gain if isinstance(self.gain, str) else getattr(self.gain, direction)
+        gain = gain[min(link, len(gain) - 1)] if isinstance(gain, tuple) else gain
+        return "unbiased" if gain == "auto" else str(gain)
 
-    def with_dropout(self, dropout: bool) -> Self:
-        """Return the settings with `gain` settled. dropout: whether activations differ from visit to visit by it."""
+    def automatic_scale(self, direction: str, tokens: int, *, gpu: bool = False) -> str:
+        """Choose the kind of scale for "auto".
+
+        Scales of channels halve the error, and cost a byte a channel with every packet. Short packets take those of
+        cached values, or scales of tokens: "rms" of activations that are quantized themselves, "max" of gradients.
+
+        Args:
+            direction: "forward" or "backward".
+            tokens: Of a packet.
+            gpu: Whether values are on a GPU, which chooses bits by an error without waiting only with "max".
+        """
+        forward = direction == "forward"
+        keys = ("forward_bits", "first_visit") if forward else ("backward_bits", "backward_first_visit")
+        settings = (each for key in keys for each in each_link(getattr(self, key)))
+        if gpu and any(isinstance(each, ConstantError) or each == "auto" for each in settings):
+            return "max"
+        if self.rounding == "stochastic" or (not forward and self.backward_top_k is not None):
+            return "max"
+        if tokens >= CHANNEL_TOKENS:
+            return "channels"
+        if self.method == "aqsgd" if forward else self.backward_method == "delta":
+            return "cached_channels"
+        return "rms" if forward else "max"
+
+    def with_scales(self, tokens: int, *, gpu: bool = False) -> Self:
+        """Return the settings with "auto" of `scale` settled by `automatic_scale`."""
+        kinds = {direction: self.scale_of(direction) for direction in ("forward", "backward")}
+        if "auto" not in kinds.values():
+            return self
+        settled = {d: self.automatic_scale(d, tokens, gpu=gpu) if kind == "auto" else kind for d, kind in kinds.items()}
+        return self.replace(scale=Scales(**settled))
+
+    def with_dropout(self, links: Iterable[bool]) -> Self:
+        """Return the settings with `gain` settled.
+
+        Args:
+            links: For each link whether its activations differ from visit to visit by dropout.
+        """
         given = self.gain if isinstance(self.gain, Gains) else Gains(forward=self.gain, backward=self.gain)
-        forward = given.forward
-        if forward == "auto":
-            forward = "least_error" if dropout else "unbiased"
+        dropout = tuple(links)
+
+        def settled(link: int) -> str:
+            gain = given.forward[link] if isinstance(given.forward, tuple) else given.forward
+            return ("least_error" if dropout[link] else "unbiased") if gain == "auto" else gain
+
+        forward = per_link(settled(link) for link in range(len(dropout))) if dropout else given.forward
         return self.replace(gain=Gains(forward=forward, backward=given.backward))
+
+    def describe_scales(self) -> str:
+        """Describe scales and gains for people, such as "scales of channels forward (least error)"; "" for "max"."""
+        parts = []
+        for direction, name in (("forward", "forward"), ("backward", "back")):
+            kind = self.scale_of(direction)
+            if kind == "max":
+                continue
+            gain = self.gain if isinstance(self.gain, str) else getattr(self.gain, direction)
+            gains = "unbiased" if direction == "backward" and gain == "auto" else "/".join(each_link(gain))
+            known = "channels" in kind and gains != "auto"
+            parts.append(f"{kind} {name}" + (f" ({gains})" if known else ""))
+        return f"scales of {' and '.join(parts)}".replace("_", " ") if parts else ""
 
     def _check_rates(self) -> None:
         """Reject rates that have no effect."""
@@ -276,6 +335,10 @@ class Activations(Section):
                 if isinstance(entries, tuple):
                     allowed = f"one number, or {links}: one for each link between {links + 1} stages"
                     require(len(entries) == links, f"activations.{name}", list(entries), allowed)
+        gains = self.gain.forward if isinstance(self.gain, Gains) else self.gain
+        if isinstance(gains, tuple):
+            allowed = f"one gain, or {links}: one for each link between {links + 1} stages"
+            require(len(gains) == links, "activations.gain.forward", list(gains), allowed)
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
@@ -292,8 +355,9 @@ class Activations(Section):
         if self.method not in self.QUANTIZED:
             keys = _QUANTIZED_ONLY[1:] if self.eval == "direct" else _QUANTIZED_ONLY
             self.refuse_given(keys, f"only with method 'direct' or 'aqsgd', not {self.method!r}")
-        if not any("channels" in self.scale_of(direction) for direction in ("forward", "backward")):
-            self.refuse_given(("gain",), "only with scale 'channels' or 'cached_channels'")
+        kinds = [self.scale_of(direction) for direction in ("forward", "backward")]
+        if not any("channels" in kind or kind == "auto" for kind in kinds):
+            self.refuse_given(("gain",), "only with scale 'channels', 'cached_channels' or 'auto'")
         if self.backward_method != "delta":
             self.refuse_given(("backward_first_visit",), "only with backward_method 'delta'")
         if self.method != "aqsgd":

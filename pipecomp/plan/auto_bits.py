@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from pipecomp.config import Config
 from pipecomp.config.activations import FEWEST, Activations, Bits, ConstantError, bits_of_link, each_link, per_link
@@ -52,19 +53,30 @@ _log = logging.getLogger(__name__)
 
 
 def dropout_of(module: nn.Module) -> float:
-    """Return the largest dropout of a model, without that of LoRA adapters, which changes activations little."""
-    dropouts = (
-        float(part.p)
-        for name, part in module.named_modules()
-        if isinstance(part, nn.Dropout) and _ADAPTER_DROPOUT not in name
-    )
-    return max(dropouts, default=0.0)
+    """Return the largest dropout of a model, without that of LoRA adapters, which changes activations little.
+
+    It counts modules, and numbers of modules that call the function, as attention does.
+    """
+    shares = [0.0]
+    for name, part in module.named_modules():
+        if _ADAPTER_DROPOUT in name:
+            continue
+        if isinstance(part, _DropoutNd):
+            shares.append(float(part.p))
+        else:
+            shares += [v for key, v in vars(part).items() if "dropout" in key and isinstance(v, float) and 0 <= v < 1]
+    return max(shares)
 
 
 def _min_bits(module: nn.Module) -> int:
     plan = getattr(module, "plan", None)  # of a Stage
     name = type(module).__name__ if plan is None else plan.model_class
     return MIN_BITS_OF_CLASSIFIERS if any(kind in name for kind in _CLASSIFIERS) else MIN_BITS_WITH_DROPOUT
+
+
+def has_dropout(module: nn.Module, dropout: float | None = None) -> bool:
+    """Return True if a model or stage trains with more than negligible dropout. dropout: None for the model's own."""
+    return (dropout_of(module) if dropout is None else dropout) >= _NEGLIGIBLE_DROPOUT
 
 
 def _dropout_matters(dropout: float, settings: Config) -> bool:
@@ -102,16 +114,29 @@ def warn_of_dropout(module: nn.Module, settings: Config) -> None:
         _log.warning("%s", text)
 
 
-def settle_gain(settings: Config, module: nn.Module) -> Config:
-    """Return the settings with "auto" of `activations.gain` settled; all ranks call it. module: this rank's stage.
+def settle_scales(settings: Config, module: nn.Module, stage: int, tokens: Callable[[], int]) -> Config:
+    """Return the settings with "auto" of `activations.scale` and of `gain` settled; all ranks call it together.
 
-    With dropout in any stage, least error averages masks; else an unbiased gain keeps what evaluation expects.
+    A link whose values pass dropout in a stage before it takes the gain with the least error, which averages masks;
+    others take an unbiased one, which keeps what evaluation expects.
+
+    Args:
+        settings: The run's configuration.
+        module: This rank's stage.
+        stage: Its number.
+        tokens: Called, if it matters, for the tokens of this rank's packets; the most of all ranks count.
     """
     a = settings.activations
-    if a.method not in a.QUANTIZED or "channels" not in a.scale_of("forward"):
+    automatic = "auto" in (a.scale_of("forward"), a.scale_of("backward"))
+    if not automatic and "channels" not in a.scale_of("forward"):
         return settings
-    dropout = max(gathered(dropout_of(module))) >= _NEGLIGIBLE_DROPOUT
-    return settings.replace(activations=a.with_dropout(dropout))
+    gpu = any(weight.is_cuda for weight in module.parameters())
+    ranks = gathered((stage, has_dropout(module), tokens() if automatic else 0, gpu))
+    a = a.with_scales(max(rank[2] for rank in ranks), gpu=any(rank[3] for rank in ranks))
+    if "channels" in a.scale_of("forward"):
+        first = min((rank[0] for rank in ranks if rank[1]), default=math.inf)
+        a = a.with_dropout(first <= link for link in range(max(rank[0] for rank in ranks)))
+    return settings.replace(activations=a)
 
 
 # -- measuring

@@ -22,7 +22,7 @@ from pipecomp.distributed.rendezvous import computes_on_cpu
 from pipecomp.errors import ConfigError, require
 from pipecomp.gradient_config import Gradients
 from pipecomp.plan import report, search
-from pipecomp.plan.auto_bits import fewest_bits
+from pipecomp.plan.auto_bits import fewest_bits, has_dropout
 from pipecomp.plan.measure import SurveyResult, survey_machine, survey_ranks
 from pipecomp.plan.options import PlanOptions
 from pipecomp.plan.prediction import (
@@ -318,6 +318,7 @@ def plan(
     sections = search.aqsgd_sections("auto", "auto", one_pass=options.one_pass)
     config = Config.from_dict({**sections, "tie": options.tie, "gradients": gradients})
     fewest = fewest_bits(model, config, options.dropout)
+    config = config.replace(activations=config.activations.with_dropout([has_dropout(model, options.dropout)]))
     choices: list[search.PlanChoice] = []
     averages: dict[int, list[tuple[str, float]]] = {}  # by number of stages
     least_memory: list[float] = [math.inf]  # of each stage, in the layout that needs least

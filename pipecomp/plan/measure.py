@@ -153,6 +153,7 @@ def time_link(
     Returns:
         Median seconds of encoding and of decoding, each the mean of an activation and a gradient packet.
     """
+    config = config.replace(activations=config.activations.with_scales(samples * tokens, gpu=device.type == "cuda"))
     caches = config.activations.method == "aqsgd"
     a, b = loopback_pair(timeout_s=60.0)
     staging, group_size = staging or staging_for(device), config.activations.group_size

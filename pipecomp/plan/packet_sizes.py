@@ -1,6 +1,7 @@
 """Bytes of the packets between two stages, from the codecs and the wire format that send them.
 
-Packets of constant error count with their maximum of bits, unless their mean is known.
+Packets of constant error count with their maximum of bits, unless their mean is known. Scales "auto" are those that a
+run with packets of these tokens settles.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def activation_bytes(
         first_visit: True if all samples are new to the link; this changes packets of "aqsgd" only.
         mean_bits: Mean bits per value of packets of constant error; None for their maximum.
     """
-    codecs = LinkCodecs(config.activations, link, config.store.clusters)
+    codecs = LinkCodecs(config.activations.with_scales(sum(counts)), link, config.store.clusters)
     if codecs.clustered is not None:
         head = codecs.clustered.head_bytes(sum(counts))
         return _size(codecs.clustered.change, counts, hidden, mean_bits, changes=True) + head
@@ -57,7 +58,7 @@ def gradient_bytes(
     mean_bits: float | None = None,
 ) -> int:
     """Return the bytes of a micro-batch's gradients on a link. The arguments are those of `activation_bytes`."""
-    codecs = LinkCodecs(config.activations, link)
+    codecs = LinkCodecs(config.activations.with_scales(sum(counts)), link)
     if codecs.gradients is None:
         return _size(codecs.gradient(dtype), counts, hidden, mean_bits)
     codec = codecs.gradients.first_visit(dtype) if first_visit else codecs.gradients.change

@@ -214,15 +214,20 @@ def _average_advice(choice: PlanChoice, averages: Sequence[tuple[str, float]]) -
 
 def _describe_method(choice: PlanChoice) -> str:
     bits = f"{bits_text(choice.forward_bits)} bits forward and {bits_text(choice.backward_bits)} back"
+    job, a = choice.prediction.job, choice.prediction.config.activations
+    scales = a.with_scales(job.samples * job.profile.tokens).describe_scales()
+    scales = f", {scales}" if scales else ""
     if (clusters := _clusters(choice)) is not None:
-        return f"AQ-SGD with {bits}, as changes from {clusters} cluster centers, since no sample is seen twice"
+        return f"AQ-SGD with {bits}, as changes from {clusters} cluster centers, since no sample is seen twice{scales}"
     directions = "both ways" if _changes_back(choice) else "forward"
     errors = " and ".join(
         f"{'/'.join(dict.fromkeys(f'{bits.error:g}' for bits in constant))} {direction}"
         for direction, setting in zip(("forward", "back"), _recommended_bits(choice), strict=True)
         if (constant := [bits for bits in each_link(setting) if isinstance(bits, ConstantError)])
     )
-    return f"AQ-SGD with changes {directions} and at most {bits} (fewer in packets that keep errors of {errors})"
+    return (
+        f"AQ-SGD with changes {directions} and at most {bits} (fewer in packets that keep errors of {errors}){scales}"
+    )
 
 
 def tied_names(job: TrainingJob) -> str:

@@ -302,7 +302,8 @@ def _describe_links(settings: Config) -> str:
     elif activations.method == "aqsgd":
         visit = activations.first_visit
         text += ", first visit " + ("in full" if visit == "full" else f"{visit} bits")
-    return text
+    scales = activations.describe_scales()
+    return f"{text}, {scales}" if scales else text
 
 
 def _saving(name: str, raw: int, sent: int) -> str:

@@ -218,8 +218,12 @@ def describe_activations(facts: dict[str, Any]) -> str:
     text = f"{a['method']}, {forward} bits forward, {back} back"
     clusters = facts["settings"].get("store", {}).get("clusters")
     if clusters is not None:
-        return f"{text}, from {clusters} cluster centers"
-    return text + (f", first visit {first}" if a["method"] == "aqsgd" else "")
+        text += f", from {clusters} cluster centers"
+    elif a["method"] == "aqsgd":
+        text += f", first visit {first}"
+    scale = a.get("scale", "max")
+    kinds = list(dict.fromkeys(scale.values() if isinstance(scale, dict) else [scale]))
+    return text if kinds == ["max"] else f"{text}, scales of {'/'.join(map(str, kinds))}"
 
 
 def _describe_bits(value: Any) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks import shootout, shootout_page
 from benchmarks.boundaries import Coded, Coders
 from benchmarks.inprocess import InProcessPipeline
-from benchmarks.rival_rows import LowRank, Product, Published, TahQuant, hadamard
+from benchmarks.rival_rows import ChannelRows, LowRank, Product, Published, TahQuant, gaussian_levels, hadamard
 from benchmarks.rivals import Changes, Unchanged, Whole
 from pipecomp.codecs.codecs import Quantized, TopK
 from pipecomp.codecs.wire import packet_bytes
@@ -67,6 +67,50 @@ def test_tah_quant_is_that_of_single_tiles():
     assert payload.numel() == 3 + 3 + 20 * 4 + 1 + 10 * 16 * 2 // 8 + 10 * 16 * 4 // 8
     with pytest.raises(ConfigError, match="tile"):
         TahQuant((2, 4), 0.5).encode(rows(2, 96))
+
+
+def test_gaussian_levels_are_those_of_the_tables():
+    """Max, Quantizing for minimum distortion, 1960."""
+    for count, levels in {2: [0.7980], 3: [0.0, 1.224], 4: [0.4528, 1.510], 8: [0.2451, 0.7560, 1.344, 2.152]}.items():
+        own = gaussian_levels(count)[0]
+        torch.testing.assert_close(own[count // 2 :], torch.tensor(levels), rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("method", "bits", "least", "most"),
+    [
+        (ChannelRows(2), 1, 0.35, 0.37),
+        (ChannelRows(3), 1.6, 0.18, 0.2),
+        (ChannelRows(8), 3, 0.03, 0.036),
+        (ChannelRows(None, 2.0), 2, 0.0, 0.11),
+    ],
+)
+def test_rows_over_their_channels_scales(method, bits, least, most):
+    """Errors of Gaussian values by least error are the tables'; shared bits lose less where channels differ."""
+    x_TH = rows(500, 160) * torch.logspace(-1, 1, 160)
+    exact = ChannelRows(method.levels, method.bits, unbiased=False)
+    y_TH = exact.decode(exact.encode(x_TH), 500, 160)
+    dims = 0 if method.levels else (0, 1)
+    share = ((y_TH - x_TH).square().sum(dims) / x_TH.square().sum(dims)).mean()
+    assert least <= float(share) <= most
+    payload = method.encode(x_TH)
+    assert payload.numel() <= 160 + 500 * 4 + 500 * 160 * bits / 8 + 8
+    long = method.decode(payload, 500, 160)
+    c_H = x_TH.square().mean(0).sqrt()
+    along = ((long / c_H) * (x_TH / c_H)).sum() / (x_TH / c_H).square().sum()
+    assert method.levels is None or abs(float(along) - 1) < 0.01
+    assert method.decode(method.encode(x_TH[:0]), 0, 160).shape == (0, 160)
+
+
+def test_half_a_change_moves_m_and_all_of_it_arrives():
+    layout, first = Layout((7,), (0,), (3,), 3), Product(Quantized(8))
+    ends = [Changes(Product(Quantized(8)), first, 0.5) for _ in range(2)]
+    x_TH, later = rows(3, 16), rows(3, 16, 1)
+    for values in (x_TH, later):
+        arrived = ends[1].decode(ends[0].encode(values, layout), layout, 16)
+        torch.testing.assert_close(arrived, values, rtol=0, atol=0.05)
+    assert torch.equal(ends[0].held[7], ends[1].held[7])
+    torch.testing.assert_close(ends[0].held[7], (x_TH + later) / 2, rtol=0, atol=0.05)
 
 
 def test_the_turn_takes_an_outlier_out_of_a_tile():

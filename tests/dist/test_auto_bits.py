@@ -185,3 +185,43 @@ def refused(rank, world, note):
 
 def test_auto_with_one_stage_is_refused():
     assert run_ranks(1, refused, timeout_s=HANG_S)[0]
+
+
+def scaled(rank, world, note, folder, micro_batch, dropout):
+    """Five steps and a checkpoint, then three more twice: at once, and after a resume. Ends compare their stores."""
+    import pipecomp
+
+    bits = {"forward_bits": 2, "backward_bits": 2, "backward_method": "delta", "first_visit": 4}
+    section = {
+        "activations": {"method": "aqsgd", "scale": "auto", **bits},
+        "store": {"path": f"{folder}/messages", "in_checkpoints": True, "drift_check": 1},
+    }
+    found = {}
+    for name in ("begun", "goes on"):
+        config = ds_config(section, micro_batch=micro_batch, micro_batches=1)
+        model = gpt2(resid_pdrop=dropout)
+        engine = pipecomp.initialize(model, num_stages=2, config=config, training_data=samples())
+        if name == "begun":
+            [engine.train_batch() for _ in range(9)]
+            engine.save_checkpoint(f"{folder}/checkpoint")
+        else:
+            engine.load_checkpoint(f"{folder}/checkpoint")
+            assert engine.resumed.exact
+        losses = [float(engine.train_batch()) for _ in range(3)]
+        facts = engine.describe()["settings"]["activations"]
+        found[name] = losses, facts["scale"], facts["gain"]
+        engine.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("micro_batch", "dropout", "scale", "gain"),
+    [(3, 0.1, "channels", "least_error"), (3, 0.0, "channels", "unbiased"), (2, 0.0, "cached_channels", "unbiased")],
+)
+def test_automatic_scales_train_and_resume_alike_on_every_rank(micro_batch, dropout, scale, gain, tmp_path):
+    """And both ends hold the same, which they compare after every step."""
+    ranks = run_ranks(2, scaled, str(tmp_path), micro_batch, dropout, timeout_s=HANG_S)
+    assert ranks[0] == ranks[1]
+    losses, *settled = ranks[0]["begun"]
+    assert settled == [{"forward": scale, "backward": scale}, {"forward": gain, "backward": "auto"}]
+    assert ranks[0]["goes on"] == (losses, *settled)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from pipecomp.codecs.selection import LinkCodecs
 from pipecomp.config import Config
 from pipecomp.config.activations import ConstantError
 from pipecomp.doctor.measure import LinkMeasurement
@@ -25,11 +26,12 @@ from pipecomp.plan.auto_bits import (
     fewest_bits,
     needs_measuring,
     sample_length,
-    settle_gain,
+    settle_scales,
     warn_of_dropout,
 )
 from pipecomp.plan.simulation import TCP_SHARE, StageCosts
 from pipecomp.stages import split
+from tests.models import make_model
 from tests.plan.test_measure import small
 
 AQSGD: dict[str, Any] = {"method": "aqsgd", "backward_bits": 8}
@@ -49,20 +51,95 @@ def test_dropout_before_adapters_does_not_count():
     assert dropout_of(adapted) == 0.1
 
 
-@pytest.mark.parametrize(("shares", "gain"), [((0.0, 0.1), "least_error"), ((0.0, 0.005), "unbiased")])
-def test_dropout_of_any_stage_settles_the_gain_forward(monkeypatch, shares, gain):
-    monkeypatch.setattr(auto_bits, "gathered", lambda own: list(shares))
-    settled = settle_gain(made(**AQSGD, scale="channels"), nn.Linear(2, 2)).activations
-    assert [settled.gain_of(direction) for direction in ("forward", "backward")] == [gain, "unbiased"]
-    given = made(**AQSGD, scale="channels", gain={"forward": "unbiased", "backward": "least_error"})
-    settled = settle_gain(given, nn.Linear(2, 2)).activations
-    assert [settled.gain_of(direction) for direction in ("forward", "backward")] == ["unbiased", "least_error"]
+def test_numbers_of_modules_without_dropout_modules_count():
+    attention = nn.Linear(2, 2)
+    attention.attention_dropout, attention.dropout_calls = 0.2, 7
+    assert dropout_of(nn.Sequential(attention, nn.Dropout(0.1))) == 0.2
+    assert dropout_of(nn.Dropout2d(0.3)) == 0.3
 
 
-def test_no_rank_waits_for_others_where_there_is_no_gain(monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [("gpt2", "resid_pdrop"), ("bert-masked", "hidden_dropout_prob"), ("llama", "attention_dropout")],
+)
+@pytest.mark.parametrize("share", [0.0, 0.2])
+def test_dropout_by_the_models_own_numbers(name, number, share):
+    others = {"gpt2": ("attn_pdrop", "embd_pdrop"), "bert-masked": ("attention_probs_dropout_prob",)}.get(name, ())
+    assert dropout_of(make_model(name, 1, **{number: share, **dict.fromkeys(others, 0.0)})) == share
+
+
+def settled(monkeypatch, ranks, settings, tokens=64):
+    """Activations, and the gains of links, where other ranks have these stages and dropout."""
+    monkeypatch.setattr(auto_bits, "gathered", lambda own: [(k, share, own[2], own[3]) for k, share in ranks])
+    return settle_scales(settings, nn.Linear(2, 2), 0, lambda: tokens).activations
+
+
+@pytest.mark.parametrize(
+    ("dropout", "gains"),
+    [
+        ((False, False, False), ["unbiased", "unbiased"]),
+        ((True, False, False), ["least_error", "least_error"]),
+        ((False, True, True), ["unbiased", "least_error"]),
+        ((False, False, True), ["unbiased", "unbiased"]),
+    ],
+)
+def test_a_links_gain_follows_dropout_before_it(monkeypatch, dropout, gains):
+    ranks = [(k, share) for k, share in enumerate(dropout)] * 2  # of two replicas
+    a = settled(monkeypatch, ranks, made(**AQSGD, scale="channels"))
+    assert [a.gain_of("forward", link) for link in (0, 1)] == gains
+    assert a.gain_of("backward", 1) == "unbiased"
+    of_links = [LinkCodecs(a, link).forward.gain for link in (0, 1)]
+    assert of_links == gains
+    given = made(**AQSGD, scale="channels", gain={"forward": ["auto", "unbiased"], "backward": "least_error"})
+    a = settled(monkeypatch, ranks, given)
+    assert [a.gain_of("forward", link) for link in (0, 1)] == [gains[0], "unbiased"]
+    assert a.gain_of("backward", 1) == "least_error"
+
+
+def test_gains_of_another_number_of_links_are_refused():
+    a = made(**AQSGD, scale="channels", gain={"forward": ["auto", "unbiased"]}).activations
+    a.check_links(2)
+    with pytest.raises(ConfigError, match=r"gain.forward.*3: one for each link"):
+        a.check_links(3)
+
+
+def test_no_rank_waits_for_others_where_nothing_is_automatic(monkeypatch):
     monkeypatch.delattr(auto_bits, "gathered")
     for settings in (made(**AQSGD), made(**AQSGD, scale={"backward": "channels"}), made(method="none")):
-        assert settle_gain(settings, nn.Dropout(0.5)) == settings
+        assert settle_scales(settings, nn.Dropout(0.5), 0, lambda: 1 / 0) == settings
+
+
+@pytest.mark.parametrize(
+    ("section", "tokens", "kinds"),
+    [
+        (AQSGD, 64, ("channels", "channels")),
+        (AQSGD, 63, ("cached_channels", "max")),
+        ({**AQSGD, "backward_method": "delta"}, 63, ("cached_channels", "cached_channels")),
+        ({**AQSGD, "backward_top_k": 0.2}, 512, ("channels", "max")),
+        ({**AQSGD, "rounding": "stochastic"}, 512, ("max", "max")),
+        ({"method": "direct", "forward_bits": 2, "backward_bits": 4}, 512, ("channels", "channels")),
+        ({"method": "direct", "forward_bits": 2, "backward_bits": 4}, 8, ("rms", "max")),
+    ],
+)
+def test_automatic_scales_by_the_tokens_of_a_packet(monkeypatch, section, tokens, kinds):
+    a = settled(monkeypatch, [(0, False), (1, False)], made(**section, scale="auto"), tokens)
+    assert (a.scale_of("forward"), a.scale_of("backward")) == kinds
+    LinkCodecs(a, 0)
+    one = made(**section, scale={"forward": "auto", "backward": "rms" if section.get("rounding") is None else "max"})
+    a = settled(monkeypatch, [(0, False), (1, False)], one, tokens)
+    assert (a.scale_of("forward"), a.scale_of("backward")) == (kinds[0], one.activations.scale_of("backward"))
+
+
+def test_on_a_gpu_automatic_scales_do_not_make_the_choice_of_bits_wait():
+    bits = {"error": 0.1}
+    a = made(method="aqsgd", forward_bits=bits, backward_bits=4, first_visit=8, scale="auto").activations
+    of = a.with_scales(512, gpu=True)
+    assert (of.scale_of("forward"), of.scale_of("backward")) == ("max", "channels")
+
+
+def test_links_refuse_scales_that_are_not_settled():
+    with pytest.raises(ConfigError, match=r"scale: got 'auto'.*initialize"):
+        LinkCodecs(made(**AQSGD, scale="auto").activations, 0)
 
 
 FEW = {"error": 0.07, "min": 1, "max": MIN_BITS_WITH_DROPOUT - 1}

@@ -64,6 +64,7 @@ class Series(NamedTuple):
     counted: tuple[str, ...]
     gradients: list[dict[str, Any]]
     kills_of_a_run: int
+    activations: dict[str, Any] = ACTIVATIONS
 
     @property
     def world(self) -> int:
@@ -86,6 +87,10 @@ PLAIN = Series(
     gradients=[],
     kills_of_a_run=200,
 )
+CHANNELS = PLAIN._replace(
+    name="kill_rounds_channels",
+    activations={**ACTIVATIONS, "backward_method": "delta", "scale": "channels"},
+)
 _LOCAL = {"method": "double_squeeze", "bits": 1, "local_steps": 4}
 LOCAL = Series(
     "kill_rounds_local",
@@ -101,7 +106,7 @@ LOCAL = Series(
 
 def settings(series: Series) -> list[Any]:
     """Return the settings that finished runs depend on."""
-    return [series[:-1], EPOCHS, SLOW_S, SLOW_SHARE, ACTIVATIONS]
+    return [series[:-2], EPOCHS, SLOW_S, SLOW_SHARE, series.activations]
 
 
 def one_start(
@@ -197,6 +202,7 @@ def new_run(series: Series, folder: Path, seed: int, *, copies: bool, timeout_s:
         timeout_s=timeout_s or TIMEOUT_S,
         store={"in_checkpoints": copies},
         gradients=series.gradients[seed % len(series.gradients)] if series.local else None,
+        activations=series.activations,
     )
     job |= {"start_timeout_s": timeout_s, **more}
     (folder / "job.json").write_text(json.dumps(job))
@@ -307,11 +313,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--local-steps", action="store_true", help="two replicas, killed in outer steps")
+    parser.add_argument("--channels", action="store_true", help="scales of channels both ways")
     parser.add_argument("--seed", type=int, default=0, help="of victims and instants")
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[2] / "benchmarks" / "results")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    series = LOCAL if args.local_steps else PLAIN
+    series = LOCAL if args.local_steps else CHANNELS if args.channels else PLAIN
     with tempfile.TemporaryDirectory(prefix="kill-rounds-") as folder:
         result = kill_rounds(
             args.rounds,
@@ -321,7 +328,7 @@ def main() -> None:
             seed=args.seed,
             say=lambda text: print(text, flush=True),
         )
-    more = " --local-steps" if args.local_steps else ""
+    more = " --local-steps" if args.local_steps else " --channels" if args.channels else ""
     text = page(result, f"python -m tests.soak.kill_rounds --rounds {args.rounds} --seed {args.seed}{more}")
     (args.out / f"{series.name}.md").write_text(text)
     print(text)

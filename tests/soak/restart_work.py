@@ -36,10 +36,12 @@ def make_job(
     timeout_s: float,
     store: dict[str, Any],
     gradients: dict[str, Any] | None = None,
+    activations: dict[str, Any] = ACTIVATIONS,
 ) -> Job:
     """A run's folder with its configuration; plain values.
 
-    store: settings of the message store besides its path. gradients: the section, where there are replicas.
+    store: settings of the message store besides its path. gradients, activations: these sections, the first one where
+    there are replicas.
     """
     folder.mkdir(parents=True)
     config = {
@@ -47,7 +49,7 @@ def make_job(
         "gradient_accumulation_steps": MICRO_BATCHES,
         "optimizer": {"type": "AdamW", "params": {"lr": 2e-3}},
         "pipecomp": {
-            "activations": ACTIVATIONS,
+            "activations": activations,
             "store": {"path": str(folder / "messages"), **store},
             "transport": {"timeout_s": timeout_s},
             **({} if gradients is None else {"gradients": gradients}),
@@ -157,11 +159,10 @@ def _instrument(job: Job, note: Note) -> None:
     """Notes from inside the run, and a comparison of what the ends of links hold after a resume and at the end."""
     from pipecomp.engine.engine import PipelineEngine
     from pipecomp.local_steps.outer_steps import OuterSteps
-    from pipecomp.recipes.resume import RunCheckpoints
     from pipecomp.stages.link.links import Links
     from pipecomp.trainer.training import Training
 
-    load, finish, write = RunCheckpoints.load, Training._log_evaluate_save, PipelineEngine.save_checkpoint
+    load, finish, write = PipelineEngine.load_checkpoint, Training._log_evaluate_save, PipelineEngine.save_checkpoint
     reconcile_stores = Links.reconcile_stores
     send, land = OuterSteps._send, OuterSteps._apply_due
     faults = None
@@ -170,13 +171,13 @@ def _instrument(job: Job, note: Note) -> None:
 
         faults = Faults(Path(job["folder"]), note)  # as they are ordered from outside
 
-    def checked_load(self: Any, engine: Any) -> str:
+    def checked_load(engine: Any, *args: Any, **more: Any) -> Any:
         note("loading")
-        words = load(self, engine)
-        note("resumed", self.step, bool(engine.resumed and engine.resumed.exact))
+        done = load(engine, *args, **more)
+        note("resumed", engine.global_steps, bool(engine.resumed and engine.resumed.exact))
         note("compared", *compare(engine))
         note("training")
-        return words
+        return done
 
     last = [0]
 
@@ -220,7 +221,7 @@ def _instrument(job: Job, note: Note) -> None:
         _write_slowly(job["slow_s"])
     if not job.get("agreement", True):
         _forget_to_drop()
-    RunCheckpoints.load, Training._log_evaluate_save = checked_load, noted_finish  # type: ignore[method-assign]
+    PipelineEngine.load_checkpoint, Training._log_evaluate_save = checked_load, noted_finish  # type: ignore[method-assign]
     PipelineEngine.save_checkpoint, Links.reconcile_stores = noted_write, noted_reconcile  # type: ignore[method-assign]
     OuterSteps._send, OuterSteps._apply_due = noted_send, noted_land  # type: ignore[method-assign]
 

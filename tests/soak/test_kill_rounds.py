@@ -29,6 +29,15 @@ def test_no_kill_costs_more_than_a_resume(tmp_path):
     assert again == result, "kept runs are not made again"
 
 
+def test_no_kill_with_scales_of_channels_costs_more_than_a_resume(tmp_path):
+    result = kill_rounds.kill_rounds(
+        6, tmp_path, tmp_path / "kept.jsonl", series=kill_rounds.CHANNELS, seed=5, timeout_s=TIMEOUT_S
+    )
+    assert kill_report.verdict(result) == []
+    assert result["kills"] == 6
+    assert result["compared"] > 0
+
+
 def test_no_kill_in_an_outer_step_costs_more_than_a_resume(tmp_path):
     result = kill_rounds.kill_rounds(
         6, tmp_path, tmp_path / "kept.jsonl", series=kill_rounds.LOCAL, seed=3, timeout_s=TIMEOUT_S
