@@ -21,7 +21,7 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not soak" $(ARGS)
 
-# The shell commands of README.md and docs/running, in order, as a reader gives them.
+# The shell commands of README.md, docs/using.md and docs/running, in order, as a reader gives them.
 pages: $(READY)
 	$(BIN)/python scripts/page_commands.py $(ARGS)
 

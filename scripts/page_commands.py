@@ -1,4 +1,4 @@
-"""Run the shell commands of README.md and docs/running in order, as a reader on a new machine does.
+"""Run the shell commands of README.md, docs/using.md and docs/running in order, as a reader on a new machine does.
 
     python scripts/page_commands.py                      # all pages
     python scripts/page_commands.py README.md --setup    # one page; `make setup` makes a new environment
@@ -36,6 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 PAGES = (
     "README.md",
+    "docs/using.md",
     *(f"docs/running/{name}.md" for name in ("README", "ssh", "docker", "slurm", "sky", "systemd", "vpn")),
 )
 HANGS_S = 900.0
@@ -98,7 +99,7 @@ def write_inputs(folder: Path) -> None:
     from tests.models import byte_pairs, gpt2, save_qwen3, write_text
 
     text = write_text(folder / "text.txt", 120)
-    gpt2(3, vocab_size=300, n_positions=32).save_pretrained(folder / "gpt2")
+    gpt2(4, vocab_size=300, n_positions=32).save_pretrained(folder / "gpt2")
     byte_pairs(text.read_text().splitlines(keepends=True)).save_model(str(folder / "gpt2"))
     chats = [
         [
@@ -345,7 +346,7 @@ class Tour:
 def main() -> None:
     """Run the pages that are named, or all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pages", nargs="*", default=PAGES, help="default: README.md and docs/running")
+    parser.add_argument("pages", nargs="*", default=PAGES, help="default: README.md, docs/using.md and docs/running")
     parser.add_argument("--list", action="store_true", help="show the blocks and how each is run, and run nothing")
     parser.add_argument("--setup", action="store_true", help="let `make setup` make a new environment (minutes)")
     parser.add_argument("--show", action="store_true", help="print what the commands print")

@@ -10,6 +10,7 @@ import copy
 import itertools
 import json
 import re
+import sys
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -53,16 +54,34 @@ class Adapter:
     seed: int | None = None
 
 
+# Of torch, which hold the model, with what to pass instead.
+_WRAPPED_BY_TORCH = {
+    "OptimizedModule": "the model before torch.compile; PipelineTrainer compiles its blocks with torch_compile=True",
+    "DataParallel": "the model inside (model.module); processes / stages is the number of replicas",
+    "DistributedDataParallel": "the model inside (model.module); processes / stages is the number of replicas",
+}
+
+
 def without_peft(model: Any) -> Any:
     """Return the Hugging Face model of a PeftModel, with its adapters; any other model unchanged.
 
-    SplitError for a method other than LoRA: its prompts and the like would stay behind in the PeftModel.
+    SplitError for a method other than LoRA: its prompts and the like would stay behind in the PeftModel; and for a
+    wrapper of torch around the model.
     """
+    wrapper = type(model).__name__
+    if wrapper in _WRAPPED_BY_TORCH:
+        raise SplitError(f"model: got {wrapper}, allowed: {_WRAPPED_BY_TORCH[wrapper]}")
     if not hasattr(model, "peft_config") or not hasattr(model, "get_base_model"):
         return model
     for config in model.peft_config.values():
         _check_config(config)
     return model.get_base_model()
+
+
+def is_method_of_peft(name: str) -> bool:
+    """Return whether a PeftModel with LoRA has a method of this name, once peft is imported."""
+    peft = sys.modules.get("peft")
+    return peft is not None and (hasattr(peft.PeftModel, name) or hasattr(peft.LoraModel, name))
 
 
 def adapter_of(model: Any) -> Adapter | None:

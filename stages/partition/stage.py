@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pipecomp.errors import DataError, SplitError
 from pipecomp.stages.link.layout import Boundary, Layout
 from pipecomp.stages.partition import losses, precision, quantization
-from pipecomp.stages.partition.adapters import Adapter, adapter_of
+from pipecomp.stages.partition.adapters import Adapter, adapter_of, is_method_of_peft
 from pipecomp.stages.partition.architectures import is_built_in
 from pipecomp.stages.partition.discovery import text_config
 from pipecomp.stages.partition.planning import SplitPlan, TiedGroup
@@ -209,12 +209,15 @@ class Stage(PipelineStage):
             return super().__getattr__(name)
         except AttributeError:
             model = self.__dict__.get("_model")
-            if name.startswith("_") or not hasattr(type(model), name):
+            if name.startswith("_") or not (hasattr(type(model), name) or is_method_of_peft(name)):
                 raise
-            raise AttributeError(
-                f"{name}: a stage is a part of {type(model).__name__}; write the whole model with trainer.save_model "
-                "or engine.save_pretrained and load it with from_pretrained"
-            ) from None
+            raise AttributeError(f"{name}: {self._is_a_part()}") from None
+
+    def _is_a_part(self) -> str:
+        return (
+            f"a stage is a part of {type(self._model).__name__}; write the whole model with trainer.save_model or "
+            "engine.save_pretrained and load it with from_pretrained"
+        )
 
     def train(self, mode: bool = True) -> Stage:
         self.training = mode
@@ -443,7 +446,9 @@ class Stage(PipelineStage):
         checkpointed = sum(bool(getattr(block, "gradient_checkpointing", False)) for block in blocks)
         return checkpointed * samples * tokens * self.hidden_size
 
-    def forward(self, inputs: Mapping[str, Tensor | None]) -> dict[str, Tensor | None] | Tensor:
+    def forward(
+        self, inputs: Mapping[str, Tensor | None] | None = None, **of_whole_model: Any
+    ) -> dict[str, Tensor | None] | Tensor:
         """Run this stage's part of the model.
 
         Args:
@@ -451,6 +456,7 @@ class Stage(PipelineStage):
                 0 for padding) and inputs that only the embeddings use (`token_type_ids`); on later stages the output of
                 the stage before. If samples are packed, `position_ids` int64 [B, S] on every stage, which restart at
                 each sample, and optionally `cu_seq_lens`, see `Layout.cu_seq_lens`.
+            of_whole_model: nothing; keywords as of the whole model's forward are an error that names the way.
 
         Returns:
             `{"hidden_states": [B, S, H], "attention_mask": the mask or None}`, with the `position_ids` of packed
@@ -460,6 +466,8 @@ class Stage(PipelineStage):
             DataError: other inputs.
             SplitError: samples are packed, and this model cannot tell them apart.
         """
+        if inputs is None or of_whole_model:
+            raise DataError(f"{', '.join(of_whole_model) or 'no inputs'}: {self._is_a_part()}, or call trainer.predict")
         given = self._check_inputs(inputs)
         mask_BS, positions_BS, bounds = (given.pop(k, None) for k in ("attention_mask", "position_ids", "cu_seq_lens"))
         pools = self._head.pools_last_token

@@ -673,3 +673,34 @@ class TestPaddingOnTheLeft:
         assert split(make_model(name), num_stages=1)[0].layout((5, 6, 7), inputs).starts == (2, 0, 1)
         right = {**inputs, "attention_mask": self.MASK.flip(1)}
         assert split(make_model(name), num_stages=2)[0].layout((5, 6, 7), right).starts == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "way"),
+    [
+        (partial(torch.compile, backend="eager"), "before torch.compile; PipelineTrainer .* torch_compile=True"),
+        (nn.DataParallel, r"model\.module"),
+    ],
+)
+def test_a_wrapped_model_names_the_way(wrap: Any, way: str) -> None:
+    with pytest.raises(SplitError, match=rf"model: got \w+, allowed: .*{way}"):
+        split(wrap(make_model("gpt2")), num_stages=2)
+
+
+def test_a_stage_called_as_the_whole_model_names_the_way() -> None:
+    first, last = split(make_model("gpt2"), num_stages=2)
+    inputs = batch("gpt2", "none")
+    for call in (first, last):
+        with pytest.raises(DataError, match=r"input_ids: a stage is a part of GPT2LMHeadModel.*trainer\.predict"):
+            call(**inputs)
+        with pytest.raises(DataError, match=r"no inputs: a stage is a part of"):
+            call()
+
+
+def test_peft_s_methods_of_a_stage_name_the_way() -> None:
+    pytest.importorskip("peft")
+    for stage in split(make_model("gpt2"), num_stages=2):
+        with pytest.raises(AttributeError, match=r"merge_and_unload: a stage is a part of .*trainer\.save_model"):
+            stage.merge_and_unload()
+        with pytest.raises(AttributeError, match=r"no attribute 'no_such_thing'"):
+            stage.no_such_thing  # noqa: B018
