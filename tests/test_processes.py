@@ -1,7 +1,9 @@
-"""The command that starts this program again."""
+"""The command that starts this program again, and memory that goes back to the system."""
 
 from __future__ import annotations
 
+import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -60,3 +62,34 @@ def test_ranks_that_a_server_forks_are_of_the_same_package(tmp_path: Path) -> No
     command = [sys.executable, str(tmp_path / "served.py")]
     found = subprocess.run(command, cwd=tmp_path / "here", capture_output=True, text=True, timeout=HANG_S, check=False)
     assert (found.returncode, found.stdout.strip()) == (0, pipecomp.__file__), found.stderr
+
+
+KEEPS = """
+import os, sys, numpy as np
+from pipecomp.utils.processes import return_large_blocks
+if sys.argv[1] == "returned":
+    return_large_blocks()
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+first = np.ones(30 << 20, np.uint8)
+del first  # by default, smaller blocks come from the heap from now on
+before, blocks, between = resident(), [], []
+for _ in range(20):
+    blocks.append(np.ones(12 << 20, np.uint8))
+    between.append(np.ones(100_000, np.uint8))
+del blocks
+print((resident() - before) >> 20)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the setting is glibc's")
+def test_large_blocks_that_are_freed_go_back_to_the_system():
+    def kept(mode: str, **variables: str) -> int:
+        own = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC", "GLIBC"))}
+        command = [sys.executable, "-c", KEEPS, mode]
+        done = subprocess.run(command, env=own | variables, capture_output=True, text=True, timeout=HANG_S, check=True)
+        return int(done.stdout)
+
+    assert kept("returned") < 20
+    assert kept("as they are") > 150
+    assert kept("returned", MALLOC_MMAP_THRESHOLD_=str(32 << 20)) > 150, "the user's own setting"
