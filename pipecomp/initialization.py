@@ -37,6 +37,7 @@ from pipecomp.distributed.collectives import open_groups
 from pipecomp.distributed.consistency import AllRanks
 from pipecomp.distributed.heartbeat import Heartbeat, RankPlace, process_heartbeat, uncaught_error
 from pipecomp.distributed.rendezvous import join_processes
+from pipecomp.elastic.second_home import SecondHome
 from pipecomp.engine.build import RunArguments, build_engine, open_links, open_transports
 from pipecomp.engine.deepspeed_patches import attach_deepspeed, deepspeed_groups
 from pipecomp.engine.engine import PipelineEngine
@@ -139,7 +140,8 @@ def initialize(
     if not _open_engines:
         atexit.unregister(_close_at_exit)
         atexit.register(_close_at_exit)  # after `join_processes` has registered its own: it runs before
-    _open_engines.append(_OpenEngine(weakref.ref(engine), engine.guard, [s for _, s in engine.gradients.states()]))
+    states = [state for _, state in engine.gradients.states()]
+    _open_engines.append(_OpenEngine(weakref.ref(engine), engine.guard, states, engine.second_home))
     return engine
 
 
@@ -234,12 +236,15 @@ class _OpenEngine:
     reference: weakref.ref[PipelineEngine]
     guard: FailureGuard
     states: list[State]
+    second_home: SecondHome | None
 
     def close(self) -> None:
         engine = self.reference()
         if engine is not None:
             engine.close()
             return
+        if self.second_home is not None:
+            self.second_home.close(failed=self.guard.failed)
         self.guard.close()
         for state in self.states:
             state.close(failed=self.guard.failed)

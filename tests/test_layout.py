@@ -37,6 +37,7 @@ LEVELS = [
     {"data"},
     {"interfaces"},
     {"checkpoint"},
+    {"elastic"},
     {"engine"},
     {"doctor"},
     {"plan"},

@@ -203,11 +203,15 @@ class Group:
                 if self.give_way is not None:
                     if pending.sends:
                         _wait(*pending.sends.pop())  # gloo allows one wait per send
-                        wait_until_sent(self._sockets, _SLICE_S)
+                        self.wait_until_sent()
                     self.give_way()
                 pending.sends.append((self.ranks[r], dist.isend(part, self.ranks[r], group, tag)))
                 self.bytes_sent += part.numel()
         return pending
+
+    def wait_until_sent(self) -> None:
+        """Wait until the system has sent what was handed to it, for at most a second."""
+        wait_until_sent(self._sockets, _SLICE_S)
 
     def _slices(self, data: Tensor) -> tuple[Tensor, ...]:
         """Split bytes into messages; none for no bytes."""

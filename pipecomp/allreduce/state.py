@@ -449,18 +449,7 @@ class State:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write `state_dict` atomically to a file of this rank's own; call it between steps."""
-        tensors: dict[str, Tensor] = {}
-
-        def encode_leaf(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
-            name = str(len(tensors))
-            tensors[name] = leaf.detach().cpu().contiguous()
-            return {"tensor": name}
-
-        tree = json.dumps(encode_tree(self.state_dict(), encode_leaf))
-        with atomic_write(path) as part:
-            save_file(tensors, part, metadata={"format": FORMAT, "state": tree})
+        save_state_dict(self.state_dict(), path)
 
     def load(self, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> None:
         """Restore a file of `save`.
@@ -497,6 +486,22 @@ class State:
         if self._thread is not None:
             _stop(self._jobs, self._thread, _FAILED_S if failed else None)
             self._thread = None
+
+
+def save_state_dict(state: dict[str, Any], path: str | os.PathLike[str]) -> None:
+    """Write the return value of `State.state_dict` atomically to a file that `State.load` reads."""
+    tensors: dict[str, Tensor] = {}
+
+    def encode_leaf(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        name = str(len(tensors))
+        tensors[name] = leaf.detach().cpu().contiguous()
+        return {"tensor": name}
+
+    tree = json.dumps(encode_tree(state, encode_leaf))
+    with atomic_write(path) as part:
+        save_file(tensors, part, metadata={"format": FORMAT, "state": tree})
 
 
 def _work(reference: weakref.ref[State], jobs: queue.SimpleQueue[_AverageJob | None]) -> None:

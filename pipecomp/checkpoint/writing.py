@@ -109,6 +109,24 @@ class RecordingCheckpointEngine:
         self._write.attempt(lambda: os.makedirs(path, exist_ok=exist_ok), path)
 
 
+class CollectingCheckpointEngine:
+    """A checkpoint engine of DeepSpeed's kind that keeps the contents of files in `files`, by name."""
+
+    def __init__(self, files: dict[str, Any]) -> None:
+        self._files = files
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Keep a file's content."""
+        self._files[os.path.basename(path)] = state_dict
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Create no folder."""
+
+    def preserves_storage_sharing(self) -> bool:
+        """Return False: DeepSpeed clones no tensors."""
+        return False
+
+
 def write_state(state: Any, path: str | os.PathLike) -> None:
     """Write as torch.save does, but with an OSError instead of a C++ stack for a full disk, and synced.
 

@@ -1,4 +1,4 @@
-"""The command line: `pipecomp init | train | up | demo | doctor | keys | netlab | plan | report | store | bench`.
+"""The command line: `pipecomp init | train | up | assemble | demo | … | netlab | plan | report | store | bench`.
 
 Errors are one line; exit status 1.
 """
@@ -66,6 +66,27 @@ def _main(
     ] = False,
 ) -> None:
     replace_unprintable()
+
+
+@app.command()
+@plain_errors()
+def assemble(
+    folders: Annotated[list[Path], typer.Argument(metavar="FOLDER...", help="Records of the machines that are left.")],
+    out: Annotated[Path, option("Folder of the checkpoints.")],
+    step: Annotated[int | None, option("Only this step; by default the newest that is complete.")] = None,
+) -> None:
+    """Make a checkpoint from what the machines that are left hold for a lost one.
+
+    pipecomp assemble run/second-home --out run/checkpoints
+
+    Copy the folders of the other machines to this one first. The checkpoint can
+    be loaded with other cuts and another number of replicas.
+    """
+    from pipecomp.elastic.assembly import assemble as write_checkpoint
+
+    for folder in folders:
+        require(folder.is_dir(), "FOLDER", str(folder), "a folder with records: elastic.path of a run")
+    print_line(str(write_checkpoint(folders, out, step=step)))
 
 
 @app.command()

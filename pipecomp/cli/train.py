@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -15,7 +16,7 @@ import typer
 
 import pipecomp
 from pipecomp.cli.common import option, plain_errors, print_line, print_status, takes_options
-from pipecomp.errors import ConfigError, require, writable
+from pipecomp.errors import ConfigError, PipecompError, require, writable
 from pipecomp.plan.options import TrainOptions
 from pipecomp.utils.files import atomic_write_text
 
@@ -164,6 +165,8 @@ def train(
     if dry_run:
         for rank in ranks:
             print_line(f"{rank.host or 'here'}: {rank.shell_line(working_directory(), os.environ)}")
+        if options.second_home != "off" and (options.second_home or len({rank.host for rank in ranks}) > 1):
+            print_status(describe_second_home(options, len(ranks)))
         print_status("Measuring, to predict the duration.")
         measured = python_module_command(_RANK_PROGRAM, options.to_json(), "--dry-run")
         if launch_ranks(assign_ranks(measured, 1 if hosts else len(ranks))):
@@ -189,6 +192,21 @@ def check_started(options: TrainOptions, hint: str) -> None:
     require(options.spare is None, "--spare", options.spare, "only without a launcher", hint)
     require(options.elastic is None, "--elastic", options.elastic, "only without a launcher", hint)
     require(options.out is not None, "--out", None, "a folder, the same for all ranks", hint)
+
+
+def describe_second_home(options: TrainOptions, ranks: int) -> str:
+    """Describe how often states can go to their second home; without the model here, that the run prints it."""
+    from pipecomp.plan.command import describe_records  # imports torch, which takes seconds
+    from pipecomp.plan.options import PlanOptions
+
+    same = ("model", "dtype", "tie", "lora", "load_in_4bit", "load_in_8bit")
+    stages = options.stages or ranks
+    given = {key: getattr(options, key) for key in same}
+    planned = PlanOptions(stages=stages, nodes=ranks, batch=options.batch or ranks, **given)
+    if options.adapter is None:
+        with contextlib.suppress(PipecompError, OSError, ValueError):
+            return describe_records(planned)
+    return "second home: the run prints after how many steps the state of each machine is copied"
 
 
 def read_train_options(words: Sequence[str]) -> TrainOptions:

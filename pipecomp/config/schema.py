@@ -17,19 +17,26 @@ from pydantic import Field
 
 from pipecomp.config.activations import Activations, ConstantError, bits_of_link, plain_bits
 from pipecomp.config.checks import OneOf, Section
+from pipecomp.config.elastic import Elastic
 from pipecomp.config.gradients import Gradients
 from pipecomp.config.store import Store
 from pipecomp.config.transport import TransportConfig
 from pipecomp.errors import ConfigError, require
 
 MOST_SEED = 2**32 - 1
+_OWN: Any = {  # of a machine
+    "store": {"path"},
+    "transport": {"keys", "trusted_network"},
+    "elastic": {"path"},
+    "kernels": True,
+}
 
 
 class Config(Section):
     """The whole section.
 
     Attributes:
-        activations, store, gradients, transport: the sections of these names.
+        activations, store, gradients, transport, elastic: the sections of these names.
         seed: of shuffling, stochastic rounding and random weights.
         tie: keep weights tied that the model ties.
         kernels: backend of quantization: "native" (CPU tensors), "triton" (GPU tensors), "torch" (slow, anywhere), or
@@ -42,6 +49,7 @@ class Config(Section):
     store: Store = Store()
     gradients: Gradients = Gradients()
     transport: TransportConfig = TransportConfig()
+    elastic: Elastic = Elastic()
     seed: int = Field(default=0, ge=0, le=MOST_SEED, description="a whole number from 0 to 2**32 - 1")
     tie: bool = True
     kernels: Annotated[str, OneOf(("auto", "torch", "native", "triton"))] = "auto"
@@ -60,7 +68,7 @@ class Config(Section):
             raise ConfigError("pipecomp", section, "an object with keys and values")
         config = cls(**section)
         activations, store = config.activations, config.store
-        for part in (activations, store, config.transport):
+        for part in (activations, store, config.transport, config.elastic):
             part.check_given()
         if "store" in config.model_fields_set:
             allowed = f"only with activations.method 'aqsgd', not {activations.method!r}"
@@ -108,12 +116,14 @@ class Config(Section):
             Checkpoints compare these values, so keys that were added later are absent by default.
         """
         values = {
-            **self.model_dump(exclude={"store": {"path"}, "transport": {"keys", "trusted_network"}, "kernels": True}),
+            **self.model_dump(exclude=_OWN),
             "activations": self.activations.as_dict(),
             "gradients": self.gradients.as_dict(),
         }
         if self.store.clusters is None:
             values["store"].pop("clusters")
+        if not self.elastic.active:
+            values.pop("elastic")
         return values
 
 

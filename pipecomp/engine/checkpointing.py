@@ -7,6 +7,8 @@ TAG/   DeepSpeed's checkpoint
     pipecomp-local-steps-stage-S-replica-R.pt   a replica's own weights and optimizer states, with local steps
     pipecomp-seal-R.json                   manifest, written last, see `checkpoint.manifest`
 latest   DeepSpeed's file with the last complete TAG
+
+A record of the second home has the same files without message stores (`pipecomp.elastic`).
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ import logging
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,6 +27,7 @@ import torch
 from pipecomp.checkpoint import manifest, reshard
 from pipecomp.checkpoint.run_id import RunIdentity
 from pipecomp.checkpoint.writing import (
+    CollectingCheckpointEngine,
     CollectiveWrite,
     RecordingCheckpointEngine,
     private_files,
@@ -36,9 +40,11 @@ from pipecomp.config.activations import FEWEST, bits_text, plain_bits
 from pipecomp.data import PackedSampler, ShardedSampler
 from pipecomp.distributed.collectives import broadcast, gathered
 from pipecomp.distributed.consistency import AllRanks
+from pipecomp.elastic.record import SHARED, is_file_name
+from pipecomp.elastic.second_home import RankState, SecondHome
 from pipecomp.engine.failure import FailureGuard
 from pipecomp.engine.local_steps import LocalTraining
-from pipecomp.engine.reduction import GradientReduction, load_residuals, save_residuals
+from pipecomp.engine.reduction import GradientReduction, load_residuals, residuals_file, save_residuals
 from pipecomp.errors import CheckpointError, ConfigError, PipecompError, StoreError, WireError, require
 from pipecomp.interfaces import EngineState, ResumeState, StageContext, TrainingProgress
 from pipecomp.optim import QuantizedAdam
@@ -55,7 +61,11 @@ _log = logging.getLogger(__name__)
 class CheckpointManager:
     """Saves and loads everything that a run needs to continue; every rank calls the same methods.
 
-    run: owner of the cached activations, once the links are open; None if none are cached.
+    Attributes:
+        run: Owner of the cached activations, once the links are open; None if none are cached.
+        second_home: Where records go; None for no records.
+        trainer_state: Returns a trainer's files in a checkpoint of the last step; None without a trainer.
+        description: Of the pipeline.
     """
 
     context: StageContext
@@ -64,6 +74,9 @@ class CheckpointManager:
     local: LocalTraining | None
     guard: FailureGuard
     run: RunIdentity | None = None
+    second_home: SecondHome | None = None
+    trainer_state: Callable[[], RankState] | None = None
+    description: dict[str, Any] = field(default_factory=dict)
 
     def _all_ranks(self) -> AllRanks:
         return AllRanks(missed=self.guard.missed)
@@ -103,7 +116,9 @@ class CheckpointManager:
         engine, rank = self.engine, self.context.rank
         tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
         folder = Path(save_dir) / tag
-        state = {**(client_state or {}), _STATE_KEY: self._own_state()}
+        self._describe()
+        position = broadcast(self._position())  # rank 0 has data if any rank has
+        state = {**(client_state or {}), _STATE_KEY: self._own_state(position)}
         first_here = os.environ.get("LOCAL_RANK", "0") == "0"
         write = CollectiveWrite(folder)
         writer = engine.checkpoint_engine
@@ -127,6 +142,8 @@ class CheckpointManager:
                 if latest and rank == 0:
                     write.attempt(lambda: atomic_write_text(Path(save_dir) / "latest", tag))
                 write.raise_problems()  # after this the caller may delete older checkpoints
+            if self.second_home is not None:
+                self._send_record(folder, client_state)
         except CheckpointError:
             if first_here:
                 manifest.remove(folder)
@@ -136,15 +153,59 @@ class CheckpointManager:
             engine.checkpoint_engine = writer
         return done
 
-    def _own_state(self) -> dict[str, Any]:
-        """This package's state in the file of every stage; every rank must call this."""
+    def prepare_records(self) -> None:
+        """Raise ConfigError if this run cannot save; every rank must call this before `state_of_rank`."""
+        self.check_precision()
+        self._describe()
+
+    def state_of_rank(self, folder: str | None = None, client_state: dict | None = None) -> RankState:
+        """Collect the files of this rank's checkpoint in memory, without message stores and without collectives.
+
+        Args:
+            folder: Name of the checkpoint's folder; None for a name with the step.
+            client_state: See `save`. What the files of all stages have in common, rank 0's record has alone.
+        """
+        engine, rank = self.engine, self.context.rank
+        outer = RankState(files={}, folder=folder or f"global_step{engine.global_steps}")
+        if self.trainer_state is not None:
+            outer = self.trainer_state()
+        files: dict[str, Any] = {}
+        writer, engine.checkpoint_engine = engine.checkpoint_engine, CollectingCheckpointEngine(files)
+        try:
+            with engine.common_weights():
+                engine.collect_checkpoint()
+        finally:
+            engine.checkpoint_engine = writer
+        if self.local is not None:
+            files |= self.local.files()
+        files |= {residuals_file(name, rank): state.state_dict() for name, state in self.gradients.states()}
+        files[_rank_file(Path(), rank).name] = {"random": random_state(), "messages": self._stored_versions()}
+        if outer.engine:
+            files = {f"{outer.engine}/{name}": content for name, content in files.items()}
+        if rank == 0:
+            files[SHARED] = {**(client_state or {}), _STATE_KEY: self._own_state(self._position())}
+        return RankState(files={**files, **outer.files}, folder=outer.folder, engine=outer.engine)
+
+    def _send_record(self, folder: Path, client_state: dict | None) -> None:
+        """Send the state that was saved to the second home."""
+        assert self.second_home is not None
+        name = folder.name if is_file_name(folder.name) else None
+        take = partial(self.state_of_rank, name, client_state)
+        self.second_home.save(self.engine.global_steps, folder, take, again=bool(client_state))
+
+    def _describe(self) -> None:
+        """Describe the pipeline; every rank must call this."""
+        self.description = asdict(reshard.describe(self.engine))
+
+    def _own_state(self, position: dict[str, Any] | None) -> dict[str, Any]:
+        """This package's state in the file of every stage. position: in the training data."""
         engine, configured = self.engine, self.context.settings
         own: dict[str, Any] = asdict(engine.progress)
         if self.run is not None:
             own["run"] = self.run.id
-        own["pipeline"] = asdict(reshard.describe(engine))
+        own["pipeline"] = self.description
         own["per_epoch"] = engine.micro_batches_per_epoch
-        own["position"] = broadcast(self._position())  # rank 0 has data if any rank has
+        own["position"] = position
         own["data"] = engine.data_facts
         if any(configured.activations.measured(key) for key in FEWEST):
             own["bits"] = [_bits(configured), _bits(engine.pipecomp_config)]

@@ -16,6 +16,7 @@ from typing import Any
 from deepspeed.runtime.pipe import engine as deepspeed_pipe
 from deepspeed.runtime.pipe import schedule as ds_schedule
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 
 from pipecomp.checkpoint.reshard import LoadOptions
 from pipecomp.checkpoint.run_id import RunIdentity
@@ -24,13 +25,15 @@ from pipecomp.data import TrainLoader
 from pipecomp.distributed.collectives import gathered
 from pipecomp.distributed.consistency import AllRanks
 from pipecomp.distributed.heartbeat import Heartbeat
+from pipecomp.elastic.second_home import RankState, SecondHome, choose_homes, data_limit
+from pipecomp.elastic.transfer import HomePlan
 from pipecomp.engine.checkpointing import CheckpointManager
 from pipecomp.engine.deepspeed_patches import no_stage_messages
 from pipecomp.engine.export import save_pretrained
 from pipecomp.engine.failure import FailureGuard
-from pipecomp.engine.local_steps import LocalTraining
+from pipecomp.engine.local_steps import LocalTraining, TrafficPriority
 from pipecomp.engine.reduction import GradientReduction, ReplicaAdam, ReplicaExchanges
-from pipecomp.engine.replica_sync import has_modes, match_replicas, saved_buffers
+from pipecomp.engine.replica_sync import has_modes, match_replicas, pipelines, saved_buffers
 from pipecomp.engine.reporting import Reporting
 from pipecomp.engine.schedule import EvalSchedule, InFlightControl, TrainSchedule
 from pipecomp.engine.stage_work import StageWork
@@ -81,6 +84,7 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine, EngineState):
         data_facts: Identify the training data in a checkpoint; empty if sample ids are not their places.
         step_samples: Samples of this replica in the next step, if its loss is their mean; None if it is the mean over
             micro-batches.
+        second_home: Takes records of this rank's state; None with "elastic.second_home" "off".
     """
 
     data_iterator: Any  # DeepSpeed's
@@ -112,6 +116,9 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine, EngineState):
         self.data_facts: dict[str, Any] = {}
         self.loader: TrainLoader | None = None
         self.step_samples: int | None = None
+        self.second_home: SecondHome | None = None
+        self._step_s = 0.0
+        self._collects = False
         with no_stage_messages():
             super().__init__(**ds)
         self.context = context = StageContext(
@@ -155,11 +162,35 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine, EngineState):
         self.links = self.reporting.links = links
         self.run = self._checkpoints.run = run
         self.guard.watch(links, heartbeat)
+        self._open_second_home(heartbeat)
         prefetching = self.pipecomp_config.store.prefetch > 0
         if links.to_previous is not None and links.environment is not None and prefetching:
             links.to_previous.receive_staging.on_header = links.prefetch_arrived
         if links.to_next is not None and links.gradients and prefetching:
             links.to_next.receive_staging.on_header = links.prefetch_arrived
+
+    def _open_second_home(self, heartbeat: Heartbeat) -> None:
+        """Start sending records, if the settings ask for it; every rank must call this."""
+        settings, grid, plan = self.pipecomp_config.elastic, self.grid, self.plan
+        if not settings.active:
+            return
+        hosts = [place.host for place in heartbeat.places]
+        homes = choose_homes(settings.second_home, pipelines(grid), hosts)
+        self._checkpoints.prepare_records()
+        stages = [place.stage for place in heartbeat.places]
+        home_plan = HomePlan(
+            rank=self.global_rank,
+            stage=self.stage_id,
+            cuts=tuple(plan.cuts),
+            homes=homes,
+            limits=[data_limit(plan.trained[stage], plan.parameters[stage]) for stage in stages],
+            timeout_s=max(self.pipecomp_config.transport.timeout_s, default_pg_timeout.total_seconds()),
+            stall_s=self.pipecomp_config.transport.timeout_s,
+        )
+        give_way = TrafficPriority([end.transport for end in self.links]).wait
+        with AllRanks(missed=self.guard.missed).collective_errors():
+            home = SecondHome(settings, home_plan, give_way)
+        self.second_home = self._checkpoints.second_home = self.reporting.second_home = home
 
     def set_bits(self, settings: Config) -> None:
         """Train with the bits of these settings from now on; every rank must call this between two steps."""
@@ -238,7 +269,35 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine, EngineState):
                 with self.reporting.event("commit"), local_activity("waits for the disk of its message store"):
                     self.links.environment.commit()
             self.reporting.trace.end_step()
+            self._step_s = time.perf_counter() - began
+            if self._checkpoints.trainer_state is None:
+                self.end_step()
         return loss
+
+    def use_trainer_state(self, state: Callable[[], RankState] | None) -> None:
+        """Let records have a trainer's files, too. The trainer then calls `end_step` after every step.
+
+        Args:
+            state: Returns the trainer's files in a checkpoint of the last step; None for no trainer.
+        """
+        self._checkpoints.trainer_state = state
+
+    def end_step(self) -> None:
+        """Send a record of the last step to the second home if one is due; every rank must call this."""
+        if self.second_home is not None:
+            with self.propagate_failure():
+                self.second_home.end_step(self.global_steps, self._step_s, self._checkpoints.state_of_rank)
+
+    def collect_checkpoint(self) -> None:
+        """Hand the contents of DeepSpeed's files of this rank to `checkpoint_engine`, without collectives."""
+        exclude = self.stage.adapter is not None
+        self._collects = True
+        try:
+            self._save_checkpoint("", "", client_state={}, exclude_frozen_parameters=exclude)
+            if self.save_zero_checkpoint:
+                self._save_zero_checkpoint("", "")
+        finally:
+            self._collects = False
 
     def _check_trained(self) -> None:
         """Raise ConfigError if parameters were frozen or unfrozen since the engine was built."""
@@ -451,6 +510,8 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine, EngineState):
         It runs at exit too, and `initialize` closes engines that nothing refers to any more. Gloo's threads and sockets
         end with the last reference to the engine.
         """
+        if self.second_home is not None:
+            self.second_home.close(failed=self.guard.failed)
         self.guard.close()
         self.gradients.close(failed=self.guard.failed)
         self.guard.destroy_groups()
@@ -475,6 +536,7 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine, EngineState):
             is compressed, of waits alone. "seconds": by part, see `stats.Seconds`. "steps". "store_bytes": of the
             store's file, or of its values in memory. "in_flight": micro-batches that may be in flight. "micro_batches":
             the last step's seconds by micro-batch. "local_steps": see `LocalTraining.stats`, with local steps.
+            "second_home": see `SecondHome.stats`, with a second home.
         """
         return self.reporting.stats(self.global_steps)
 
@@ -516,6 +578,10 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine, EngineState):
 
     def _inference_schedule(self, micro_batches: int) -> EvalSchedule:
         return EvalSchedule(micro_batches=micro_batches, stages=self.num_stages, stage_id=self.stage_id)
+
+    def _copy_recovery_script(self, save_path: str) -> None:
+        if not self._collects:
+            super()._copy_recovery_script(save_path)
 
     def _get_all_ckpt_names(self, checkpoints_path: str, tag: str) -> list[str]:
         """Name this stage's own file for every stage: DeepSpeed counts them, and others may be on other machines."""

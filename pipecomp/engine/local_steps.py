@@ -106,16 +106,21 @@ class LocalTraining:
     # -- checkpoints
 
     def save(self, folder: Path) -> None:
-        """Write this rank's own weights and optimizer states; DeepSpeed's files have the common weights.
+        """Write this rank's own weights and optimizer states; DeepSpeed's files have the common weights."""
+        for name, state in self.files().items():
+            with atomic_write(folder / name) as file:
+                torch.save(state, file)
 
-        The first replica's optimizer states are in DeepSpeed's files; it also writes what all replicas share.
+    def files(self) -> dict[str, Any]:
+        """Return the content of the file that `save` writes, by its name.
+
+        The first replica's optimizer states are in DeepSpeed's files; it also has what all replicas share.
         """
         state, replica = self.outer.state_dict(), self._context.replica
         if replica > 0:
             del state["shared"]
             state["optimizer"] = self._optimizer.state_dict()
-        with atomic_write(_local_file(folder, self._context.stage_id, replica)) as file:
-            torch.save(state, file)
+        return {_local_file(Path(), self._context.stage_id, replica).name: state}
 
     def load(
         self, folder: Path, pipeline: dict[str, Any] | None, step: int, *, same: bool, with_optimizer: bool

@@ -382,7 +382,7 @@ class GradientReduction:
 def save_residuals(states: Iterable[tuple[str, State]], folder: Path, rank: int) -> None:
     """Write the error-feedback residuals of a rank into a checkpoint, one file for each name in `states`."""
     for name, state in states:
-        state.save(folder / _residuals_file(name, rank))
+        state.save(folder / residuals_file(name, rank))
 
 
 def load_residuals(states: Iterable[tuple[str, State]], folder: Path, rank: int, device: torch.device) -> None:
@@ -392,17 +392,18 @@ def load_residuals(states: Iterable[tuple[str, State]], folder: Path, rank: int,
         ConfigError: Only some ranks of a group have their file. Their random draws would differ.
     """
     for name, state in states:
-        file = folder / _residuals_file(name, rank)
+        file = folder / residuals_file(name, rank)
         exists = state.group.gather_numbers([float(file.is_file())])
         missing = [r for r, (there,) in zip(state.group.ranks, exists, strict=True) if not there]
         if not missing:
             state.load(file, device)
         elif len(missing) < len(exists):
-            files = ", ".join(_residuals_file(name, r) for r in missing)
+            files = ", ".join(residuals_file(name, r) for r in missing)
             raise ConfigError("load_dir", str(folder), f"a folder with {files} on the machines of these ranks")
         else:
             state.forget()
 
 
-def _residuals_file(name: str, rank: int) -> str:
+def residuals_file(name: str, rank: int) -> str:
+    """Return the name of a rank's file of residuals in a checkpoint."""
     return f"pipecomp-gradients-{name.replace(' ', '-')}-rank-{rank}.safetensors"

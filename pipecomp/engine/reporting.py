@@ -13,6 +13,7 @@ from typing import Any
 
 from pipecomp.config import Config
 from pipecomp.distributed.collectives import broadcast, gathered
+from pipecomp.elastic.second_home import SecondHome
 from pipecomp.engine.local_steps import LocalTraining
 from pipecomp.engine.reduction import GradientReduction
 from pipecomp.engine.schedule import InFlightControl
@@ -36,6 +37,7 @@ class Reporting:
         links: This rank's links, once they are open.
         network: Links of the network lab that the run trains in, or those that were measured for "auto" bits, with
             "measured": true; None if neither is known.
+        second_home: Takes records of this rank's state; None without records.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Reporting:
         self._context, self._gradients, self._control, self._local = context, gradients, control, local
         self.trace, self.links = Trace(), Links()
         self.network: dict[str, Any] | None = None
+        self.second_home: SecondHome | None = None
         self._seconds = Seconds()
         self._backwards = 0  # in this step
 
@@ -98,6 +101,7 @@ class Reporting:
             "micro_batches": self.trace.micro_batches(),
             "store_bytes": 0 if environment is None else environment.size_bytes(),
             **({} if self._local is None else {"local_steps": self._local.stats()}),
+            **({} if self.second_home is None else {"second_home": self.second_home.stats()}),
         }
 
     def last_step(self) -> list[dict[str, Any]]:

@@ -16,9 +16,11 @@ from rich.console import Console
 
 from pipecomp.config import Config
 from pipecomp.config.activations import Activations
+from pipecomp.config.elastic import Elastic
 from pipecomp.distributed.launch_env import Launch, read_launch
 from pipecomp.distributed.placement import usable_cores
 from pipecomp.distributed.rendezvous import computes_on_cpu
+from pipecomp.elastic.schedule import record_bytes, seconds_between
 from pipecomp.errors import ConfigError, require
 from pipecomp.gradient_config import Gradients
 from pipecomp.plan import report, search
@@ -39,7 +41,15 @@ from pipecomp.plan.simulation import TCP_SHARE, Channel, LinkNetwork, chain
 from pipecomp.stages.link.transport import PacerTo, unpaced
 from pipecomp.stages.partition.loading import resolve, with_adapter
 from pipecomp.stages.partition.planning import SplitPlan
-from pipecomp.utils.units import MAX_DELAY_S, format_count, format_nominal_rate, parse_rate, parse_time
+from pipecomp.utils.units import (
+    MAX_DELAY_S,
+    format_count,
+    format_duration,
+    format_nominal_rate,
+    format_size,
+    parse_rate,
+    parse_time,
+)
 
 DEFAULT_RATES = ("10gbit", "1gbit", "500mbit", "300mbit", "100mbit")
 _MAX_DEFAULT_TOKENS = 1024
@@ -153,6 +163,25 @@ def run_plan(
         "lora": options.lora,
         "threads": threads,
     }
+
+
+def describe_records(options: PlanOptions) -> str:
+    """Describe how often a stage's state can go to its second home, from the model's sizes alone.
+
+    options: with a number of stages.
+
+    Raises:
+        ConfigError, SplitError: The model cannot be read or cut.
+    """
+    request = resolve_request(options, parse_networks(options.bandwidth, options.delay), None)
+    job = plan_sizes(request, count(*model_size(options)))
+    half = job.dtype != torch.float32
+    size, share = record_bytes(max(job.plan.trained), half=half, replicas=job.replicas), Elastic().line_share
+    rates = [parse_rate("bandwidth", rate) for rate in ("10mbit", "100mbit")]
+    times = [f"{format_duration(seconds_between(size, r, share))} at {format_nominal_rate(r)}" for r in rates]
+    state = f"the state of a stage, {format_size(size)}"
+    text = f"second home: {share:.0%} of the line sends {state}, every {' or '.join(times)}"
+    return f"{text}; the run measures, and prints after how many steps"
 
 
 # -- the request
@@ -415,6 +444,7 @@ def plan_sizes(request: PlanRequest, profile: Profile) -> TrainingJob:
 def as_json(result: report.PlanResult, network: LinkNetwork, names: Sequence[str]) -> dict[str, Any]:
     """Return the plan as JSON values; bits per second are null where nothing limits them."""
     p = result.choice.prediction
+    records = report.record_schedule(p, network)
     links = [
         {"forward": _finite(out), "backward": _finite(back)}
         for out, back in zip(network.forward, network.backward, strict=True)
@@ -436,6 +466,7 @@ def as_json(result: report.PlanResult, network: LinkNetwork, names: Sequence[str
         ],
         "config": report.configuration(result.choice),
         "duration": None if result.steps is None else {"steps": result.steps, **result.duration()._asdict()},
+        "second_home": None if records is None else {**asdict(records), "lost_steps": records.lost_steps},
         "dtype": report.DTYPE_NAMES[p.job.dtype],
         "one_pass": p.config.store.clusters is not None,
         "profile": p.job.profile.as_dict(),

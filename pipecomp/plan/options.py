@@ -171,6 +171,10 @@ class TrainOptions:
     out: Annotated[Path | None, "Folder for model, plan, metrics and report; by default runs/train-DATE-TIME."] = None
     save_every: Annotated[int | None, "With --out: a checkpoint every N steps, from which the command resumes."] = None
     store: Annotated[Path | None, "Folder on a local disk for cached activations; by default in --out."] = None
+    second_home: Annotated[
+        str | None,
+        "Where each machine's training state is copied: next (default with several machines), off, a rank or a host.",
+    ] = None
     overwrite: Annotated[bool, "Start over in an --out with the results of an earlier run.", "--overwrite"] = False
     report_to: Annotated[list[str] | None, "Curves for tensorboard, trackio, mlflow or wandb; may be repeated."] = None
     lora: Annotated[int | None, "Train LoRA adapters of this rank; the model's weights stay as they are."] = None

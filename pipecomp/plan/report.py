@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from pipecomp.config.activations import FEWEST, Bits, ConstantError, bits_text, each_link
+from pipecomp.config.elastic import Elastic
+from pipecomp.elastic.schedule import RecordSchedule, record_bytes
 from pipecomp.plan.options import DTYPES
 from pipecomp.plan.prediction import Estimate, StepPrediction, TrainingJob, memory_bytes, packet_sizes
 from pipecomp.plan.search import (
@@ -30,6 +32,7 @@ from pipecomp.schedule import in_flight_counts
 from pipecomp.utils.tables import table
 from pipecomp.utils.units import format_count, format_duration, format_rate, format_time
 
+MAX_RATE = 1e12  # of a line that nothing limits
 TORCH_DTYPES = dict(zip(DTYPES, (torch.float32, torch.bfloat16, torch.float16), strict=True))
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
@@ -73,6 +76,25 @@ def print_plan(result: PlanResult, network: LinkNetwork, names: Sequence[str], c
     console.print(p.job.text(), highlight=False)
     for sentence in (*advice(result), describe_duration(result)):
         console.print(sentence, highlight=False)
+    records = record_schedule(p, network)
+    if records is not None:
+        console.print(f"Second home (elastic.second_home 'next'): {records}.", highlight=False)
+
+
+def record_schedule(p: StepPrediction, network: LinkNetwork) -> RecordSchedule | None:
+    """Predict how often the default share of the line lets each stage send its state to the next; None if alone."""
+    job, share = p.job, Elastic().line_share
+    stages = job.plan.num_stages
+    if stages * job.replicas == 1:
+        return None
+    half = job.dtype != torch.float32
+    lines = [channel.bits_per_s for channel in network.forward] + [network.slowest]  # the last one is to the first
+    sizes = [record_bytes(trained, half=half, replicas=job.replicas) for trained in job.plan.trained]
+    each = [
+        RecordSchedule.predict(size, min(line, MAX_RATE), p.step_s, share)
+        for size, line in zip(sizes, lines[-stages:], strict=True)
+    ]
+    return max(each, key=lambda schedule: schedule.lost_steps)
 
 
 def describe_duration(result: PlanResult) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +33,7 @@ from pipecomp.distributed import rendezvous
 from pipecomp.distributed.collectives import broadcast, gathered, while_others_wait
 from pipecomp.distributed.placement import usable_cores
 from pipecomp.distributed.rendezvous import check_processes
+from pipecomp.elastic import RECORDS
 from pipecomp.errors import ConfigError, DataError, require, writable
 from pipecomp.netlab.software import throttle_to
 from pipecomp.plan.command import run_plan
@@ -243,7 +245,8 @@ def plan_run(
     with ranks.collective_errors(), writable("--out", folder):
         if first_here:  # any machine may be lost
             atomic_write_text(folder / PLAN, json.dumps(made, indent=2) + "\n")
-    ds_config = deepspeed_config(options, made["config"], folder)
+    machines = len(set(ranks.all_gather_object(socket.gethostname())))
+    ds_config = deepspeed_config(options, made["config"], folder, machines)
     if first:
         saved = None if options.adapter is None else model.adapter.config
         for line in describe_defaults(options, batch, samples, saved):
@@ -371,9 +374,13 @@ def write_merged(model: Any, folder: str) -> None:
         Console(highlight=False, soft_wrap=True).print(f"merged model saved in {out}")
 
 
-def deepspeed_config(options: TrainOptions, planned: dict[str, Any], folder: Path) -> dict[str, Any]:
+def deepspeed_config(options: TrainOptions, planned: dict[str, Any], folder: Path, machines: int = 1) -> dict[str, Any]:
     """Make DeepSpeed's configuration. planned: the plan's settings for batches, links and gradients."""
     section = dict(planned["pipecomp"])
+    home = options.second_home or ("next" if machines > 1 else "off")
+    alone = options.elastic and dist.get_world_size() == 1  # the last of several machines
+    if home != "off" and not alone:
+        section["elastic"] = {"second_home": int(home) if home.isdecimal() else home, "path": str(folder / RECORDS)}
     if section.get("activations", {}).get("method") == "aqsgd":
         section["store"] = {"path": str(options.store or folder / "messages"), **section.get("store", {})}
     # Note: an earlier plan may have other values; the comparison with the checkpoint then raises an error.

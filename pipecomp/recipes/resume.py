@@ -63,6 +63,7 @@ _locked: set[str] = set()  # folders, by this process
 # Settings of transport and storage that do not change what is trained: a run that timed out may get a longer timeout.
 _TRANSPORT_AND_STORAGE = (
     "pipecomp.transport.",
+    "pipecomp.elastic.",
     "pipecomp.in_flight",
     "pipecomp.store.prefetch",
     "pipecomp.store.drift_check",

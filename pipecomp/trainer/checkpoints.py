@@ -45,6 +45,7 @@ from pipecomp.config import Config, read_json_object
 from pipecomp.data import DataPosition
 from pipecomp.distributed.collectives import broadcast, gathered, while_others_wait
 from pipecomp.distributed.preemption import say_here
+from pipecomp.elastic.second_home import RankState
 from pipecomp.errors import ConfigError, OutputError, WireError, require
 from pipecomp.interfaces import TrainingEngine
 from pipecomp.stages.partition.planning import SplitPlan
@@ -259,11 +260,32 @@ def complete(
 
     due, run: see `ResumePoint`.
     """
-    pipeline = layout(plan, replicas) | ({_DUE: list(due)} if due else {}) | ({_RUN: dict(run)} if run else {})
-    atomic_write_text(Path(folder) / PIPELINE_FILE, json.dumps(pipeline) + "\n")
+    atomic_write_text(Path(folder) / PIPELINE_FILE, _pipeline_text(plan, replicas, due, run))
     with atomic_write(Path(folder) / STATE_FILE) as part:  # its presence marks the checkpoint as complete
         state.save_to_json(str(part))
     _set_latest_mtime(Path(folder))
+
+
+def _pipeline_text(plan: SplitPlan, replicas: int, due: Sequence[str], run: Mapping[str, Any] | None) -> str:
+    pipeline = layout(plan, replicas) | ({_DUE: list(due)} if due else {}) | ({_RUN: dict(run)} if run else {})
+    return json.dumps(pipeline) + "\n"
+
+
+def state_of_rank(trainer: Any) -> RankState:
+    """Collect a trainer's files of this rank in a checkpoint of the last step, for the second home.
+
+    The model's folder and work that is pending after the step are left out.
+    """
+    state: TrainerState = trainer.state
+    files: dict[str, Any] = {_rank_file("", trainer.rank).name: _rank_state(trainer.lr_scheduler)}
+    if trainer.rank == 0:
+        files[PIPELINE_FILE] = _pipeline_text(trainer.plan, trainer.replicas, (), trainer._run_settings())
+        files[STATE_FILE] = json.dumps(asdict(state), indent=2, sort_keys=True) + "\n"
+    return RankState(files=files, folder=Path(folder_of("", state.global_step)).name, engine=DEEPSPEED)
+
+
+def _rank_state(scheduler: Any) -> dict[str, Any]:
+    return {"random": random_state(), "scheduler": None if scheduler is None else scheduler.state_dict()}
 
 
 def _set_latest_mtime(folder: Path) -> None:
@@ -278,7 +300,7 @@ def _set_latest_mtime(folder: Path) -> None:
 def save_engine(engine: TrainingEngine, folder: str, scheduler: Any, attempts: CollectiveWrite) -> None:
     """Write engine, random generators and schedule. Every rank must call this."""
     engine.save_checkpoint(folder, tag=DEEPSPEED)
-    state = {"random": random_state(), "scheduler": None if scheduler is None else scheduler.state_dict()}
+    state = _rank_state(scheduler)
 
     def write() -> None:
         with atomic_write(_rank_file(folder, dist.get_rank())) as part:  # on disk before the checkpoint is complete

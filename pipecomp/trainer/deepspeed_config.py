@@ -10,6 +10,7 @@ from typing import Any
 
 from pipecomp.config import Config, read_json_object
 from pipecomp.config.checks import require_objects
+from pipecomp.elastic import RECORDS
 from pipecomp.errors import ConfigError, require
 
 SECTION = "pipecomp"
@@ -83,6 +84,8 @@ def engine_config(
         store = section.setdefault("store", {})
         store.setdefault("path", str(Path(args.output_dir) / "messages"))
         store.setdefault("in_checkpoints", save_messages)
+    if settings.elastic.active:
+        section["elastic"] = {"path": str(Path(args.output_dir) / RECORDS), **section["elastic"]}
     if settings.gradients.exchanges_in_optimizer:
         if args.weight_decay:
             allowed = f"0 with gradients.method {settings.gradients.method!r}, which has one parameter group"

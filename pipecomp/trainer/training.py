@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -319,8 +320,12 @@ class Training:
 
     def run(self) -> TrainOutput:
         """Train. Every rank must call this. Raises Interrupted, a SystemExit, on every rank after a signal."""
-        with self._interruption:
-            return self._run()
+        self._engine.use_trainer_state(partial(checkpoints.state_of_rank, self._trainer))
+        try:
+            with self._interruption:
+                return self._run()
+        finally:
+            self._engine.use_trainer_state(None)
 
     def _run(self) -> TrainOutput:
         trainer, length = self._trainer, self._length
@@ -359,6 +364,7 @@ class Training:
             fire(trainer, "on_step_end")
             self._stop_if_asked(logs, ends_epoch=step + 1 == end or trainer.control.should_epoch_stop)
             self._log_evaluate_save(logs)
+            self._engine.end_step()
             if trainer.control.should_epoch_stop or trainer.control.should_training_stop:
                 break
         fire(trainer, "on_epoch_end")

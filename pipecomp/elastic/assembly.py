@@ -1,0 +1,154 @@
+"""Make a checkpoint from the records of all ranks, which the machines that are left have in two copies."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipecomp.allreduce.state import save_state_dict
+from pipecomp.checkpoint import manifest
+from pipecomp.checkpoint.writing import private_files, write_state
+from pipecomp.elastic.index import IndexEntry, find_records
+from pipecomp.elastic.record import SHARED, Record
+from pipecomp.errors import CheckpointError, WireError
+from pipecomp.utils.files import UNFINISHED, atomic_write_text
+
+_COMPLETING = ("trainer_state.json",)  # written last: a folder without it is incomplete
+
+
+@dataclass(frozen=True)
+class CompleteState:
+    """A step of which the records of all ranks are there.
+
+    Attributes:
+        step: Optimizer steps before it.
+        world: Ranks of its session.
+        records: A good file of each rank's record.
+        lost: Reasons why later steps were passed over, newest first.
+    """
+
+    step: int
+    world: int
+    records: tuple[Path, ...]
+    lost: tuple[str, ...] = ()
+
+
+def newest_complete(folders: Iterable[str | os.PathLike[str]], *, step: int | None = None) -> CompleteState:
+    """Find the newest step of which the records of all ranks are in some folders, undamaged.
+
+    Args:
+        folders: `elastic.path` of the machines that are left, or copies.
+        step: Only this step; None for the newest.
+
+    Raises:
+        CheckpointError: There is none. The message names, for the newest steps, the ranks whose records are missing.
+
+    Example:
+        >>> newest_complete(["out/second-home"]).step
+        120
+    """
+    paths = [Path(folder) for folder in folders]
+    by_step: dict[tuple[int, str], list[IndexEntry]] = {}
+    for entry in find_records(paths):
+        if step is None or entry.step == step:
+            by_step.setdefault((entry.step, entry.session), []).append(entry)
+    lost: list[str] = []
+    for (number, _), entries in sorted(by_step.items(), reverse=True):
+        world = entries[0].world
+        good: dict[int, Path] = {}
+        problems: list[str] = []
+        for entry in entries:
+            problem = entry.problem() if entry.rank not in good else None
+            if problem is not None:
+                problems.append(problem)
+            else:
+                good.setdefault(entry.rank, entry.path)
+        if len(good) == world:
+            return CompleteState(number, world, tuple(good[rank] for rank in range(world)), tuple(lost))
+        missing = [str(rank) for rank in range(world) if rank not in good]
+        ranks = " and ".join(filter(None, (", ".join(missing[:-1]), missing[-1])))
+        records = f"records of ranks {ranks} are" if len(missing) > 1 else f"record of rank {ranks} is"
+        damaged = f" ({'; '.join(problems)})" if problems else ""
+        lost.append(f"step {number}: the {records} missing{damaged}")
+    places = ", ".join(map(str, paths))
+    wanted = "complete state" if step is None else f"complete state of step {step}"
+    reasons = "; ".join(lost[:3]) or "there are no records"
+    raise CheckpointError(
+        f"no {wanted} in {places}: {reasons}. Each rank's record is on its own machine and on its second home: add the "
+        "folder of one of these machines, or resume from an earlier checkpoint"
+    )
+
+
+def assemble(
+    folders: Iterable[str | os.PathLike[str]], out: str | os.PathLike[str], *, step: int | None = None
+) -> Path:
+    """Write a complete checkpoint from the records that the remaining machines have.
+
+    The checkpoint is as `engine.save_checkpoint` or a trainer writes it, without copies of message stores and without
+    the model's own folder; it can be loaded with other cuts and another number of replicas. The folder appears whole.
+
+    Args:
+        folders: `elastic.path` of the machines that are left, or copies. Each has the records of its own ranks and
+            those it holds for others.
+        out: Folder of the checkpoints.
+        step: Only this step; None for the newest complete one.
+
+    Returns:
+        The checkpoint's folder: `out`/global_stepN, or `out`/checkpoint-N of a trainer. A finished one that is there
+        already stays as it is.
+
+    Raises:
+        CheckpointError: No step is complete, or a record cannot be read. The message names what is missing.
+
+    Example:
+        >>> folder = assemble(["out/second-home"], "out/checkpoints")
+        >>> engine.load_checkpoint("out/checkpoints")
+    """
+    state = newest_complete(folders, step=step)
+    try:
+        records = [Record.open(path) for path in state.records]
+        info, first = records[0].info, records[0].files()
+        shared = first.pop(SHARED, {})
+        target = Path(out) / info.folder
+        if _is_finished(target, target / info.engine, first):
+            return target
+        part = target.with_name(target.name + UNFINISHED)
+        with private_files():
+            shutil.rmtree(part, ignore_errors=True)
+            (part / info.engine).mkdir(parents=True)
+            last = {name: first.pop(name) for name in _COMPLETING if name in first}
+            _write(first, shared, part)
+            for record in records[1:]:  # one at a time: together they may not fit into memory
+                _write(record.files(), shared, part)
+            manifest.write(part / info.engine, 0)
+            _write(last, shared, part)
+            shutil.rmtree(target, ignore_errors=True)
+            os.replace(part, target)
+            if not info.engine:
+                atomic_write_text(Path(out) / "latest", info.folder)
+    except WireError as error:
+        raise CheckpointError(f"the records of step {state.step} cannot be read: {error}") from error
+    return target
+
+
+def _is_finished(target: Path, engine_folder: Path, files: Mapping[str, Any]) -> bool:
+    completed = all((target / name).is_file() for name in _COMPLETING if name in files)
+    return completed and manifest.problem(engine_folder) is None
+
+
+def _write(files: Mapping[str, Any], shared: Mapping[str, Any], folder: Path) -> None:
+    """Write files in the form in which a checkpoint has them."""
+    for name, content in files.items():
+        path = folder / name
+        if path.suffix == ".safetensors":
+            save_state_dict(content, path)
+        elif path.suffix == ".json":
+            atomic_write_text(path, content)
+        elif path.match("mp_rank_*_model_states.pt"):
+            write_state({**content, **shared}, path)
+        else:
+            write_state(content, path)
