@@ -102,11 +102,14 @@ class RecordFolder:
         except (OSError, WireError):
             return None
 
-    def keep(self, steps: Collection[int], session: str) -> None:
-        """Delete the records of other steps and sessions, except for those of checkpoints that are still there."""
+    def keep(self, steps: Collection[int], session: str, *, earlier: bool) -> None:
+        """Delete a session's records of other steps, except for those of checkpoints that are still there.
+
+        earlier: keep the records of other sessions.
+        """
         self._delete(
             lambda entry: (
-                not (entry.step in steps and entry.session == session)
+                not (entry.step in steps if entry.session == session else earlier)
                 and not (entry.checkpoint is not None and Path(entry.checkpoint).is_dir())
             )
         )

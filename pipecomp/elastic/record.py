@@ -183,6 +183,11 @@ def is_file_name(name: str) -> bool:
     return bool(name) and PurePosixPath(name).name == name and name not in (".", "..") and "\x00" not in name
 
 
+def check_plain(value: Any) -> None:
+    """Raise TypeError for values that a record cannot have."""
+    encode_tree(value, lambda leaf: None if isinstance(leaf, Tensor) else _encode_object(leaf, check_plain))
+
+
 @dataclass(frozen=True)
 class Record:
     """A record in memory, or mapped from its file. data: uint8 [n]."""
@@ -213,6 +218,8 @@ class Record:
         def encode_leaf(leaf: Any) -> Any:
             if isinstance(leaf, Tensor):
                 same = (leaf.data_ptr(), leaf.device, leaf.dtype, tuple(leaf.shape), leaf.stride())
+                if leaf.dtype not in _DTYPES:
+                    raise TypeError(f"a record has no tensors of {leaf.dtype}")
                 if leaf.numel() == 0 or same not in known:
                     known[same] = len(tensors)
                     tensors.append(leaf.detach())

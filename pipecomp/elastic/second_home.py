@@ -30,10 +30,10 @@ from pipecomp.elastic.index import RecordFolder
 from pipecomp.elastic.record import Record, RecordInfo
 from pipecomp.elastic.schedule import BURST, LineShare, RecordSchedule, steps_between
 from pipecomp.elastic.transfer import NO_BASE, HomePlan, RecordJob, RecordReceiver, RecordSender
-from pipecomp.errors import require, writable
+from pipecomp.errors import ConfigError, require, writable
 
 _KEPT = 2  # newest complete steps
-_TAKEN = 8  # steps of records that may still be on their way or on disk
+_TAKEN = 8  # steps of records that are remembered
 _FAILED_S = 5.0  # for threads to end when other ranks may be gone
 _SMOOTHING = 0.2  # weight of the last step in the mean step time
 _SLACK_BYTES = 1 << 28
@@ -113,7 +113,7 @@ class SecondHome:
         schedule: Of the records so far; None before the first.
 
     Raises:
-        ConfigError: The folder cannot be written.
+        ConfigError: The folder cannot be written. From `end_step` and `save`: the state has objects of other classes.
     """
 
     def __init__(self, settings: Elastic, plan: HomePlan, give_way: Callable[[], None]) -> None:
@@ -203,9 +203,11 @@ class SecondHome:
         common = [set(answers[rank]["own"]) & set(answers[home]["held"][rank]) for rank, home in homes]
         complete = sorted(set.intersection(*common))
         self.folder.complete = complete
-        if len(complete) >= _KEPT:
-            self.folder.keep([s for s in self._taken if s >= complete[-_KEPT]], self._session)
-        self._base = max(common[self.plan.rank], default=NO_BASE)
+        # On a second home whose disk is full nothing becomes complete, and yet records must not pile up elsewhere.
+        wanted = {*complete[-_KEPT:], *self._taken[-_KEPT:]}
+        if self._taken:
+            self.folder.keep(wanted, self._session, earlier=len(complete) < _KEPT)
+        self._base = max(common[self.plan.rank] & wanted, default=NO_BASE)
         self._reschedule([answer["sent"] for answer in answers], max(answer["step_s"] for answer in answers))
         failed = next((answer["failed"] for answer in answers if answer["failed"]), None)
         if failed is not None:
@@ -239,7 +241,12 @@ class SecondHome:
             folder=state.folder,
             engine=state.engine,
         )
-        job = RecordJob(step, self._session, checkpoint, self._base, Record.take(info, state.files))
+        try:
+            record = Record.take(info, state.files)
+        except TypeError as error:
+            allowed = f"'off' with this optimizer or model: {error}"
+            raise ConfigError("elastic.second_home", self._settings.second_home, allowed) from error
+        job = RecordJob(step, self._session, checkpoint, self._base, record)
         self._taken = [*self._taken, step][-_TAKEN:]
         every = self._settings.every_steps
         interval = self.schedule.every_steps if self.schedule else 1

@@ -40,7 +40,7 @@ from pipecomp.config.activations import FEWEST, bits_text, plain_bits
 from pipecomp.data import PackedSampler, ShardedSampler
 from pipecomp.distributed.collectives import broadcast, gathered
 from pipecomp.distributed.consistency import AllRanks
-from pipecomp.elastic.record import SHARED, is_file_name
+from pipecomp.elastic.record import SHARED, check_plain, is_file_name
 from pipecomp.elastic.second_home import RankState, SecondHome
 from pipecomp.engine.failure import FailureGuard
 from pipecomp.engine.local_steps import LocalTraining
@@ -102,10 +102,16 @@ class CheckpointManager:
             self._warn("this run cannot save checkpoints (save_pretrained works): %s", error)
 
     def check_state(self, client_state: dict | None) -> None:
-        """Raise ConfigError for a key of the caller's state that the checkpoint itself uses."""
+        """Raise ConfigError for a key of the caller's state that the checkpoint uses, or that a record cannot have."""
         for key in client_state or {}:
             free = key not in reshard.RESERVED_KEYS and key != _STATE_KEY
             require(free, "client_state", key, "keys that the checkpoint does not use itself")
+        if self.second_home is not None:
+            try:
+                check_plain(client_state)
+            except TypeError as error:
+                allowed = f"plain values with elastic.second_home ({error})"
+                raise ConfigError("client_state", list(client_state or {}), allowed) from error
 
     def save(self, save_dir: str, tag: Any, client_state: dict | None, *, latest: bool, stock: Callable) -> Any:
         """Save a checkpoint, see `PipelineEngine.save_checkpoint`. stock: DeepSpeed's own `save_checkpoint`.

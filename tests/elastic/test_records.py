@@ -149,6 +149,18 @@ def test_objects_are_refused() -> None:
         Record.take(info(), {"a.pt": {"mine": random.Random(0)}})
 
 
+def test_objects_of_deepspeed_come_back(tmp_path: Path) -> None:
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    scaler = DynamicLossScaler(2**10, 2.0, 1000, 1.0, 2, False, dtype=torch.float16)
+    files = {"a.pt": {"loss_scaler": scaler, "place": fragment_address(numel=3, start=4)}}
+    found = Record.take(info(), files).files()["a.pt"]
+    assert type(found["loss_scaler"]) is DynamicLossScaler
+    assert vars(found["loss_scaler"]) == vars(scaler)
+    assert found["place"] == fragment_address(numel=3, start=4)
+
+
 def changed_header(**changes: Any) -> bytes:
     """The header of a record with other values for its tensors' entries, its state or its place."""
     text = Record.take(info(), contents(0)).header.text
@@ -307,15 +319,19 @@ def test_steps_that_nobody_needs_are_deleted(tmp_path: Path) -> None:
         made = Record.take(info(step), contents(0))
         made.write(folder.path)
         folder.add(made, str(checkpoint) if step == 2 else None)
-    folder.keep([6, 8], SESSION)
+    folder.keep([6, 8], SESSION, earlier=True)
     assert folder.steps_of(0, SESSION) == [2, 6, 8]
     assert sorted(os.listdir(folder.path)) == [INDEX, *(f"step-{step}-rank-0.safetensors" for step in (2, 6, 8))]
     checkpoint.rmdir()
     folder = RecordFolder(folder.path)  # as after a restart
-    folder.keep([6, 8], SESSION)
+    folder.keep([6, 8], SESSION, earlier=True)
     assert folder.steps_of(0, SESSION) == [6, 8]
+    folder.keep([6, 8], "ab", earlier=True)
+    assert folder.steps_of(0, SESSION) == [6, 8]  # until the new session has complete steps of its own
     folder.forget_from(8)
     assert [entry.step for entry in find_records([tmp_path])] == [6]
+    folder.keep([], "ab", earlier=False)
+    assert find_records([tmp_path]) == []
 
 
 def test_a_foreign_index_names_no_other_file(tmp_path: Path) -> None:

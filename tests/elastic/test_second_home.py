@@ -28,6 +28,7 @@ LOCAL = {"gradients": {"method": "double_squeeze", "bits": 8, "local_steps": 3}}
 # Runs of two ranks: settings of DeepSpeed and of pipecomp, and the number of stages.
 TWO: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "stages": ({}, {}, 2),
+    "adapters": ({}, {"lora": True}, 2),
     "shards": (BF16, {}, 1),  # each replica's part of ZeRO's optimizer is in its own record alone
     "replicas": ({}, {"gradients": {"method": "double_squeeze", "bits": 8}}, 1),  # residuals, too
     "local steps": ({}, LOCAL, 1),
@@ -39,8 +40,14 @@ def engine_of(stages: int, path: str | None, more: dict[str, Any], section: dict
     import pipecomp
 
     elastic = {} if path is None else {"elastic": {"second_home": "next", "path": path, "every_steps": 2}}
+    section = dict(section)
+    model = gpt2(seed=seed)
+    if section.pop("lora", False):  # frozen weights are not in records
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(gpt2(), LoraConfig(r=4, target_modules=["c_attn"]))
     config = ds_config({**elastic, **section}, **SCHEDULE, **more)
-    return pipecomp.initialize(gpt2(seed=seed), num_stages=stages, config=config, training_data=samples())
+    return pipecomp.initialize(model, num_stages=stages, config=config, training_data=samples())
 
 
 def trained(engine: Any, steps: int) -> list[float]:
@@ -51,6 +58,8 @@ def weights(engine: Any) -> dict[str, str]:
     """Digests of this stage's weights and their optimizer states by name."""
     out = {}
     for name, p in engine.stage.named_parameters():
+        if not p.requires_grad:
+            continue
         state = engine.optimizer.state[p]
         values = torch.cat([p.detach().flatten(), *(state[key].flatten() for key in ("exp_avg", "exp_avg_sq"))])
         name = name.replace("lm_head", "transformer.wte")
