@@ -195,7 +195,7 @@ def check_started(options: TrainOptions, hint: str) -> None:
 
 
 def describe_second_home(options: TrainOptions, ranks: int) -> str:
-    """Describe how often states can go to their second home; without the model here, that the run prints it."""
+    """Describe how often states can go to their second home; for a model that is not here, that the run prints it."""
     from pipecomp.plan.command import describe_records  # imports torch, which takes seconds
     from pipecomp.plan.options import PlanOptions
 
@@ -203,7 +203,7 @@ def describe_second_home(options: TrainOptions, ranks: int) -> str:
     stages = options.stages or ranks
     given = {key: getattr(options, key) for key in same}
     planned = PlanOptions(stages=stages, nodes=ranks, batch=options.batch or ranks, **given)
-    if options.adapter is None:
+    if options.adapter is None and Path(options.model).is_dir():  # a name would be looked up on the hub
         with contextlib.suppress(PipecompError, OSError, ValueError):
             return describe_records(planned)
     return "second home: the run prints after how many steps the state of each machine is copied"
