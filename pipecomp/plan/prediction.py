@@ -28,7 +28,7 @@ _SHORTER = 0.99  # factor by which one more micro-batch in flight must shorten a
 # float32; in half precision the weight and a float32 gradient, and a shared float32 copy and moments (ZeRO 1).
 _FULL_PRECISION, _HALF_PRECISION = (16, 0), (6, 12)
 RUNTIME_BYTES = 0.5e9
-"""A process with torch, DeepSpeed and transformers before it has a model: benchmarks/planned_memory.py."""
+"""A process with torch, DeepSpeed and transformers before it has a model: benchmarks/planned.py."""
 
 
 class Estimate(NamedTuple):
