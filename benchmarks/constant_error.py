@@ -70,7 +70,8 @@ def planned(task: str, dropout: str, most: tuple[int, int] | None) -> dict[str, 
         fewest = MIN_BITS_OF_CLASSIFIERS if task in METRICS else MIN_BITS_WITH_DROPOUT
     forward, backward = most or (fewest, FEWEST["backward_bits"])
     errors = constant_error_bits("forward_bits", forward, fewest), constant_error_bits("backward_bits", backward)
-    return dict(aqsgd_sections(*errors, one_pass=False)["activations"])
+    section = aqsgd_sections(*errors, one_pass=False)["activations"]
+    return {key: value for key, value in section.items() if key != "scale"}  # max: `scales` compares others
 
 
 def line(method: str, task: str, dropout: str) -> dict[str, Any]:

@@ -63,7 +63,7 @@ CLUSTERS = 256
 
 
 def aqsgd_sections(forward: Bits, backward: Bits, *, one_pass: bool, changes_back: bool = True) -> dict[str, Any]:
-    """Make the configuration sections for AQ-SGD, with first visits of constant error.
+    """Make the configuration sections for AQ-SGD, with first visits of constant error and automatic scales.
 
     Args:
         forward: Forward bits.
@@ -72,6 +72,7 @@ def aqsgd_sections(forward: Bits, backward: Bits, *, one_pass: bool, changes_bac
         changes_back: True to send gradients as deltas, too.
     """
     activations = {"method": "aqsgd", "forward_bits": plain_bits(forward), "backward_bits": plain_bits(backward)}
+    activations["scale"] = "auto"
     if one_pass:
         return {"activations": activations, "store": {"clusters": CLUSTERS}}
     activations["first_visit"] = _first_visit(forward, "forward_bits")

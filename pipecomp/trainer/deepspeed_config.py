@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from pipecomp.config import Config, read_json_object
+from pipecomp.config import Activations, Config, read_json_object
 from pipecomp.config.checks import require_objects
 from pipecomp.elastic import RECORDS
 from pipecomp.errors import ConfigError, require
@@ -79,6 +79,7 @@ def engine_config(
     config.setdefault("steps_per_print", 10**9)  # the callbacks log progress
     section = config[SECTION]
     section.setdefault("seed", args.seed)
+    _set_default_scales(section, no_dropout=getattr(args, "disable_dropout", False))
     settings = Config.from_dict(section)
     if settings.activations.method == "aqsgd" and settings.store.backend == "lmdb":
         store = section.setdefault("store", {})
@@ -92,6 +93,15 @@ def engine_config(
             raise ConfigError("weight_decay", args.weight_decay, allowed)
         config["optimizer"] = {"type": "AdamW", "params": _adam_params(args)}
     return config
+
+
+def _set_default_scales(section: dict[str, Any], *, no_dropout: bool) -> None:
+    """Set "auto" as the scale of quantized activations that have none. no_dropout: the trainer disables dropout."""
+    activations = section.get("activations")
+    if isinstance(activations, dict) and activations.get("method") in Activations.QUANTIZED:
+        activations.setdefault("scale", "auto")
+        if activations["scale"] == "auto" and no_dropout:
+            activations.setdefault("gain", "unbiased")
 
 
 def rendezvous_config(args: Any, pipecomp: str | os.PathLike | dict[str, Any] | None) -> dict[str, Any] | None:

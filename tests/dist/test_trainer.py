@@ -116,7 +116,7 @@ def recut(folder: str) -> list[dict[str, Any]]:
 
 
 def loop(folder: str) -> dict[str, Any]:
-    """Trainer and engine, uncompressed and compressed, shuffled."""
+    """Trainer and engine, uncompressed and compressed, shuffled. The trainer's scales are automatic."""
     import pipecomp
     from pipecomp.trainer.optimizers import parameter_groups
 
@@ -148,7 +148,7 @@ def loop(folder: str) -> dict[str, Any]:
                 "gradient_accumulation_steps": 3,
                 "gradient_clipping": 1.0,
                 "steps_per_print": 10**9,
-                "pipecomp": {**section, "seed": 3},
+                "pipecomp": {**{key: {**value, "scale": "auto"} for key, value in section.items()}, "seed": 3},
             },
         )
         ours = [float(engine.train_batch()) for _ in range(steps)], work.digest(engine)

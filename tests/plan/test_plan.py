@@ -674,7 +674,9 @@ def test_the_command(folder):
     assert found["config"]["pipecomp"]["activations"] == {
         **{"method": "aqsgd", "forward_bits": 2, "backward_bits": {"error": 0.1, "min": 2, "max": 4}},
         **{"first_visit": {"error": 0.05}, "backward_first_visit": {"error": 0.1}, "backward_method": "delta"},
+        "scale": "auto",
     }
+    assert "scales of channels forward (unbiased) and channels back (unbiased)" in text
     assert len(found["methods"]) == 7 * 2
     at = {(row["name"], row["network"]): row["step_s"] for row in found["methods"]}
     assert at["AQ-SGD fw2 bw4", "10 Mbit/s"] < at["AQ-SGD fw4 bw8", "10 Mbit/s"] < at["none", "10 Mbit/s"]

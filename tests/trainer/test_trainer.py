@@ -267,10 +267,12 @@ def test_configuration_from_arguments(usual: TrainingArguments) -> None:
     assert config["gradient_clipping"] == 0.7
     assert "optimizer" not in config
     assert config["pipecomp"] == {
-        "activations": {"method": "aqsgd"},
+        "activations": {"method": "aqsgd", "scale": "auto"},
         "seed": 11,
         "store": {"path": f"{args.output_dir}/messages", "in_checkpoints": True},
     }
+    for section in ({"method": "direct", "scale": "rms"}, {"method": "bf16"}):
+        assert engine_config(args, {"activations": section})["pipecomp"]["activations"] == section
     assert engine_config(changed(args, max_grad_norm=0.0), None)["gradient_clipping"] == float("inf")
     half = engine_config(changed(args, bf16=True), None)
     assert half["bf16"] == {"enabled": True}
