@@ -317,6 +317,8 @@ def _encode_object(leaf: Any, encode: Any) -> Any:
         return leaf.item()
     if isinstance(leaf, torch.dtype):
         return {"dtype": str(leaf).removeprefix("torch.")}
+    if isinstance(leaf, bytes):
+        return {"bytes": leaf.hex()}
     if isinstance(leaf, (set, frozenset)):
         return {"set": encode(sorted(leaf, key=repr))}
     name = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
@@ -331,6 +333,8 @@ def _decode_object(kind: str, content: Any, decode: Any) -> Any:
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"dtype {content!r}")
         return dtype
+    if kind == "bytes":
+        return bytes.fromhex(content)
     if kind == "set":
         return set(decode(content))
     if kind == "object":

@@ -106,6 +106,7 @@ def contents(rank: int) -> dict[str, Any]:
             "nan": float("nan"),
             "dtype": torch.bfloat16,
             "names": {"b", "a"},
+            "digest": b"\x00\xff",
             "global_steps": 4,
         },
         **({SHARED: {"pipecomp": {"step": 4}}} if rank == 0 else {}),

@@ -28,6 +28,7 @@ LOCAL = {"gradients": {"method": "double_squeeze", "bits": 8, "local_steps": 3}}
 # Runs of two ranks: settings of DeepSpeed and of pipecomp, and the number of stages.
 TWO: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "stages": ({}, {}, 2),
+    "cached": ({}, {"activations": {"method": "aqsgd", "forward_bits": 8}, "store": {"backend": "memory"}}, 2),
     "adapters": ({}, {"lora": True}, 2),
     "shards": (BF16, {}, 1),  # each replica's part of ZeRO's optimizer is in its own record alone
     "replicas": ({}, {"gradients": {"method": "double_squeeze", "bits": 8}}, 1),  # residuals, too
@@ -194,7 +195,8 @@ def test_every_kind_of_state_continues_exactly(three_ranks: Any, tmp_path: Path)
         for name in TWO:
             assert again[rank][name]["step"] == LAST
             assert again[rank][name]["weights"] == out[rank][name]["weights"], name
-            assert again[rank][name]["losses"] == out[rank][name]["losses"], name
+            if name != "cached":  # whose samples are sent whole once more
+                assert again[rank][name]["losses"] == out[rank][name]["losses"], name
     held = {name: digest for rank in range(3) for name, digest in before[rank]["weights"].items()}
     recut = {name: digest for rank in range(2) for name, digest in again[rank]["recut"]["weights"].items()}
     assert recut == held
