@@ -46,7 +46,7 @@ from pipecomp.recipes.steps import warmup_decay
 from pipecomp.report.recorder import CHECKPOINTS, PLAN, SAMPLE
 from pipecomp.stages.partition.merging import merge_adapter
 from pipecomp.trainer.checkpoints import STATE_FILE, list_checkpoints
-from pipecomp.utils.files import atomic_write_text
+from pipecomp.utils.files import UNFINISHED, atomic_write, atomic_write_text
 from pipecomp.utils.units import format_count
 
 _BATCH_KEYS = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -244,7 +244,7 @@ def plan_run(
             made |= {"config": earlier["config"]}
     with ranks.collective_errors(), writable("--out", folder):
         if first_here:  # any machine may be lost
-            atomic_write_text(folder / PLAN, json.dumps(made, indent=2) + "\n")
+            write_plan(folder, made, dist.get_rank())
     machines = len(set(ranks.all_gather_object(socket.gethostname())))
     ds_config = deepspeed_config(options, made["config"], folder, machines)
     if first:
@@ -257,6 +257,12 @@ def plan_run(
             used = options.to_yaml(stages=len(made["cuts"]) - 1, batch=batch, lr=options.rate)
             atomic_write_text(folder / OPTIONS_FILE, used)
     return ds_config, made["cuts"]
+
+
+def write_plan(folder: Path, made: dict[str, Any], rank: int) -> None:
+    """Write a run's plan. Ranks of several machines write at the same time, perhaps into one shared folder."""
+    with atomic_write(folder / PLAN, part=folder / f"{PLAN}.{rank}{UNFINISHED}") as part:
+        part.write_text(json.dumps(made, indent=2) + "\n", encoding="utf-8")
 
 
 def planning_options(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -277,3 +278,17 @@ def test_a_dry_run_plans_for_the_machines_of_the_run(
     assert (found.stages, found.nodes, found.threads) == (K, None if peers is None else K, threads)
     assert (found.batch, found.samples, found.epochs, found.max_steps, found.tokens) == (8, 100, 2, 9, 32)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_machines_write_the_plan_of_a_shared_folder_at_once(tmp_path, monkeypatch):
+    synced = os.fsync
+
+    def other_machine(file: int) -> None:
+        monkeypatch.setattr(os, "fsync", synced)
+        planned.write_plan(tmp_path, {"cuts": [0, 1]}, 1)
+        synced(file)
+
+    monkeypatch.setattr(os, "fsync", other_machine)
+    planned.write_plan(tmp_path, {"cuts": [0, 1]}, 0)
+    assert [path.name for path in tmp_path.iterdir()] == [planned.PLAN]
+    assert json.loads((tmp_path / planned.PLAN).read_text()) == {"cuts": [0, 1]}
