@@ -14,7 +14,6 @@ from pipecomp.distributed.placement import address_towards, is_loopback, list_in
 from pipecomp.distributed.rendezvous import ADDRESS, CERTIFIED, KEYS, LISTEN
 from pipecomp.distributed.supervisor import Ended, ProcessSpec, Supervisor
 from pipecomp.errors import KeysError, LinkTimeoutError, require
-from pipecomp.tls.assembly import Assembly, AssemblyConfig, assemble_machines
 from pipecomp.tls.certificates import format_ranks, read_identity
 from pipecomp.tls.enrollment import (
     Invitation,
@@ -25,12 +24,13 @@ from pipecomp.tls.enrollment import (
 from pipecomp.tls.handshake import Credentials
 from pipecomp.tls.key_folder import AUTHORITY_KEY, MACHINE, KeyFolder, create_keys, list_machines
 from pipecomp.tls.listener import Address
+from pipecomp.tls.membership import Membership, MembershipConfig, agree_on_members
 from pipecomp.utils.processes import python_module_command
 
 BOOK = "machines.json"  # in the folder of keys: where each machine is reached, by place
 REACHED = "PIPECOMP_REACHED"  # where the others reach this machine
 TRAIN = "train"  # in place of a script: its argument is `TrainOptions` as JSON
-_ASSEMBLY_S = 600.0  # for the machines that are left to find each other
+_MEMBERS_S = 600.0  # for the machines that are left to find each other
 _GRACE_S = 30.0  # for the remaining ranks to end after the first failure
 _REMOTE = ("192.0.2.1", "2001:db8::1")  # reserved for documentation
 
@@ -161,7 +161,7 @@ def join_run(keys: str, at: str, fingerprint: str, code: str, *, say: Callable[[
 def start_ranks(run: UpRun, keys: str, listen: str | None, checks: Checks, *, say: Callable[[str], None]) -> int:
     """Start this machine's ranks, forward signals to them, and wait until all have ended.
 
-    An elastic run starts again without a lost machine, see `pipecomp.tls.assembly`.
+    An elastic run starts again without a lost machine, see `pipecomp.tls.membership`.
 
     Args:
         run: The run.
@@ -184,7 +184,7 @@ def start_ranks(run: UpRun, keys: str, listen: str | None, checks: Checks, *, sa
             f"{run.procs} rank(s): give the same --machines and --procs everywhere, or make new keys"
         )
     place = mine[0] // run.procs
-    start = Assembly(tuple(range(run.machines)), run.address, 0)
+    start = Membership(tuple(range(run.machines)), run.address, 0)
     book = Path(keys) / BOOK
     book.unlink(missing_ok=True)
     while True:
@@ -192,7 +192,7 @@ def start_ranks(run: UpRun, keys: str, listen: str | None, checks: Checks, *, sa
         if not run.elastic or not book.is_file() or not ended.is_loss:
             return status
         addresses = {int(number): Address.parse(text, BOOK) for number, text in json.loads(book.read_text()).items()}
-        config = AssemblyConfig(
+        config = MembershipConfig(
             place=place,
             procs=run.procs,
             addresses=addresses,
@@ -201,7 +201,7 @@ def start_ranks(run: UpRun, keys: str, listen: str | None, checks: Checks, *, sa
             listen=listen_address(run, listen),
         )
         say("a machine or rank was lost; looking for those that are left")
-        start = assemble_machines(config, Credentials(KeyFolder(keys)), wait_s=_ASSEMBLY_S, say=say)
+        start = agree_on_members(config, Credentials(KeyFolder(keys)), wait_s=_MEMBERS_S, say=say)
         names = ", ".join(f"machine {number + 1}" for number in start.places)
         say(f"restart {start.number}: {names}")
 
@@ -225,7 +225,7 @@ def _reached_address(run: UpRun, place: int, listen: str | None) -> Address | No
 
 def _run_ranks(
     run: UpRun,
-    start: Assembly,
+    start: Membership,
     place: int,
     keys: str,
     listen: str | None,

@@ -7,9 +7,9 @@ measurements of ranks and links. Its only argument is a `TrainOptions` as JSON.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
-import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -31,9 +31,12 @@ from pipecomp.data.formats import parse_columns
 from pipecomp.data.loading import FILES, read_texts
 from pipecomp.distributed import rendezvous
 from pipecomp.distributed.collectives import broadcast, gathered, while_others_wait
-from pipecomp.distributed.placement import usable_cores
+from pipecomp.distributed.launch_env import restarts
+from pipecomp.distributed.placement import machine, usable_cores
+from pipecomp.distributed.preemption import say_here
 from pipecomp.distributed.rendezvous import check_processes
 from pipecomp.elastic import RECORDS
+from pipecomp.elastic.recovery import recover
 from pipecomp.errors import ConfigError, DataError, require, writable
 from pipecomp.netlab.software import throttle_to
 from pipecomp.plan.command import run_plan
@@ -45,12 +48,13 @@ from pipecomp.recipes.resume import OVERWRITE, check_no_results, lock_folder
 from pipecomp.recipes.steps import warmup_decay
 from pipecomp.report.recorder import CHECKPOINTS, PLAN, SAMPLE
 from pipecomp.stages.partition.merging import merge_adapter
-from pipecomp.trainer.checkpoints import STATE_FILE, list_checkpoints
+from pipecomp.trainer.checkpoints import STATE_FILE, last_good, list_checkpoints
 from pipecomp.utils.files import UNFINISHED, atomic_write, atomic_write_text
 from pipecomp.utils.units import format_count
 
 _BATCH_KEYS = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _CONFIG_FILE = "ds_config.json"
+_RESTARTS_FILE, _FRUITLESS = "restarts.json", 4
 OPTIONS_FILE = "run.yaml"  # of --config
 DEFAULT_BATCH = 32  # samples per step; fewer for a short text
 FEWEST_STEPS = 50  # of a run whose batch is chosen here
@@ -60,6 +64,8 @@ MERGED = "merged"  # folder of the merged model, beside that of the adapter
 
 def main(options: TrainOptions, *, dry_run: bool = False) -> None:
     """Run one rank. dry_run: Plan, predict the duration, and write nothing."""
+    if restarts():
+        options = replace(options, overwrite=False, stages=None)
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if not rendezvous.computes_on_cpu():
@@ -214,6 +220,9 @@ def plan_run(
     ranks = rendezvous.all_ranks()
     with ranks.collective_errors():
         check_processes("--stages", stages)
+    if options.elastic and not options.overwrite:
+        go_on_without_lost(folder)
+    with ranks.collective_errors():
         check_unused(options, folder)
         plan_options = planning_options(options, model, size, samples, stages, world // stages)
         batch = plan_options.batch
@@ -240,12 +249,14 @@ def plan_run(
             wanted = replace(plan_options, batch=batch, memory=memory, store=store)
             planned = run_plan(Console(), wanted, throttle_to, settings=False)
         made = broadcast(planned)
-        if earlier is not None and stages > 1:  # without machines that were lost: new cuts, but the run's settings
-            made |= {"config": earlier["config"]}
+        if earlier is not None:  # the machines have changed: new cuts, but the settings of the run's start
+            start = earlier.get("start", earlier["config"])
+            alone = {**made["config"], **{key: start[key] for key in _BATCH_KEYS if key in start}}
+            made |= {"config": start if stages > 1 else alone, "start": start}
     with ranks.collective_errors(), writable("--out", folder):
         if first_here:  # any machine may be lost
             write_plan(folder, made, dist.get_rank())
-    machines = len(set(ranks.all_gather_object(socket.gethostname())))
+    machines = len(set(ranks.all_gather_object(machine())))
     ds_config = deepspeed_config(options, made["config"], folder, machines)
     if first:
         saved = None if options.adapter is None else model.adapter.config
@@ -311,6 +322,37 @@ def predict_run(options: TrainOptions, args: argparse.Namespace, model: Any, siz
         nodes = None if threads is None else world
         store = Path(options.store or Path(args.out).parent)
         run_plan(console, replace(planned, store=store, nodes=nodes, threads=threads), throttle_to, settings=False)
+
+
+def go_on_without_lost(folder: Path) -> None:
+    """Make a checkpoint of the newest state that the machines of this start have together; every rank must call this.
+
+    Raises:
+        ConfigError: On every rank, after _FRUITLESS restarts without a newer state.
+    """
+    try:
+        saved, _ = last_good("--out", str(folder / CHECKPOINTS), None)
+    except ConfigError:  # machines that are left have some files of a checkpoint only
+        saved = None
+    kept = -1 if saved is None else int(saved.rpartition("-")[2])
+    step = recover(folder / RECORDS, folder / CHECKPOINTS, after=kept)
+    reached = max(kept, 0) if step is None else step
+    number = restarts()
+    if dist.get_rank() == 0 and number:
+        say_here(f"restart {number}: goes on after step {reached}")
+    path, before = folder / _RESTARTS_FILE, []
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        with contextlib.suppress(OSError, ValueError):
+            before = json.loads(path.read_text())
+    earlier = max(gathered(before), key=len) if number else []
+    steps = [*earlier, reached][-_FRUITLESS:]
+    with rendezvous.all_ranks().collective_errors(), writable("--out", folder):
+        allowed = f"progress between restarts: {_FRUITLESS} in a row began at step {reached}"
+        progress = len(steps) < _FRUITLESS or len(set(steps)) > 1
+        require(progress, "--elastic", True, allowed, "The log says why each ended")
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            folder.mkdir(parents=True, exist_ok=True)
+            atomic_write_text(path, json.dumps(steps))
 
 
 def check_unused(options: TrainOptions, folder: Path) -> None:
@@ -384,8 +426,7 @@ def deepspeed_config(options: TrainOptions, planned: dict[str, Any], folder: Pat
     """Make DeepSpeed's configuration. planned: the plan's settings for batches, links and gradients."""
     section = dict(planned["pipecomp"])
     home = options.second_home or ("next" if machines > 1 else "off")
-    alone = options.elastic and dist.get_world_size() == 1  # the last of several machines
-    if home != "off" and not alone:
+    if home != "off":
         section["elastic"] = {"second_home": int(home) if home.isdecimal() else home, "path": str(folder / RECORDS)}
     if section.get("activations", {}).get("method") == "aqsgd":
         section["store"] = {"path": str(options.store or folder / "messages"), **section.get("store", {})}

@@ -1,4 +1,4 @@
-"""The assembly of a run's machines between two starts: who takes part in the next one, agreed upon over TLS.
+"""The members of a run's next start: between two starts the machines that are left agree on them over TLS.
 
 After a loss each machine looks for the leader: the first machine, in the order of their places, that accepts
 connections. A later one leads if none is found in time. The leader waits for the others, and tells all of them the
@@ -22,7 +22,7 @@ from pipecomp.tls.handshake import HANDSHAKE_S, Credentials, reject
 from pipecomp.tls.listener import Address, Listener
 from pipecomp.tls.stream import SecureStream
 
-_PURPOSE = "assembly"
+_PURPOSE = "members"
 _LEAD_S = 20.0  # for each machine that could lead before this one
 _GATHER_S = 15.0  # the leader waits that long for machines of the last start
 _CONNECT_S, _RETRY_S, _SEND_S = 3.0, 0.5, 10.0
@@ -30,7 +30,7 @@ _MAX_MACHINES = 1024
 
 
 @dataclass(frozen=True)
-class Assembly:
+class Membership:
     """The machines of the next start.
 
     Attributes:
@@ -45,8 +45,8 @@ class Assembly:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AssemblyConfig:
-    """What a machine knows before an assembly.
+class MembershipConfig:
+    """What a machine knows before the agreement.
 
     Attributes:
         place: Of this machine, from 0, in the order of the invitations.
@@ -76,9 +76,9 @@ def is_enough(present: Sequence[int], before: Sequence[int]) -> bool:
     return 2 * len(stay) > len(before) or (2 * len(stay) == len(before) and before[0] in stay)
 
 
-def assemble_machines(
-    config: AssemblyConfig, credentials: Credentials, *, wait_s: float, say: Callable[[str], None] = lambda text: None
-) -> Assembly:
+def agree_on_members(
+    config: MembershipConfig, credentials: Credentials, *, wait_s: float, say: Callable[[str], None] = lambda text: None
+) -> Membership:
     """Agree with the other machines who takes part in the next start; every machine that is left calls this.
 
     Args:
@@ -116,12 +116,14 @@ def assemble_machines(
     raise LinkTimeoutError(f"no machine of the run was found within {wait_s:g} s: {_known(config)}")
 
 
-def _known(config: AssemblyConfig) -> str:
+def _known(config: MembershipConfig) -> str:
     return ", ".join(f"machine {place + 1} at {address}" for place, address in sorted(config.addresses.items()))
 
 
-def _follow(config: AssemblyConfig, credentials: Credentials, address: Address, leader: int, wait_s: float) -> Assembly:
-    """Take part in the assembly of a leader. Raises various errors if it is not there, or another one."""
+def _follow(
+    config: MembershipConfig, credentials: Credentials, address: Address, leader: int, wait_s: float
+) -> Membership:
+    """Ask a leader to take part. Raises various errors if it is not there, or another one."""
     with socket.create_connection(address, _CONNECT_S) as sock:
         sock.settimeout(_CONNECT_S)
         stream, peer = credentials.secure(sock, server=False, within_s=HANDSHAKE_S)
@@ -153,8 +155,8 @@ def _follow(config: AssemblyConfig, credentials: Credentials, address: Address, 
         and config.place in places
         and type(number) is int
     ):
-        raise WireError("the assembly's leader sent no list of machines")
-    return Assembly(tuple(places), address, number)
+        raise WireError("the leader sent no list of machines")
+    return Membership(tuple(places), address, number)
 
 
 def _check_place(peer: MachineIdentity, place: object, procs: int) -> int:
@@ -168,14 +170,14 @@ def _check_place(peer: MachineIdentity, place: object, procs: int) -> int:
 class _Leader:
     """Collects machines at this machine's address."""
 
-    def __init__(self, config: AssemblyConfig, credentials: Credentials) -> None:
+    def __init__(self, config: MembershipConfig, credentials: Credentials) -> None:
         self._config, self._credentials = config, credentials
         self._streams: dict[int, SecureStream] = {}
         self._number = config.number
         self._changed = threading.Condition()
         self._decided = False
 
-    def gather(self, wait_s: float) -> Assembly | None:
+    def gather(self, wait_s: float) -> Membership | None:
         """Wait for all machines of the last start, decide, and tell them; None if too few have come in time."""
         config = self._config
         assert config.listen is not None
@@ -194,7 +196,7 @@ class _Leader:
             if enough and place in told:
                 self._tell(stream, places, number)
             stream.close()
-        return Assembly(places, config.addresses[config.place], number) if enough else None
+        return Membership(places, config.addresses[config.place], number) if enough else None
 
     def counts(self) -> str:
         """Say how many machines have come."""
@@ -227,7 +229,7 @@ class _Leader:
         self._credentials.check_peer(peer)
         if message.get("purpose") != _PURPOSE or message.get("version") != VERSION:
             reject(stream, "this machine waits for the others of its run between two starts")
-            raise LinkError(f"machine {peer.machine!r} sends {message.get('purpose')!r} during an assembly")
+            raise LinkError(f"machine {peer.machine!r} sends {message.get('purpose')!r} between two starts")
         place, number = _check_place(peer, message.get("place"), self._config.procs), message.get("number")
         if type(number) is not int or not 0 <= number < 1 << 31:
             raise WireError(f"machine {peer.machine!r} sends the number {number!r}")

@@ -1,0 +1,107 @@
+"""Machines that are left bring the newest complete state to each other, and make a checkpoint of it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from pipecomp.distributed.local_launcher import run_ranks
+from pipecomp.distributed.rendezvous import join_processes
+from pipecomp.elastic.index import RecordFolder
+from pipecomp.elastic.record import Record
+from pipecomp.elastic.recovery import recover
+from tests.elastic.test_records import contents, info
+from tests.limits import HANG_S
+
+pytestmark = pytest.mark.ranks
+
+
+def wrote(machine: Path, own: int, steps: list[int], *, session: str = "ab", held: int | None = None) -> None:
+    """Write what a machine of three has: its own rank's records, and those that it holds for the one before."""
+    folder = RecordFolder(machine / "second-home" / f"rank-{own}")
+    for step in steps:
+        for rank in (own, (own - 1) % 3 if held is None else held):
+            record = Record.take(info(step, rank, session=session), contents(rank))
+            record.write(folder.path)
+            folder.add(record)
+
+
+def recovered(rank: int, world: int, note: Any, machines: list[str], each: int = 1, after: int = -1) -> Any:
+    os.environ["LOCAL_RANK"] = str(rank % each)
+    join_processes()
+    machine = Path(machines[rank // each])
+    step = recover(machine / "second-home", machine / "checkpoints", after=after)
+    dist.barrier()  # rank 0 serves the store
+    return step
+
+
+def files(machine: Path) -> dict[str, bytes]:
+    found = (machine / "checkpoints").rglob("*.pt")
+    return {str(path.relative_to(machine)): path.read_bytes() for path in found}
+
+
+@pytest.fixture
+def machines(tmp_path: Path) -> list[Path]:
+    found = [tmp_path / name for name in "abc"]
+    for rank, machine in enumerate(found):
+        wrote(machine, rank, [2, 4])
+    return found
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_without_one_of_three_machines(machines: list[Path], lost: int) -> None:
+    left = [str(machine) for rank, machine in enumerate(machines) if rank != lost]
+    assert run_ranks(2, recovered, left, timeout_s=HANG_S) == {0: 4, 1: 4}
+    first, second = (files(Path(machine)) for machine in left)
+    assert first == second
+    assert len(first) == 6
+
+
+def test_a_spare_machine_gets_everything(machines: list[Path], tmp_path: Path) -> None:
+    spare = tmp_path / "spare"
+    places = [str(machines[0]), str(spare), str(machines[2])]
+    assert run_ranks(3, recovered, places, timeout_s=HANG_S) == dict.fromkeys(range(3), 4)
+    assert files(spare) == files(machines[0]) != {}
+    shutil.rmtree(spare / "checkpoints")
+    shutil.rmtree(machines[0])
+    shutil.rmtree(machines[2])
+    assert run_ranks(1, recovered, [str(spare)], timeout_s=HANG_S) == {0: 4}, "it can be the only one that is left"
+
+
+def test_two_ranks_on_each_machine_write_once(machines: list[Path]) -> None:
+    left = [str(machine) for machine in machines[:2]]
+    assert run_ranks(4, recovered, left, 2, timeout_s=HANG_S) == dict.fromkeys(range(4), 4)
+
+
+def test_a_step_that_is_not_complete_is_passed_over(machines: list[Path]) -> None:
+    wrote(machines[0], 0, [6])
+    wrote(machines[1], 1, [6])  # the record of rank 2 is on machine a; machine c did not get as far
+    (machines[0] / "second-home" / "rank-0" / "step-6-rank-2.safetensors").unlink()
+    assert run_ranks(2, recovered, [str(machine) for machine in machines[:2]], timeout_s=HANG_S) == {0: 4, 1: 4}
+
+
+def test_records_of_different_sessions_do_not_belong_together(machines: list[Path]) -> None:
+    wrote(machines[0], 0, [8], session="cd")
+    wrote(machines[1], 1, [8], session="ef")
+    assert run_ranks(2, recovered, [str(machine) for machine in machines[:2]], timeout_s=HANG_S) == {0: 4, 1: 4}
+
+
+def test_a_damaged_record_is_taken_from_the_other_machine(machines: list[Path]) -> None:
+    path = machines[0] / "second-home" / "rank-0" / "step-4-rank-0.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert run_ranks(2, recovered, [str(machine) for machine in machines[:2]], timeout_s=HANG_S) == {0: 4, 1: 4}
+    assert files(machines[0]) == files(machines[1])
+
+
+def test_nothing_newer_or_too_little_left(machines: list[Path]) -> None:
+    two = [str(machine) for machine in machines[:2]]
+    assert run_ranks(2, recovered, two, 1, 4, timeout_s=HANG_S) == {0: None, 1: None}
+    assert run_ranks(1, recovered, two[:1], timeout_s=HANG_S) == {0: None}
+    assert not (machines[0] / "checkpoints").exists()
