@@ -98,8 +98,8 @@ def assemble(
         step: Only this step; None for the newest complete one.
 
     Returns:
-        The checkpoint's folder: `out`/global_stepN, or `out`/checkpoint-N of a trainer. A finished one that is there
-        already stays as it is.
+        The checkpoint's folder: `out`/global_stepN, or `out`/checkpoint-N of a trainer. A whole one that is there
+        already stays as it is; one with the files of some ranks is replaced.
 
     Raises:
         CheckpointError: No step is complete, or a record cannot be read. The message names what is missing.
@@ -114,7 +114,8 @@ def assemble(
         info, first = records[0].info, records[0].files()
         shared = first.pop(SHARED, {})
         target = Path(out) / info.folder
-        if _is_finished(target, target / info.engine, first):
+        names = {name for record in records for name in record.names} - {SHARED}
+        if all((target / name).is_file() for name in names) and manifest.problem(target / info.engine) is None:
             return target
         part = target.with_name(target.name + UNFINISHED)
         with private_files():
@@ -133,11 +134,6 @@ def assemble(
     except WireError as error:
         raise CheckpointError(f"the records of step {state.step} cannot be read: {error}") from error
     return target
-
-
-def _is_finished(target: Path, engine_folder: Path, files: Mapping[str, Any]) -> bool:
-    completed = all((target / name).is_file() for name in _COMPLETING if name in files)
-    return completed and manifest.problem(engine_folder) is None
 
 
 def _write(files: Mapping[str, Any], shared: Mapping[str, Any], folder: Path) -> None:

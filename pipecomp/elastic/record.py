@@ -273,6 +273,15 @@ class Record:
             file.write(self.header.text)
             file.write(self.data)
 
+    @property
+    def names(self) -> list[str]:
+        """Paths of the files, without their contents; WireError as in `files`."""
+        try:
+            metadata = json.loads(self.header.text[_LENGTH.size :])[_METADATA]
+            return list(decode_tree(json.loads(metadata["state"]), lambda kind, content: None))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise WireError(f"the contents of {self.info.file_name} cannot be read: {error}") from error
+
     def files(self) -> dict[str, Any]:
         """Return the contents of the files by path; tensors are views of `data`.
 

@@ -48,7 +48,7 @@ from pipecomp.recipes.resume import OVERWRITE, check_no_results, lock_folder
 from pipecomp.recipes.steps import warmup_decay
 from pipecomp.report.recorder import CHECKPOINTS, PLAN, SAMPLE
 from pipecomp.stages.partition.merging import merge_adapter
-from pipecomp.trainer.checkpoints import STATE_FILE, last_good, list_checkpoints
+from pipecomp.trainer.checkpoints import STATE_FILE, last_good, list_checkpoints, remove_after
 from pipecomp.utils.files import UNFINISHED, atomic_write, atomic_write_text
 from pipecomp.utils.units import format_count
 
@@ -330,27 +330,32 @@ def go_on_without_lost(folder: Path) -> None:
     Raises:
         ConfigError: On every rank, after _FRUITLESS restarts without a newer state.
     """
-    try:
-        saved, _ = last_good("--out", str(folder / CHECKPOINTS), None)
-    except ConfigError:  # machines that are left have some files of a checkpoint only
-        saved = None
-    kept = -1 if saved is None else int(saved.rpartition("-")[2])
+    first_here, ranks = os.environ.get("LOCAL_RANK", "0") == "0", rendezvous.all_ranks()
+    with ranks.collective_errors():
+        earlier = read_plan(folder) if first_here else None
+    earlier = next(filter(None, gathered(earlier)), None)
+    kept = -1
+    if earlier is not None and len(earlier["cuts"]) - 1 == dist.get_world_size():
+        with contextlib.suppress(ConfigError):  # a machine that has taken another's place lacks its files
+            saved, _ = last_good("--out", str(folder / CHECKPOINTS), None)
+            kept = -1 if saved is None else int(saved.rpartition("-")[2])
     step = recover(folder / RECORDS, folder / CHECKPOINTS, after=kept)
+    if step is not None:
+        remove_after(str(folder / CHECKPOINTS), step, None)  # those have the files of the machines that are left only
     reached = max(kept, 0) if step is None else step
     number = restarts()
     if dist.get_rank() == 0 and number:
         say_here(f"restart {number}: goes on after step {reached}")
     path, before = folder / _RESTARTS_FILE, []
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    if first_here:
         with contextlib.suppress(OSError, ValueError):
             before = json.loads(path.read_text())
-    earlier = max(gathered(before), key=len) if number else []
-    steps = [*earlier, reached][-_FRUITLESS:]
-    with rendezvous.all_ranks().collective_errors(), writable("--out", folder):
+    steps = [*(max(gathered(before), key=len) if number else []), reached][-_FRUITLESS:]
+    with ranks.collective_errors(), writable("--out", folder):
         allowed = f"progress between restarts: {_FRUITLESS} in a row began at step {reached}"
         progress = len(steps) < _FRUITLESS or len(set(steps)) > 1
         require(progress, "--elastic", True, allowed, "The log says why each ended")
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        if first_here:
             folder.mkdir(parents=True, exist_ok=True)
             atomic_write_text(path, json.dumps(steps))
 
