@@ -257,7 +257,8 @@ def plan_run(
         if first_here:  # any machine may be lost
             write_plan(folder, made, dist.get_rank())
     machines = len(set(ranks.all_gather_object(machine())))
-    ds_config = deepspeed_config(options, made["config"], folder, machines)
+    home = choose_second_home(options, machines, world)
+    ds_config = deepspeed_config(options, made["config"], folder, home)
     if first:
         saved = None if options.adapter is None else model.adapter.config
         for line in describe_defaults(options, batch, samples, saved):
@@ -427,10 +428,23 @@ def write_merged(model: Any, folder: str) -> None:
         Console(highlight=False, soft_wrap=True).print(f"merged model saved in {out}")
 
 
-def deepspeed_config(options: TrainOptions, planned: dict[str, Any], folder: Path, machines: int = 1) -> dict[str, Any]:
-    """Make DeepSpeed's configuration. planned: the plan's settings for batches, links and gradients."""
+def choose_second_home(options: TrainOptions, machines: int, ranks: int) -> str:
+    """Return the setting for the second home of each rank's state.
+
+    A restart that goes on from records needs them, and the machine that --second-home names may be the lost one.
+    """
+    if ranks == 1:
+        return "off"
+    chosen = options.second_home or ("next" if machines > 1 or options.elastic else "off")
+    return "next" if restarts() and chosen != "off" else chosen
+
+
+def deepspeed_config(options: TrainOptions, planned: dict[str, Any], folder: Path, home: str = "off") -> dict[str, Any]:
+    """Make DeepSpeed's configuration.
+
+    planned: the plan's settings for batches, links and gradients. home: from `choose_second_home`.
+    """
     section = dict(planned["pipecomp"])
-    home = options.second_home or ("next" if machines > 1 else "off")
     if home != "off":
         section["elastic"] = {"second_home": int(home) if home.isdecimal() else home, "path": str(folder / RECORDS)}
     if section.get("activations", {}).get("method") == "aqsgd":

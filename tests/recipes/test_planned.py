@@ -141,6 +141,20 @@ def test_cluster_centers_lie_where_the_messages_of_samples_would(tmp_path: Path)
     assert made["pipecomp"]["store"] == {"path": str(tmp_path / "messages"), "clusters": 256}
 
 
+def test_the_second_home_follows_the_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen(machines: int, ranks: int, **more: Any) -> str:
+        return planned.choose_second_home(options_of(tmp_path, **more), machines, ranks)
+
+    assert [chosen(1, 2), chosen(2, 2), chosen(1, 2, elastic=True), chosen(1, 1, elastic=True)] == [
+        *("off", "next", "next", "off")
+    ]
+    assert [chosen(3, 3, second_home=home) for home in ("off", "2", "host3")] == ["off", "2", "host3"]
+    monkeypatch.setenv("PIPECOMP_RESTARTS", "1")
+    assert [chosen(2, 2, second_home=home) for home in ("off", "2", "host3")] == ["off", "next", "next"]
+    made = planned.deepspeed_config(options_of(tmp_path), {"pipecomp": {}}, tmp_path, "2")
+    assert made["pipecomp"]["elastic"]["second_home"] == 2
+
+
 def test_stages_train_their_copies_apart_where_it_is_asked_for(tmp_path: Path) -> None:
     def made(**more: bool) -> dict:
         return planned.deepspeed_config(options_of(tmp_path, **more), {"pipecomp": {"seed": 1}}, tmp_path)["pipecomp"]
