@@ -23,8 +23,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def started(body: str, **environment: str) -> subprocess.Popen:
     """A Python process that runs `body`, and has printed "ready" on its standard output."""
+    default = "import signal\nsignal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # the tests may run under nohup
     process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(body)],
+        [sys.executable, "-c", default + textwrap.dedent(body)],
         cwd=ROOT,
         env=os.environ | environment,
         text=True,
