@@ -37,7 +37,7 @@ sys.path.insert(0, str(ROOT))
 PAGES = (
     "README.md",
     "docs/using.md",
-    *(f"docs/running/{name}.md" for name in ("README", "ssh", "docker", "slurm", "sky", "systemd", "vpn")),
+    *(f"docs/running/{name}.md" for name in ("README", "ssh", "elastic", "docker", "slurm", "sky", "systemd", "vpn")),
 )
 HANGS_S = 900.0
 SHOWN_LINES = 200  # of a failed command's output
@@ -46,7 +46,9 @@ SHOWN_LINES = 200  # of a failed command's output
 
 # Words of commands. Both machines are processes of this one; each of a word's values gets a process, all at once.
 WORDS: dict[str, tuple[str, ...]] = {
+    "host1,host2,host3": ("127.0.0.1,127.0.0.2,127.0.0.3",),
     "host1,host2": ("127.0.0.1,127.0.0.2",),
+    "host4": ("127.0.0.4",),
     "100.101.102.103,100.101.102.104": ("127.0.0.1,127.0.0.2",),
     "10.8.0.1,10.8.0.2": ("127.0.0.1,127.0.0.2",),
     "10.8.0.1": ("127.0.0.1",),

@@ -7,6 +7,7 @@ import queue
 import re
 import shutil
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from pipecomp.distributed import heartbeat
 from pipecomp.distributed.heartbeat import Heartbeat, RankPlace
+from pipecomp.distributed.preemption import LOST_STATUS
 from pipecomp.errors import StalledError
 from pipecomp.utils import activity
 from pipecomp.utils.activity import Activity, current_activity, explain_data, local_activity, waiting_for_data
@@ -100,10 +102,16 @@ def test_one_without_a_limit_hides_the_outer_one(watch: Heartbeat) -> None:
         time.sleep(0.8)
 
 
-def test_another_thread_ends_the_process(watch: Heartbeat, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing can interrupt it."""
-    ended: queue.Queue[tuple[Any, ...]] = queue.Queue()
-    monkeypatch.setattr(Heartbeat, "_end_process", lambda self, *why: (ended.put(why), self._ended.set()))
+def test_another_thread_ends_the_process(watch: Heartbeat, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    """Nothing can interrupt it; the others learn why."""
+    ended: queue.Queue[int] = queue.Queue()
+
+    def end(status: int) -> None:
+        watch._ended.set()
+        ended.put(status)
+        sys.exit()  # this thread alone
+
+    monkeypatch.setattr(heartbeat.os, "_exit", end)
     monkeypatch.setattr(heartbeat, "_INTERRUPT_S", 0.2)
     release = threading.Event()
 
@@ -113,11 +121,12 @@ def test_another_thread_ends_the_process(watch: Heartbeat, monkeypatch: pytest.M
 
     thread = threading.Thread(target=wait)
     thread.start()
-    error, _ = ended.get(timeout=HANG_S)
+    assert ended.get(timeout=HANG_S) == LOST_STATUS
     release.set()
     thread.join()
-    assert isinstance(error, StalledError)
-    assert "waits there" in str(error)
+    said = capfd.readouterr().err
+    assert "StalledError: rank 0 on" in said
+    assert "waits there" in said
     assert watch._state.startswith("stopped 0 rank 0 stopped: StalledError: rank 0 on ")
 
 

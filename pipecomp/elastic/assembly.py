@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -115,9 +116,15 @@ def assemble(
         shared = first.pop(SHARED, {})
         target = Path(out) / info.folder
         names = {name for record in records for name in record.names} - {SHARED}
-        if all((target / name).is_file() for name in names) and manifest.problem(target / info.engine) is None:
+
+        def is_whole() -> bool:
+            found = all((target / name).is_file() for name in names)
+            return found and manifest.problem(target / info.engine) is None
+
+        if is_whole():
             return target
-        part = target.with_name(target.name + UNFINISHED)
+        # Note: several machines may share the folder, and each assembles.
+        part = target.with_name(f"{target.name}.{secrets.token_hex(4)}{UNFINISHED}")
         with private_files():
             shutil.rmtree(part, ignore_errors=True)
             (part / info.engine).mkdir(parents=True)
@@ -128,7 +135,12 @@ def assemble(
             manifest.write(part / info.engine, 0)
             _write(last, shared, part)
             shutil.rmtree(target, ignore_errors=True)
-            os.replace(part, target)
+            try:
+                os.replace(part, target)
+            except OSError:
+                shutil.rmtree(part, ignore_errors=True)
+                if not is_whole():
+                    raise
             if not info.engine:
                 atomic_write_text(Path(out) / "latest", info.folder)
     except WireError as error:

@@ -255,7 +255,7 @@ def plan_run(
             made |= {"config": start if stages > 1 else alone, "start": start}
     with ranks.collective_errors(), writable("--out", folder):
         if first_here:  # any machine may be lost
-            write_plan(folder, made, dist.get_rank())
+            write_here(folder / PLAN, made, dist.get_rank())
     machines = len(set(ranks.all_gather_object(machine())))
     home = choose_second_home(options, machines, world)
     ds_config = deepspeed_config(options, made["config"], folder, home)
@@ -271,10 +271,10 @@ def plan_run(
     return ds_config, made["cuts"]
 
 
-def write_plan(folder: Path, made: dict[str, Any], rank: int) -> None:
-    """Write a run's plan. Ranks of several machines write at the same time, perhaps into one shared folder."""
-    with atomic_write(folder / PLAN, part=folder / f"{PLAN}.{rank}{UNFINISHED}") as part:
-        part.write_text(json.dumps(made, indent=2) + "\n", encoding="utf-8")
+def write_here(path: Path, content: Any, rank: int) -> None:
+    """Write a JSON file. Ranks of several machines write at the same time, perhaps into one shared folder."""
+    with atomic_write(path, part=path.with_name(f"{path.name}.{rank}{UNFINISHED}")) as part:
+        part.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def planning_options(
@@ -358,7 +358,7 @@ def go_on_without_lost(folder: Path) -> None:
         require(progress, "--elastic", True, allowed, "The log says why each ended")
         if first_here:
             folder.mkdir(parents=True, exist_ok=True)
-            atomic_write_text(path, json.dumps(steps))
+            write_here(path, steps, dist.get_rank())
 
 
 def check_unused(options: TrainOptions, folder: Path) -> None:

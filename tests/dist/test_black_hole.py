@@ -104,5 +104,6 @@ def test_a_run(tmp_path: Path, over_tls: bool) -> None:
 
         keys = str(tmp_path) if over_tls else None
         errors = run_in_lab(lab, trains, keys, timeout_s=HANG_S, on_note=on_note)
-    for error in errors.values():
-        assert BLACK_HOLE in error, errors
+    told = [BLACK_HOLE in error for error in errors.values()]
+    # Over gloo a rank learns the other's reason from the store, which ends with rank 0.
+    assert all(told) if over_tls else any(told), errors

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, WeightedRandomSampler
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, get_cosine_schedule_with_warmup
@@ -674,6 +675,7 @@ def everything(rank: int, world: int, note: Any, folder: str) -> dict[str, Any]:
     trainer.end()
     of_folder = PipelineTrainer(str(path / "saved"), work.arguments(str(path / "again")), work.padded, work.unequal(3))
     out["unloaded"] = (of_folder.model.config.n_layer, error_of(lambda: of_folder.model.device))
+    dist.barrier()  # rank 0 serves the store
     return out
 
 

@@ -299,10 +299,10 @@ def test_machines_write_the_plan_of_a_shared_folder_at_once(tmp_path, monkeypatc
 
     def other_machine(file: int) -> None:
         monkeypatch.setattr(os, "fsync", synced)
-        planned.write_plan(tmp_path, {"cuts": [0, 1]}, 1)
+        planned.write_here(tmp_path / PLAN, {"cuts": [0, 1]}, 1)
         synced(file)
 
     monkeypatch.setattr(os, "fsync", other_machine)
-    planned.write_plan(tmp_path, {"cuts": [0, 1]}, 0)
+    planned.write_here(tmp_path / PLAN, {"cuts": [0, 1]}, 0)
     assert [path.name for path in tmp_path.iterdir()] == [planned.PLAN]
     assert json.loads((tmp_path / planned.PLAN).read_text()) == {"cuts": [0, 1]}
