@@ -29,6 +29,7 @@ LOCAL = "this machine"  # in a roster without hosts
 _GRACE_S = 15.0  # for the remaining ranks to notice a loss and to end
 _LOOK_S = 30.0  # between two attempts to reach a lost machine
 _ADVICE = "The run goes on without it"
+_GO_ON = "Run the same command again once they do; it goes on from the newest complete state that they have"
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Roster:
     Attributes:
         hosts: In the order of the stages, as for ssh; LOCAL for all ranks on this one.
         spares: Machines that take the place of lost ones, the first one first.
-        lost: Machines that do not answer, and the places that they had: (place, host).
+        lost: Machines that did not answer.
         places: Number of machines at the start.
     """
 
@@ -171,9 +172,6 @@ def launch_elastic(
         restarts += 1
         count = format_count(each * len(roster.hosts), "stage")
         _say(f"{reason}. Restart {restarts}: {count} on {', '.join(roster.hosts)}{_spares(roster)}")
-
-
-_GO_ON = "Run the same command again once they do; it goes on from the newest complete state that they have"
 
 
 def _list(why: dict[str, str]) -> str:
