@@ -137,7 +137,7 @@ class StoreEnvironment(Protocol):
 
     @property
     def disposable(self) -> bool:
-        """Whether no checkpoint of its run, and no name, lets another process continue with the store."""
+        """True if neither a checkpoint of its run nor a name lets another process continue with the store."""
 
     def bind(self, run: str, *, disposable: bool) -> None:
         """Assign the store to a run."""

@@ -215,7 +215,7 @@ def listen_address(run: UpRun, listen: str | None) -> Address | None:
 
 
 def _reached_address(run: UpRun, place: int, listen: str | None) -> Address | None:
-    """Where the other machines reach this one between two starts."""
+    """Return where the other machines reach this one between two starts; None if they do not."""
     own = listen_address(run, listen)
     if place == 0 or own is None:
         return run.address if place == 0 else None

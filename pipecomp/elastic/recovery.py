@@ -45,6 +45,7 @@ def recover(path: str | os.PathLike[str], checkpoints: str | os.PathLike[str], *
     """
     path, rank = Path(path), dist.get_rank()
     first_here = os.environ.get("LOCAL_RANK", "0") == "0"
+    machines = [rank for rank, first in enumerate(gathered(first_here)) if first]
     own = {_row(entry): entry for entry in find_records([path])} if first_here else {}
     listed = [[tuple(row) for row in rows] for rows in gathered(list(own))]
     for session, step, world in _candidates(listed, after):
@@ -54,7 +55,6 @@ def recover(path: str | os.PathLike[str], checkpoints: str | os.PathLike[str], *
         rows = {row[2]: row for row in sorted(set().union(*have))}
         if len(rows) < world:
             continue
-        machines = [r for r, local in enumerate(gathered(os.environ.get("LOCAL_RANK", "0"))) if local == "0"]
         with all_ranks().collective_errors():
             received = None
             for row in rows.values():

@@ -15,6 +15,7 @@ import struct
 import threading
 import time
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -38,7 +39,7 @@ _QUEUED = 2  # records that wait to be sent, in memory
 
 @dataclass(frozen=True, kw_only=True)
 class HomePlan:
-    """Who holds whose records.
+    """The second home of each rank's records.
 
     Attributes:
         rank, stage, cuts: Of this rank.
@@ -80,7 +81,7 @@ class _CancelledError(Exception):
     """The run ends before the record has arrived."""
 
 
-class RecordWorker:
+class RecordWorker(ABC):
     """A thread that handles jobs in order.
 
     Attributes:
@@ -149,9 +150,9 @@ class RecordWorker:
                 self._jobs.task_done()
         self._jobs.task_done()
 
+    @abstractmethod
     def handle(self, job: RecordJob) -> None:
         """Handle a job. Any error ends the worker's use."""
-        raise NotImplementedError
 
     def list(self, record: Record) -> None:
         """List a record that has been written."""

@@ -48,7 +48,7 @@ class FailureGuard:
         heartbeat.on_exit, heartbeat.on_report = self._exit, links.failed
 
     def _exit(self, report: FailureReport) -> None:
-        """Tell the neighbors why this process ends, and finish the stores."""
+        """Report to the neighbors why this process ends, and finish the stores."""
         self._links.abort(report.rank, report.reason)
         self._links.close()
 

@@ -232,8 +232,8 @@ def plan_run(
             lock_folder("--out", folder)
     with ranks.collective_errors():
         resumed = resumes(options, folder)
-        own = read_plan(folder) if first_here and resumed else None
-    resumed, earlier = broadcast(resumed), next(filter(None, gathered(own)), None)
+    resumed = broadcast(resumed)
+    earlier = find_plan(folder) if resumed else None
     if resumed:
         with ranks.collective_errors():
             earlier = check_plan(earlier, folder, None if options.elastic else stages, world)
@@ -332,10 +332,7 @@ def go_on_without_lost(folder: Path) -> None:
         ConfigError: On every rank, after _FRUITLESS restarts without a newer state.
     """
     first_here, ranks = os.environ.get("LOCAL_RANK", "0") == "0", rendezvous.all_ranks()
-    with ranks.collective_errors():
-        earlier = read_plan(folder) if first_here else None
-    earlier = next(filter(None, gathered(earlier)), None)
-    kept = -1
+    earlier, kept = find_plan(folder), -1
     if earlier is not None and len(earlier["cuts"]) - 1 == dist.get_world_size():
         with contextlib.suppress(ConfigError):  # a machine that has taken another's place lacks its files
             saved, _ = last_good("--out", str(folder / CHECKPOINTS), None)
@@ -480,6 +477,13 @@ def read_plan(folder: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         allowed = f"a folder with its run's {PLAN} ({error})"
         raise ConfigError("--out", str(folder), allowed) from error
+
+
+def find_plan(folder: Path) -> dict[str, Any] | None:
+    """Return the plan that the first of the machines with one has; None without one. Every rank must call this."""
+    with rendezvous.all_ranks().collective_errors():
+        own = read_plan(folder) if os.environ.get("LOCAL_RANK", "0") == "0" else None
+    return next(filter(None, gathered(own)), None)
 
 
 def check_plan(made: dict[str, Any] | None, folder: Path, stages: int | None, world: int) -> dict[str, Any]:

@@ -94,10 +94,8 @@ class Credentials:
 
     def check_rank(self, peer: certs.MachineIdentity, rank: object) -> int:
         """Return `rank` if the machine's certificate allows it; KeysError otherwise."""
-        number: int | None = None  # in the certificate
-        if type(rank) is int and rank >= 0:
-            number = rank if not self.certified else dict(enumerate(self.certified)).get(rank)
-        if type(rank) is int and number in peer.ranks:
+        numbers = dict(enumerate(self.certified)) if self.certified else None
+        if type(rank) is int and (rank if numbers is None else numbers.get(rank)) in peer.ranks:
             return rank
         allowed = certs.format_ranks(peer.ranks)
         raise KeysError(f"machine {peer.machine!r} claims rank {rank!r}; it may be {allowed}")

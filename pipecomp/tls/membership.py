@@ -46,7 +46,7 @@ class Membership:
 
 @dataclass(frozen=True, kw_only=True)
 class MembershipConfig:
-    """What a machine knows before the agreement.
+    """The facts that a machine has before the agreement.
 
     Attributes:
         place: Of this machine, from 0, in the order of the invitations.
@@ -167,6 +167,17 @@ def _check_place(peer: MachineIdentity, place: object, procs: int) -> int:
     return place
 
 
+def _is_there(stream: SecureStream) -> bool:
+    """Return whether the other end has not closed the connection."""
+    try:
+        stream.sock.setblocking(False)
+        return bool(stream.sock.recv(1, socket.MSG_PEEK))
+    except BlockingIOError:  # it waits for an answer
+        return True
+    except OSError:
+        return False
+
+
 class _Leader:
     """Collects machines at this machine's address."""
 
@@ -189,7 +200,7 @@ class _Leader:
                 streams, number = dict(self._streams), self._number
         finally:
             listener.close()
-        told = [place for place, stream in sorted(streams.items()) if self._tell(stream, None, number)]
+        told = [place for place, stream in sorted(streams.items()) if _is_there(stream)]
         places = (config.place, *told)
         enough = is_enough(places, config.before)
         for place, stream in streams.items():
@@ -199,27 +210,19 @@ class _Leader:
         return Membership(places, config.addresses[config.place], number) if enough else None
 
     def counts(self) -> str:
-        """Say how many machines have come."""
+        """Return how many machines have come, and how many are needed."""
         present = set(self._present()) & set(self._config.before)
         return f"{len(present)} of {len(self._config.before)}, needed: more than half, or half with the first one"
 
     def _present(self) -> list[int]:
         return [self._config.place, *sorted(self._streams)]
 
-    def _tell(self, stream: SecureStream, places: tuple[int, ...] | None, number: int) -> bool:
-        """Send the result; without places, only see whether the machine is still there."""
-        try:
+    def _tell(self, stream: SecureStream, places: tuple[int, ...], number: int) -> None:
+        """Send the result. A machine that is gone by now is missed in the next start."""
+        with contextlib.suppress(OSError, EOFError):
             stream.sock.settimeout(_SEND_S)
-            if places is None:
-                stream.sock.setblocking(False)
-                with contextlib.suppress(BlockingIOError):
-                    return bool(stream.sock.recv(1, socket.MSG_PEEK))
-                return True
             revoked = self._credentials.revocation_list
             stream.send_json({"places": list(places), "number": number, "revoked": revoked})
-        except (OSError, EOFError):
-            return False
-        return True
 
     def _authenticate(self, sock: socket.socket) -> Callable[[], None]:
         stream, peer = self._credentials.secure(sock, server=True, within_s=HANDSHAKE_S)
