@@ -44,11 +44,13 @@ BITS: dict[str, dict[str, Any]] = {
     f"constant error {FORWARD_ERROR:g}/{BACKWARD_ERROR:g}": shootout.constant_error(1, (3, 6)),
     "DirectQ fw2 bw4": quantized("direct", 2, 4),
 }
-SCALES: dict[str, dict[str, Any]] = {
+SCALES: dict[str, dict[str, Any]] = {  # for all BITS
     "max": {},
     "rms": {"scale": {"forward": "rms"}},
     "channels, least error": {"scale": "channels", "gain": {"forward": "least_error", "backward": "unbiased"}},
     "channels, unbiased": {"scale": "channels", "gain": "unbiased"},
+}
+VARIANTS: dict[str, dict[str, Any]] = {  # for 2 and 4 bits
     "channels forward, least error": {"scale": {"forward": "channels"}, "gain": {"forward": "least_error"}},
     "channels forward, unbiased": {"scale": {"forward": "channels"}, "gain": {"forward": "unbiased"}},
     "cached channels, least error": {
@@ -81,12 +83,8 @@ FURTHER: dict[str, Callable[[], Coders]] = {  # not in the product
 }
 LINES: dict[str, shootout.Setting] = {
     EXACT: {"method": "none"},
-    **{
-        f"{bits}, {scale}": own | more
-        for bits, own in BITS.items()
-        for scale, more in SCALES.items()
-        if own["method"] == "aqsgd" or not scale.startswith("cached")
-    },
+    **{f"{bits}, {scale}": own | more for bits, own in BITS.items() for scale, more in SCALES.items()},
+    **{f"fw2 bw4, {scale}": BITS["fw2 bw4"] | more for scale, more in VARIANTS.items()},
     **FURTHER,
 }
 
