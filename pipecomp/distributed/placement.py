@@ -297,10 +297,17 @@ def is_loopback(address: str) -> bool:
         return address == "localhost"
 
 
+def computer() -> str:
+    """Return a name of the computer whose cores this process uses: containers and network namespaces share it."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
 def machine() -> str:
     """Return a name of this machine; containers and network namespaces count as machines of their own."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/net')}"
+        return f"{computer()} {os.readlink('/proc/self/ns/net')}"
     except OSError:
         return socket.gethostname()

@@ -37,7 +37,7 @@ from pipecomp.plan.prediction import (
     tied_seconds,
 )
 from pipecomp.plan.profile import Profile, balanced, count, max_tokens, tied_values, without_weights
-from pipecomp.plan.simulation import TCP_SHARE, Channel, LinkNetwork, chain
+from pipecomp.plan.simulation import TCP_SHARE, Channel, LinkNetwork, SharedCores, chain
 from pipecomp.stages.link.transport import PacerTo, unpaced
 from pipecomp.stages.partition.loading import resolve, with_adapter
 from pipecomp.stages.partition.planning import SplitPlan
@@ -67,12 +67,14 @@ class PlanRequest:
         nodes: Stages × replicas.
         stages: None to choose.
         slowdowns: Each node's seconds as a multiple of the profile's, stage 0's replicas first; empty if all are equal.
+        shared_cores: Nodes that compute on the same cores.
     """
 
     options: PlanOptions
     nodes: int
     stages: int | None
     slowdowns: tuple[float, ...] = ()
+    shared_cores: tuple[SharedCores, ...] = ()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -83,6 +85,17 @@ class PlanRequest:
         """Return the slowdown of each of K stages: that of its slowest replica."""
         R = self.nodes // K
         return tuple(max(self.slowdowns[k * R : (k + 1) * R]) for k in range(K)) if self.slowdowns else ()
+
+    def stage_cores(self, K: int) -> tuple[SharedCores, ...]:
+        """Return the stages of the first replica that share cores, with its part of these."""
+        R = self.nodes // K
+        parts = []
+        for shared in self.shared_cores:
+            stages = tuple(node // R for node in shared.members if node % R == 0)
+            part = shared.at_once * len(stages) / len(shared.members)
+            if len(stages) > part:
+                parts.append(SharedCores(members=stages, at_once=part))
+        return tuple(parts)
 
     def check_memory(self, stages: Sequence[float]) -> None:
         """Raise ConfigError if a node has less memory than a stage needs. stages: bytes of each."""
@@ -138,7 +151,7 @@ def run_plan(
         return None
     if launch.started:
         networks = {"measured": ((math.inf,), 0.0)}
-        request = replace(request, slowdowns=survey.slowdowns)
+        request = replace(request, slowdowns=survey.slowdowns, shared_cores=survey.shared_cores)
     rates = list(networks.values())
 
     def network_of(stages: int, position: int) -> LinkNetwork:
@@ -358,6 +371,7 @@ def plan(
         network = network_of(K, 0)
         layout: dict[str, Any] = {"plan": split, "replicas": replicas, "tied": tied_values(model, split)}
         layout |= {"profile": profile, "dtype": request.dtype, "slowdowns": slowdowns}
+        layout["shared_cores"] = request.stage_cores(K)
         used = config
         if replicas > 1 and options.gradients is None:
             averages[K] = search.choose_average(config, max(split.trained), replicas, network, speeds, request.dtype)

@@ -26,6 +26,7 @@ from pipecomp.buffers import MemoryStore
 from pipecomp.config import Config
 from pipecomp.distributed.collectives import gathered
 from pipecomp.distributed.launch_env import read_launch
+from pipecomp.distributed.placement import computer, own_cores, usable_cores
 from pipecomp.distributed.rendezvous import computes_on_cpu, join_processes
 from pipecomp.doctor.measure import LinkMeasurement, follow, lead
 from pipecomp.doctor.storage import existing_parent, measure_disk
@@ -43,7 +44,7 @@ from pipecomp.plan.profile import (
     profile_from_stages,
 )
 from pipecomp.plan.search import aqsgd_sections, constant_error_bits
-from pipecomp.plan.simulation import Channel, LinkNetwork, between_replicas
+from pipecomp.plan.simulation import Channel, LinkNetwork, SharedCores, between_replicas
 from pipecomp.stages.link.endpoint import LinkReceiver, LinkSender, Position
 from pipecomp.stages.link.gloo import GlooTransport, neighbour_groups
 from pipecomp.stages.link.layout import Layout
@@ -339,16 +340,18 @@ class SurveyResult:
         network: Links between the stages, or between the replicas of a single stage; None without a launcher and for
             one process.
         slowdowns: Each rank's seconds as a multiple of the profile's, at most 1; empty without a launcher.
+        shared_cores: Ranks that compute on the same cores, if these do not suffice for all at once.
     """
 
     profile: Profile
     speeds: MachineSpeeds
     network: LinkNetwork | None = None
     slowdowns: tuple[float, ...] = ()
+    shared_cores: tuple[SharedCores, ...] = ()
 
 
 def own_device() -> torch.device:
-    """Return the device that this rank trains on, and select it: all ranks of a machine measure at once."""
+    """Return the device that this rank trains on, and select it: several ranks of a machine may measure at once."""
     if computes_on_cpu():
         return torch.device("cpu")
     device = torch.device("cuda", read_launch(os.environ).local_rank % torch.cuda.device_count())
@@ -409,8 +412,9 @@ def survey_ranks(
 ) -> SurveyResult | None:
     """Measure all ranks of a launcher together; rank r is stage r // R of replica r mod R, as in training.
 
-    An existing process group is used and kept; with keys the ranks connect over TLS. With one stage the links between
-    neighbouring replicas are measured, which carry their gradients.
+    Ranks that share too few cores take turns, so that each is measured as if it computed alone. An existing process
+    group is used and kept; with keys the ranks connect over TLS. With one stage the links between neighbouring replicas
+    are measured, which carry their gradients.
 
     Args:
         model: As for `survey_machine`.
@@ -439,7 +443,13 @@ def survey_ranks(
     mesh = current_mesh() if dist.get_backend() == BACKEND else None
     try:
         link = _measure_row(rank, R, length, pacer_to, mesh)
-        measurements = gathered((link, survey_machine(model, tokens, dtype, samples, store, one_pass=one_pass)))
+        shared = find_shared_cores(gathered(own_compute()))
+        survey = None
+        for members in turns(world, shared):
+            if rank in members:
+                survey = survey_machine(model, tokens, dtype, samples, store, one_pass=one_pass)
+            dist.barrier()
+        measurements = gathered((link, survey))
         dist.barrier()
     finally:
         if not joined:
@@ -457,7 +467,35 @@ def survey_ranks(
         speeds=slowest_speeds([m.speeds for m in machines]),
         network=between_replicas(network) if K == 1 and network is not None else network,
         slowdowns=slowdowns_of([m.profile for m in machines]),
+        shared_cores=shared,
     )
+
+
+def own_compute() -> list[Any]:
+    """Return this rank's computer, its cores, and how many ranks they let compute at once; 0 ranks: on a GPU."""
+    at_once = usable_cores() / torch.get_num_threads() if computes_on_cpu() else 0.0
+    return [computer(), own_cores(), at_once]
+
+
+def find_shared_cores(ranks: Sequence[Sequence[Any]]) -> tuple[SharedCores, ...]:
+    """Find the ranks that share too few cores. ranks: what `own_compute` returns, by rank."""
+    found: list[SharedCores] = []
+    for name in dict.fromkeys(name for name, _, _ in ranks):
+        left = [rank for rank, (other, _, at_once) in enumerate(ranks) if other == name and at_once]
+        while left:
+            _, cores, at_once = ranks[left[0]]
+            members = [rank for rank in left if not set(cores).isdisjoint(ranks[rank][1])]
+            left = [rank for rank in left if rank not in members]
+            if len(members) > max(1.0, at_once):
+                found.append(SharedCores(members=tuple(members), at_once=max(1.0, at_once)))
+    return tuple(found)
+
+
+def turns(world: int, shared: Sequence[SharedCores]) -> list[list[int]]:
+    """Share out the ranks among turns, in each of which the cores suffice."""
+    number = {rank: place // int(one.at_once) for one in shared for place, rank in enumerate(one.members)}
+    count = max(number.values(), default=0) + 1
+    return [[rank for rank in range(world) if number.get(rank, 0) == turn] for turn in range(count)]
 
 
 def slowdowns_of(profiles: Sequence[Profile]) -> tuple[float, ...]:

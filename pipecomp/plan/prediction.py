@@ -16,7 +16,7 @@ from pipecomp.allreduce import predict as predict_average
 from pipecomp.config import Config
 from pipecomp.plan.packet_sizes import activation_bytes, gradient_bytes
 from pipecomp.plan.profile import Profile
-from pipecomp.plan.simulation import LinkNetwork, SimulatedStep, StageCosts, StepSpec, simulate_step
+from pipecomp.plan.simulation import LinkNetwork, SharedCores, SimulatedStep, StageCosts, StepSpec, simulate_step
 from pipecomp.schedule import in_flight_counts, slack_of
 from pipecomp.stages.partition.planning import SplitPlan
 from pipecomp.utils.serialization import serializable
@@ -98,6 +98,7 @@ class TrainingJob:
         dtype: Training precision.
         tied: Values of each tied weight, in the order of `plan.tied`.
         slowdowns: Each stage's seconds as a multiple of the profile's; empty if all are equal.
+        shared_cores: Stages of a replica that compute on the same cores.
     """
 
     profile: Profile
@@ -108,6 +109,7 @@ class TrainingJob:
     dtype: torch.dtype = torch.float32
     tied: tuple[int, ...] = ()
     slowdowns: tuple[float, ...] = ()
+    shared_cores: tuple[SharedCores, ...] = ()
 
     def stage_seconds(self) -> list[tuple[float, float]]:
         """Return forward and backward seconds of each stage per micro-batch."""
@@ -284,6 +286,7 @@ def predict(
         backward_bytes=backward,
         lowest=job.plan.lowest_trained,
         together_s=tied_s + norm_hops * network.latency_s,
+        shared_cores=job.shared_cores,
     )
     local = config.gradients.local
     if local is not None and local.overlap:

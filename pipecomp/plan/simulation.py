@@ -192,6 +192,25 @@ class StageCosts:
     update_s: float = 0.0
 
 
+@serializable
+@dataclass(frozen=True, kw_only=True)
+class SharedCores:
+    """Processes that compute on the same cores.
+
+    Attributes:
+        members: Their ranks, or in a step their stages.
+        at_once: Number of them that the cores let compute at full speed at the same time.
+    """
+
+    members: tuple[int, ...]
+    at_once: float
+
+    @property
+    def crowding(self) -> float:
+        """Factor on the seconds of work that all of them do at the same time."""
+        return max(1.0, len(self.members) / self.at_once)
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepSpec:
     """A step to simulate.
@@ -205,6 +224,7 @@ class StepSpec:
         lowest: First stage that trains anything; those before it have no backwards, see `SplitPlan.lowest_trained`.
         together_s: Seconds in which all stages wait for each other between the last reduction and the update (norm,
             tied weights).
+        shared_cores: Stages that compute on the same cores; a stage occurs once at most.
     """
 
     stages: Sequence[StageCosts]
@@ -214,6 +234,7 @@ class StepSpec:
     in_flight: Sequence[int] | None = None
     lowest: int = 0
     together_s: float = 0.0
+    shared_cores: tuple[SharedCores, ...] = ()
 
     def __post_init__(self) -> None:
         K, M = len(self.stages), self.micro_batches
@@ -288,29 +309,46 @@ class _Simulator:
         self._arrived: set[tuple[str, int, int]] = set()  # direction, stage, micro-batch
         self._sending: dict[tuple[str, int], deque[_PacketInTransit]] = {}  # direction, link: the first one travels
         self._bytes_per_s: list[float] = []  # of the channels in _sending, in its order
+        self._cores = {k: shared for shared in step.shared_cores for k in shared.members}
+        self._work: dict[int, float] = {}  # by stage with shared cores: seconds that are left if it computes alone
         self._ends, self._waits = [0.0] * K, [0.0] * K
         self._events: list[SimulatedEvent] = []
 
     def run(self) -> SimulatedStep:
         for k in range(len(self._stages)):
             self._continue(k)
-        while self._queue or self._sending:
+        while self._queue or self._sending or self._work:
             heads = [packets[0] for packets in self._sending.values()]
             ends = [self._now + p.bytes_left / speed for p, speed in zip(heads, self._bytes_per_s, strict=True)]
             sent_at = min(ends, default=math.inf)
-            until = min(sent_at, self._queue[0][0] if self._queue else math.inf)
+            speeds = {k: self._compute_speed(k) for k in self._work}
+            done_at = min((self._now + left / speeds[k] for k, left in self._work.items()), default=math.inf)
+            until = min(sent_at, done_at, self._queue[0][0] if self._queue else math.inf)
+            for k, speed in speeds.items():
+                self._work[k] = max(0.0, self._work[k] - speed * (until - self._now))
             for packet, speed in zip(heads, self._bytes_per_s, strict=True):
                 packet.bytes_left = max(0.0, packet.bytes_left - speed * (until - self._now))
             self._now = until
             if sent_at <= until:
                 self._sent(list(self._sending)[ends.index(sent_at)])
+            elif done_at <= until:
+                k = min(self._work, key=lambda k: self._work[k] / speeds[k])
+                del self._work[k]
+                self._continue(k)
             else:
                 heapq.heappop(self._queue)[2]()
         assert not any(self._sleeping), "the schedule waits for itself"
         stages = self._step.stages
         last = max(end + costs.reduce_s for end, costs in zip(self._ends, stages, strict=True))
-        seconds = last + self._step.together_s + max(costs.update_s for costs in stages)
+        crowding = [self._cores[k].crowding if k in self._cores else 1.0 for k in range(len(stages))]
+        update_s = max(factor * costs.update_s for factor, costs in zip(crowding, stages, strict=True))
+        seconds = last + self._step.together_s + update_s
         return SimulatedStep(seconds=seconds, waits=tuple(self._waits), events=tuple(self._events))
+
+    def _compute_speed(self, k: int) -> float:
+        """Return the share of full speed at which a stage computes now."""
+        busy = sum(other in self._work for other in self._cores[k].members)
+        return min(1.0, self._cores[k].at_once / busy)
 
     def _after(self, seconds: float, action: Callable[[], None]) -> None:
         heapq.heappush(self._queue, (self._now + seconds, next(self._serial), action))
@@ -346,6 +384,9 @@ class _Simulator:
         for seconds in self._stages[k]:
             if seconds is None:
                 self._sleeping[k] = True
+                return
+            if seconds > 0 and k in self._cores:
+                self._work[k] = seconds
                 return
             if seconds > 0:
                 self._after(seconds, lambda: self._continue(k))

@@ -22,9 +22,10 @@ from pipecomp.doctor.measure import LinkMeasurement
 from pipecomp.errors import ConfigError, LinkError
 from pipecomp.plan import measure
 from pipecomp.plan.auto_bits import sample_length
-from pipecomp.plan.command import model_size
+from pipecomp.plan.command import PlanRequest, model_size
 from pipecomp.plan.measure import (
     TransportPeer,
+    find_shared_cores,
     measure_links,
     network_of,
     own_device,
@@ -36,10 +37,12 @@ from pipecomp.plan.measure import (
     time_model,
     time_stage,
     time_update,
+    turns,
 )
 from pipecomp.plan.options import PlanOptions
 from pipecomp.plan.prediction import MachineSpeeds
 from pipecomp.plan.profile import PartCost, Profile, count, max_tokens
+from pipecomp.plan.simulation import SharedCores
 from pipecomp.stages import split
 from pipecomp.stages.link.transport import loopback_pair, unpaced
 from tests.limits import HANG_S
@@ -232,3 +235,29 @@ def test_a_bfloat16_stage_with_float32_adapters_is_timed():
     for stage in split(peft.get_peft_model(small().bfloat16(), lora), 2):
         assert {p.dtype for p in stage.parameters() if p.requires_grad} == {torch.float32}
         assert time_stage(stage, 2, 8, seconds=0.01).backward_s > 0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shared", "when"),
+    [
+        ([["a", [0, 1], 2.0]] * 2, [], [[0, 1]]),  # a core each
+        ([["a", [0, 1], 2.0]] * 3, [((0, 1, 2), 2.0)], [[0, 1], [2]]),
+        ([["a", [0, 1], 0.5]] * 2, [((0, 1), 1.0)], [[0], [1]]),  # more threads than cores: each alone is as slow
+        ([["a", [0], 1.0], ["a", [1], 1.0], ["a", [0], 1.0]], [((0, 2), 1.0)], [[0, 1], [2]]),
+        ([["a", [0], 1.0], ["b", [0], 1.0]], [], [[0, 1]]),
+        ([["a", [0, 1], 0.0]] * 4, [], [[0, 1, 2, 3]]),  # GPUs
+    ],
+)
+def test_ranks_that_share_too_few_cores_take_turns(ranks, shared, when):
+    found = find_shared_cores(ranks)
+    assert [(one.members, one.at_once) for one in found] == shared
+    assert turns(len(ranks), found) == when
+
+
+def test_cores_that_replicas_share_are_divided_among_them():
+    """Four ranks on two cores are two stages of two replicas: each replica has one core for its two stages."""
+    shared = (SharedCores(members=(0, 1, 2, 3), at_once=2.0),)
+    request = PlanRequest(options=PlanOptions(model=small()), nodes=4, stages=2, shared_cores=shared)
+    assert request.stage_cores(2) == (SharedCores(members=(0, 1), at_once=1.0),)
+    assert request.stage_cores(4) == shared
+    assert replace(request, shared_cores=(SharedCores(members=(0, 1), at_once=2.0),)).stage_cores(2) == ()

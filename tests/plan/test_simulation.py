@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -13,6 +14,7 @@ from pipecomp.plan.simulation import (
     ACKNOWLEDGED,
     Channel,
     LinkNetwork,
+    SharedCores,
     StageCosts,
     StepSpec,
     active_rates,
@@ -147,6 +149,24 @@ class TestNetwork:
         assert played.seconds == pytest.approx(1 + 2 + 5 * 3)
         assert not [e for e in played.events if "gradient" in e.what or e.what == "backward packet"]
         assert {e.place for e in played.events if e.what == "backward"} == {1}
+
+    def test_stages_that_share_a_core_compute_one_after_the_other(self):
+        """Over free links some stage always has work: a step takes the work of all stages."""
+        made = step(3, 4)
+        alone = simulate_step(made, uniform(3, math.inf)).seconds
+        work = sum(4 * (costs.forward_s + costs.backward_s) for costs in made.stages)
+        for at_once, least in ((1.0, work), (2.0, max(alone, work / 2)), (3.0, alone)):
+            shared = replace(made, shared_cores=(SharedCores(members=(0, 1, 2), at_once=at_once),))
+            found = simulate_step(shared, uniform(3, math.inf)).seconds
+            assert least - 1e-9 <= found <= work + 1e-9
+            assert at_once == 2.0 or found == pytest.approx(least)
+
+    def test_only_stages_that_share_cores_wait_for_each_other(self):
+        made = step(2, 1)
+        shared = SharedCores(members=(1,), at_once=0.5)  # other processes have the other half
+        found = simulate_step(replace(made, shared_cores=(shared,)), uniform(2, math.inf)).seconds
+        costs = made.stages
+        assert found == pytest.approx(sum((1 + k) * (c.forward_s + c.backward_s) for k, c in enumerate(costs)))
 
     def test_wrong_steps(self):
         with pytest.raises(ConfigError, match="links"):
