@@ -44,7 +44,7 @@ def open_environment(
     Args:
         backend: "lmdb" stores in `path`/rank-`rank`, "memory" in this process.
         path: folder of the stores of all ranks; not used in memory.
-        rank: of this process; not used in memory.
+        rank: the number of the rank's state, of its stage and replica; not used in memory.
         bits: z, bits of a stored value: 2, 4, 8, 16 or 32.
         group_size: elements that share a scale if z is 8 or less; None for a token's whole row.
         max_bytes: budget of each end of a link; None for no limit.

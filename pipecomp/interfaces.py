@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from pipecomp.config import Config
 from pipecomp.data import TrainLoader
+from pipecomp.rank_layout import state_number
 from pipecomp.schedule import InFlight
 from pipecomp.stages.link.links import Links
 from pipecomp.stages.partition.modules import ModuleStage
@@ -107,6 +108,11 @@ class StageContext:
         """Number of replicas of the pipeline."""
         return self.grid.data_parallel_size
 
+    @property
+    def state_number(self) -> int:
+        """The number in the names of files with this rank's state."""
+        return state_number(self.stage_id, self.replica, self.replicas)
+
 
 class TrainedModule(Protocol):
     """DeepSpeed's PipelineModule, whose one layer on this rank is the stage."""
@@ -154,6 +160,9 @@ class TrainingEngine(Protocol):
 
     @property
     def stage(self) -> Stage | ModuleStage: ...
+
+    @property
+    def state_number(self) -> int: ...
 
     @property
     def in_flight(self) -> InFlight: ...

@@ -64,7 +64,7 @@ def test_groups_over_nccl_wait_as_long_as_others(monkeypatch):
         "join_processes": lambda config: None,
         "attach_deepspeed": lambda: None,
         "process_heartbeat": lambda: SimpleNamespace(starting=nullcontext, missed=None),
-        "validate": lambda *args, **more: SimpleNamespace(plan=None, ds_config={}, settings=settings),
+        "validate": lambda *args, **more: SimpleNamespace(plan=None, ds_config={}, settings=settings, ranks=None),
         "AllRanks": SimpleNamespace,
     }
     for name, one in stood_in_for.items():

@@ -26,7 +26,7 @@ FACES = ("pipecomp", "pipecomp.stages")  # they only hand names on
 # An import may point to its own room or to one on a lower level.
 LEVELS = [
     {"errors", "schedule", "stats"},
-    {"utils"},
+    {"rank_layout", "utils"},
     {"config"},
     {"kernels", "gradient_config"},
     {"allreduce", "buffers", "tls"},

@@ -19,9 +19,9 @@ _MANIFESTS = "pipecomp-seal-*.json"
 _WRITTEN = ("*_states.pt", "pipecomp-*")  # by DeepSpeed, and beside it
 
 
-def messages_copy(folder: Path, rank: int) -> Path:
+def messages_copy(folder: Path, number: int) -> Path:
     """Path of the copy of a rank's message store in a checkpoint."""
-    return folder / f"pipecomp-messages-rank-{rank}"
+    return folder / f"pipecomp-messages-rank-{number}"
 
 
 def remove(folder: Path) -> None:

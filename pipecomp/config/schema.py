@@ -22,6 +22,7 @@ from pipecomp.config.gradients import Gradients
 from pipecomp.config.store import Store
 from pipecomp.config.transport import TransportConfig
 from pipecomp.errors import ConfigError, require
+from pipecomp.rank_layout import LAYOUTS, STAGES_ACROSS
 
 MOST_SEED = 2**32 - 1
 _OWN: Any = {  # of a machine
@@ -43,6 +44,7 @@ class Config(Section):
             "auto".
         in_flight: micro-batches that the first stage may run ahead of their backward passes; fewer in later stages, and
             none in the last. "auto" measures.
+        layout: order of ranks, "stages-across" or "replicas-across", see `pipecomp.rank_layout`.
     """
 
     activations: Activations = Activations()
@@ -56,6 +58,7 @@ class Config(Section):
     in_flight: Annotated[int, Field(ge=1)] | Annotated[str, OneOf(("auto",))] = Field(
         default="auto", description="'auto' or a whole number of at least 1"
     )
+    layout: Annotated[str, OneOf(LAYOUTS)] = STAGES_ACROSS
 
     @classmethod
     def from_dict(cls, section: object) -> Config:
@@ -124,6 +127,8 @@ class Config(Section):
             values["store"].pop("clusters")
         if not self.elastic.active:
             values.pop("elastic")
+        if self.layout == STAGES_ACROSS:
+            values.pop("layout")
         return values
 
 

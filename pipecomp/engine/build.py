@@ -19,6 +19,7 @@ import torch.distributed as dist
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.constants import GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEFAULT
 from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule
+from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch.distributed.constants import default_pg_timeout
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -38,6 +39,7 @@ from pipecomp.errors import ConfigError, SplitError, StoreError, require
 from pipecomp.gradient_config import Gradients
 from pipecomp.kernels import dispatch
 from pipecomp.kernels.staging import Staging
+from pipecomp.rank_layout import RankLayout
 from pipecomp.stages import Source, build_stage, default_loss
 from pipecomp.stages.link.clusters import BLOCK
 from pipecomp.stages.link.endpoint import LinkReceiver, LinkSender
@@ -78,7 +80,7 @@ def build_engine(setup: RunSetup, arguments: RunArguments, all_ranks: AllRanks) 
     """Build this rank's stage and its engine, without links."""
     settings, ds_config, plan = setup.settings, setup.ds_config, setup.plan
     with quiet(), existing_device(), long_group_timeouts():
-        module = pipeline_module(arguments.model, plan, ds_config, arguments.loss_fn, settings.seed)
+        module = pipeline_module(arguments.model, plan, ds_config, arguments.loss_fn, settings.seed, setup.ranks)
         stage, grid = module.forward_funcs[0], module.mpu()
         match_tied(stage, plan, grid, all_ranks)
         half = half_dtype(ds_config)
@@ -167,9 +169,17 @@ class _PipelineModule(PipelineModule):
 
 
 def pipeline_module(
-    model: Any, split_plan: SplitPlan, ds_config: dict[str, Any], loss_fn: Callable | None, seed: int
+    model: Any,
+    split_plan: SplitPlan,
+    ds_config: dict[str, Any],
+    loss_fn: Callable | None,
+    seed: int,
+    ranks: RankLayout | None = None,
 ) -> _PipelineModule:
-    """Make a PipelineModule with one layer per stage; only this rank's layer is built."""
+    """Make a PipelineModule with one layer per stage; only this rank's layer is built.
+
+    ranks: order of the ranks; None for that of "stages-across".
+    """
     half = any(ds_config.get(key, {}).get("enabled") for key in ("bf16", "fp16"))
     in_memory = isinstance(model, torch.nn.Module) or (isinstance(model, Source) and model.model is not None)
     dtype = None if in_memory or half else torch.float32
@@ -182,7 +192,10 @@ def pipeline_module(
         return stage
 
     specs = [_StageSpec(partial(build, index)) for index in range(split_plan.num_stages)]
-    module = _PipelineModule(specs, num_stages=split_plan.num_stages, partition_method="uniform")
+    ranks = ranks or RankLayout(split_plan.num_stages, dist.get_world_size() // split_plan.num_stages)
+    axes, lengths = zip(*ranks.axes, strict=True)
+    topology = ProcessTopology(axes=list(axes), dims=list(lengths))
+    module = _PipelineModule(specs, topology=topology, partition_method="uniform")
     module.register_parameter("placeholder", None)
     module.loss_fn = loss[0]
     module.has_own_loss = loss_fn is not None
@@ -475,8 +488,8 @@ def open_links(
         if settings.activations.method == "aqsgd":
             with all_ranks.collective_errors(), local_activity(f"opens its message store {settings.store.path}"):
                 if settings.store.overwrite:
-                    forget(settings.store.path, engine.global_rank)
-                environment = _environment(settings, engine.global_rank, staging)
+                    forget(settings.store.path, engine.state_number)
+                environment = _environment(settings, engine.state_number, staging)
                 opened.callback(environment.close)
                 try:
                     stores = {index: environment.link(f"link-{index}", values) for index, values in described.items()}
@@ -484,11 +497,11 @@ def open_links(
                     if not environment.disposable:
                         raise
                     environment.close()
-                    forget(settings.store.path, engine.global_rank)
+                    forget(settings.store.path, engine.state_number)
                     _log.warning(
                         "the message store in %s is emptied: a run of other settings left it", settings.store.path
                     )
-                    environment = _environment(settings, engine.global_rank, staging)
+                    environment = _environment(settings, engine.state_number, staging)
                     opened.callback(environment.close)
                     stores = {index: environment.link(f"link-{index}", values) for index, values in described.items()}
             holds = any(store is not None and store.stats()["samples"] > 0 for store in stores.values())
@@ -539,12 +552,12 @@ def bounds_of(engine: PipelineEngine, crossing: Boundary) -> PacketLimits | None
     return PacketLimits(engine.micro_batch_size, rows, crossing.width, changed, documents=documents)
 
 
-def _environment(settings: Config, rank: int, staging: Staging) -> StoreEnvironment:
+def _environment(settings: Config, number: int, staging: Staging) -> StoreEnvironment:
     store = settings.store
     return open_environment(
         store.backend,
         store.path,
-        rank,
+        number,
         bits=store.bits,
         group_size=settings.activations.group_size,
         max_bytes=store.max_bytes,

@@ -1,12 +1,14 @@
 """Saving and loading a run: DeepSpeed's checkpoint and, beside its files, the state that it does not know.
 
 TAG/   DeepSpeed's checkpoint
-    pipecomp-rank-R.pt                     random generators of rank R, and the versions in its message stores
-    pipecomp-messages-rank-R/data.mdb      the stores, with store.in_checkpoints
-    pipecomp-gradients-…-rank-R            error-feedback residuals of compressed gradients
+    pipecomp-rank-N.pt                     random generators of a rank, and the versions in its message stores
+    pipecomp-messages-rank-N/data.mdb      its stores, with store.in_checkpoints
+    pipecomp-gradients-…-rank-N            error-feedback residuals of compressed gradients
     pipecomp-local-steps-stage-S-replica-R.pt   a replica's own weights and optimizer states, with local steps
     pipecomp-seal-R.json                   manifest, written last, see `checkpoint.manifest`
 latest   DeepSpeed's file with the last complete TAG
+
+N is the state's number, of its stage and replica (`pipecomp.rank_layout`), so that ranks in another order find it.
 
 A record of the second home has the same files without message stores (`pipecomp.elastic`).
 """
@@ -139,7 +141,7 @@ class CheckpointManager:
                 if self.local is not None:
                     local = self.local
                     write.attempt(lambda: local.save(folder))
-                write.attempt(lambda: save_residuals(self.gradients.states(), folder, rank))
+                write.attempt(lambda: save_residuals(self.gradients.states(), folder, self.context.state_number))
                 write.attempt(lambda: self._save_rank(folder))
                 write.raise_problems()  # all files are written
                 if first_here:
@@ -171,7 +173,7 @@ class CheckpointManager:
             folder: Name of the checkpoint's folder; None for a name with the step.
             client_state: See `save`. What the files of all stages have in common, rank 0's record has alone.
         """
-        engine, rank = self.engine, self.context.rank
+        engine, number = self.engine, self.context.state_number
         outer = RankState(files={}, folder=folder or f"global_step{engine.global_steps}")
         if self.trainer_state is not None:
             outer = self.trainer_state()
@@ -184,11 +186,11 @@ class CheckpointManager:
             engine.checkpoint_engine = writer
         if self.local is not None:
             files |= self.local.files()
-        files |= {residuals_file(name, rank): state.state_dict() for name, state in self.gradients.states()}
-        files[_rank_file(Path(), rank).name] = {"random": random_state(), "messages": self._stored_versions()}
+        files |= {residuals_file(name, number): state.state_dict() for name, state in self.gradients.states()}
+        files[_rank_file(Path(), number).name] = {"random": random_state(), "messages": self._stored_versions()}
         if outer.engine:
             files = {f"{outer.engine}/{name}": content for name, content in files.items()}
-        if rank == 0:
+        if self.context.rank == 0:
             files[SHARED] = {**(client_state or {}), _STATE_KEY: self._own_state(self._position())}
         return RankState(files={**files, **outer.files}, folder=outer.folder, engine=outer.engine)
 
@@ -229,9 +231,9 @@ class CheckpointManager:
     def _save_rank(self, folder: Path) -> None:
         environment, copied = self.engine.links.environment, False
         if environment is not None and self.context.settings.store.in_checkpoints:
-            copied = environment.save(manifest.messages_copy(folder, self.context.rank))
+            copied = environment.save(manifest.messages_copy(folder, self.context.state_number))
         state = {"random": random_state(), "messages": self._stored_versions()}
-        write_state(state, _rank_file(folder, self.context.rank))
+        write_state(state, _rank_file(folder, self.context.state_number))
         if self.run is not None:
             self.run.set_checkpoint(copied=copied)
 
@@ -283,7 +285,7 @@ class CheckpointManager:
         same = own is None or (own["pipeline"]["cuts"], own["pipeline"]["replicas"]) == here
         if same:
             with self._all_ranks().collective_errors():
-                load_residuals(self.gradients.states(), folder, self.context.rank, self.context.device)
+                load_residuals(self.gradients.states(), folder, self.context.state_number, self.context.device)
         else:
             states = dict(self.gradients.states())
             for compressed in states.values():
@@ -344,7 +346,7 @@ class CheckpointManager:
         engine = self.engine
         engine.progress = TrainingProgress(self._batches_taken(own), own["evaluations"])
         engine.seek_loader()
-        file = _rank_file(folder, self.context.rank)
+        file = _rank_file(folder, self.context.state_number)
         saved = torch.load(file, weights_only=True) if same and file.is_file() else None
         if saved is not None:
             set_random_state(saved["random"])
@@ -354,7 +356,7 @@ class CheckpointManager:
         exact, differing = False, self._differing_data(own.get("data", {}))
         with all_ranks.collective_errors():
             self.run.load(own.get("run"))
-            self.run.set_checkpoint(copied=manifest.messages_copy(folder, self.context.rank).is_dir())
+            self.run.set_checkpoint(copied=manifest.messages_copy(folder, self.context.state_number).is_dir())
             if differing:
                 engine.links.forget()
             elif saved is not None:
@@ -399,7 +401,7 @@ class CheckpointManager:
             return True
         environment = self.engine.links.environment
         assert environment is not None
-        copy = manifest.messages_copy(folder, self.context.rank)
+        copy = manifest.messages_copy(folder, self.context.state_number)
         if not environment.restore(copy):
             return False
         if self._stored_versions() != versions:
@@ -433,5 +435,5 @@ def _bits(config: Config) -> dict[str, Any]:
     return {key: plain_bits(getattr(config.activations, key)) for key in FEWEST}
 
 
-def _rank_file(folder: Path, rank: int) -> Path:
-    return folder / f"pipecomp-rank-{rank}.pt"
+def _rank_file(folder: Path, number: int) -> Path:
+    return folder / f"pipecomp-rank-{number}.pt"

@@ -147,6 +147,11 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine, EngineState):
         return stage
 
     @property
+    def state_number(self) -> int:
+        """The number in the names of files with this rank's state, the same in every layout of ranks."""
+        return self.context.state_number
+
+    @property
     def in_flight(self) -> InFlight:
         """The number of micro-batches in flight."""
         return self.in_flight_control.in_flight

@@ -379,31 +379,34 @@ class GradientReduction:
             state.close(failed=failed)
 
 
-def save_residuals(states: Iterable[tuple[str, State]], folder: Path, rank: int) -> None:
-    """Write the error-feedback residuals of a rank into a checkpoint, one file for each name in `states`."""
+def save_residuals(states: Iterable[tuple[str, State]], folder: Path, number: int) -> None:
+    """Write the error-feedback residuals of a rank into a checkpoint, one file for each name in `states`.
+
+    number: of the rank's state.
+    """
     for name, state in states:
-        state.save(folder / residuals_file(name, rank))
+        state.save(folder / residuals_file(name, number))
 
 
-def load_residuals(states: Iterable[tuple[str, State]], folder: Path, rank: int, device: torch.device) -> None:
+def load_residuals(states: Iterable[tuple[str, State]], folder: Path, number: int, device: torch.device) -> None:
     """Load the files of `save_residuals`. Residuals start at zero if no rank of a group has a file.
 
     Raises:
         ConfigError: Only some ranks of a group have their file. Their random draws would differ.
     """
     for name, state in states:
-        file = folder / residuals_file(name, rank)
-        exists = state.group.gather_numbers([float(file.is_file())])
-        missing = [r for r, (there,) in zip(state.group.ranks, exists, strict=True) if not there]
+        file = folder / residuals_file(name, number)
+        exists = state.group.gather_numbers([float(file.is_file()), float(number)])
+        missing = [int(other) for there, other in exists if not there]
         if not missing:
             state.load(file, device)
         elif len(missing) < len(exists):
-            files = ", ".join(residuals_file(name, r) for r in missing)
+            files = ", ".join(residuals_file(name, other) for other in missing)
             raise ConfigError("load_dir", str(folder), f"a folder with {files} on the machines of these ranks")
         else:
             state.forget()
 
 
-def residuals_file(name: str, rank: int) -> str:
-    """Return the name of a rank's file of residuals in a checkpoint."""
-    return f"pipecomp-gradients-{name.replace(' ', '-')}-rank-{rank}.safetensors"
+def residuals_file(name: str, number: int) -> str:
+    """Return the name of a rank's file of residuals in a checkpoint. number: of its state."""
+    return f"pipecomp-gradients-{name.replace(' ', '-')}-rank-{number}.safetensors"

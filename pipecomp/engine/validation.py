@@ -14,9 +14,11 @@ from pipecomp.config import Config, read_json_object
 from pipecomp.config.activations import FEWEST, bits_text
 from pipecomp.config.checks import require_objects
 from pipecomp.distributed.consistency import AllRanks, settings_of
+from pipecomp.distributed.placement import machine
 from pipecomp.distributed.rendezvous import KEYS, check_network, check_processes
 from pipecomp.errors import ConfigError, SplitError, require
 from pipecomp.gradient_config import Gradients
+from pipecomp.rank_layout import RankLayout
 from pipecomp.stages import plan
 from pipecomp.stages.partition.loading import check_trainable, resolve
 from pipecomp.stages.partition.modules import Modules
@@ -33,12 +35,14 @@ class RunSetup(NamedTuple):
     """A validated run, the same on all ranks.
 
     ds_config: DeepSpeed's configuration. settings: its section "pipecomp". recompute: checkpoint each block.
+    ranks: their order.
     """
 
     ds_config: dict[str, Any]
     settings: Config
     plan: SplitPlan
     recompute: bool
+    ranks: RankLayout
 
 
 def validate(
@@ -100,7 +104,11 @@ def validate(
     if isinstance(model, torch.nn.Module):
         facts["dtype of the model"] = str(next(model.parameters()).dtype)
     all_ranks.assert_same_on_all_ranks(facts)
-    return RunSetup(ds_config, settings, split_plan, recompute)
+    ranks = RankLayout(split_plan.num_stages, dist.get_world_size() // split_plan.num_stages, settings.layout)
+    machines = all_ranks.all_gather_object(machine())
+    with all_ranks.collective_errors():
+        ranks.check("layout", machines)
+    return RunSetup(ds_config, settings, split_plan, recompute, ranks)
 
 
 def check_section(ds_config: dict[str, Any]) -> None:

@@ -45,6 +45,7 @@ from pipecomp.plan.profile import (
 )
 from pipecomp.plan.search import aqsgd_sections, constant_error_bits
 from pipecomp.plan.simulation import Channel, LinkNetwork, SharedCores, between_replicas
+from pipecomp.rank_layout import RankLayout
 from pipecomp.stages.link.endpoint import LinkReceiver, LinkSender, Position
 from pipecomp.stages.link.gloo import GlooTransport, neighbour_groups
 from pipecomp.stages.link.layout import Layout
@@ -507,8 +508,7 @@ def slowdowns_of(profiles: Sequence[Profile]) -> tuple[float, ...]:
 
 def _measure_row(rank: int, R: int, K: int, pacer_to: PacerTo, mesh: Mesh | None) -> LinkMeasurement | None:
     """Measure this rank's link to the next of K ranks together with all others; R such rows are side by side."""
-    pipelines = [[k * R + r for k in range(K)] for r in range(R)]
-    groups = neighbour_groups(pipelines, _TIMEOUT_S) if mesh is None else {}
+    groups = neighbour_groups(RankLayout(K, R).pipelines(), _TIMEOUT_S) if mesh is None else {}
 
     def transport(peer: int) -> Transport | None:
         if not 0 <= peer < K * R:
@@ -519,7 +519,7 @@ def _measure_row(rank: int, R: int, K: int, pacer_to: PacerTo, mesh: Mesh | None
         return GlooTransport(group, timeout_s=_TIMEOUT_S, pacer=pacer_to(peer))
 
     transports = [transport(rank - R), transport(rank + R)]
-    measurement = measure_links(rank // R, *transports)
+    measurement = measure_links(RankLayout(K, R).place(rank)[0], *transports)
     dist.barrier()
     for opened in filter(None, transports):
         opened.close()

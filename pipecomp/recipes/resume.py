@@ -65,6 +65,7 @@ _TRANSPORT_AND_STORAGE = (
     "pipecomp.transport.",
     "pipecomp.elastic.",
     "pipecomp.in_flight",
+    "pipecomp.layout",
     "pipecomp.store.prefetch",
     "pipecomp.store.drift_check",
     "pipecomp.store.in_checkpoints",

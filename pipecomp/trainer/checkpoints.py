@@ -5,7 +5,7 @@
                                  run, and the work that was pending after the step when a signal stopped training
         deepspeed/               the engine's checkpoint: weights, optimizer states, error-feedback residuals, and with
                                  store.in_checkpoints the cached activations
-        rank_state_R.pth         random generators and schedule of rank R
+        rank_state_N.pth         random generators and schedule of the rank with state N (`pipecomp.rank_layout`)
         trainer_state.json       written last: a folder without it is incomplete
 
 Without a shared disk, each machine keeps the files of its ranks in a folder of the same name.
@@ -277,7 +277,7 @@ def state_of_rank(trainer: Any) -> RankState:
     The model's folder and work that is pending after the step are left out.
     """
     state: TrainerState = trainer.state
-    files: dict[str, Any] = {_rank_file("", trainer.rank).name: _rank_state(trainer.lr_scheduler)}
+    files: dict[str, Any] = {_rank_file("", trainer.engine.state_number).name: _rank_state(trainer.lr_scheduler)}
     if trainer.rank == 0:
         files[PIPELINE_FILE] = _pipeline_text(trainer.plan, trainer.replicas, (), trainer._run_settings())
         files[STATE_FILE] = json.dumps(asdict(state), indent=2, sort_keys=True) + "\n"
@@ -303,7 +303,7 @@ def save_engine(engine: TrainingEngine, folder: str, scheduler: Any, attempts: C
     state = _rank_state(scheduler)
 
     def write() -> None:
-        with atomic_write(_rank_file(folder, dist.get_rank())) as part:  # on disk before the checkpoint is complete
+        with atomic_write(_rank_file(folder, engine.state_number)) as part:  # on disk before the checkpoint is complete
             write_state(state, part)
 
     attempts.attempt(write)
@@ -316,7 +316,7 @@ def load_engine(engine: TrainingEngine, resume_point: ResumePoint, scheduler: An
     """
     folder = resume_point.folder
     path, _ = engine.load_checkpoint(folder, tag=DEEPSPEED)
-    file = _rank_file(folder, dist.get_rank() if resume_point.same else 0)
+    file = _rank_file(folder, engine.state_number if resume_point.same else 0)
     require(
         path is not None and file.is_file(),
         _KEY,
@@ -343,8 +343,8 @@ def load_weights(engine: TrainingEngine, folder: str) -> None:
     require(path is not None, "load_best_model_at_end", True, f"True if {folder} has {DEEPSPEED} on every machine")
 
 
-def _rank_file(folder: str, rank: int) -> Path:
-    return Path(folder) / f"rank_state_{rank}.pth"
+def _rank_file(folder: str, number: int) -> Path:
+    return Path(folder) / f"rank_state_{number}.pth"
 
 
 # -- rotation
@@ -413,12 +413,13 @@ def _is_checkpoint_name(name: Any) -> bool:
 # -- message stores
 
 
-def prepare_store(settings: Config, engine: TrainingEngine | None, *, resumes: bool) -> None:
+def prepare_store(settings: Config, engine: TrainingEngine | None, number: int, *, resumes: bool) -> None:
     """Clear the cached activations before a training; a checkpoint has a copy of those that belong to it.
 
     Args:
         settings: The "pipecomp" section.
         engine: The open engine or None.
+        number: Of this rank's state.
         resumes: The training resumes from a checkpoint.
     """
     if settings.activations.method != "aqsgd":
@@ -429,7 +430,7 @@ def prepare_store(settings: Config, engine: TrainingEngine | None, *, resumes: b
         if resumes:
             _log.warning("checkpoints do not save cached activations in memory: training continues without them")
     elif engine is None:
-        forget(settings.store.path, dist.get_rank())  # its entries are newer than the checkpoint, or of another run
+        forget(settings.store.path, number)  # its entries are newer than the checkpoint, or of another run
 
 
 def drop_cached_activations(engine: TrainingEngine) -> None:

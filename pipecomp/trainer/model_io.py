@@ -176,7 +176,8 @@ class EngineHolder:
         )
         arguments.check_unchanged(args, {name: self._used[name] for name in names})
         if clear_stores:
-            checkpoints.prepare_store(self._pipeline.settings, self.engine, resumes=resumes)
+            number = self._pipeline.ranks.state_number(dist.get_rank())
+            checkpoints.prepare_store(self._pipeline.settings, self.engine, number, resumes=resumes)
         self._lost = False  # a new training starts from the folder's weights or a checkpoint's
 
 

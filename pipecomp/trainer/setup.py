@@ -22,6 +22,7 @@ from pipecomp.distributed.consistency import AllRanks, versions
 from pipecomp.distributed.placement import own_gpu, some_share
 from pipecomp.distributed.rendezvous import all_ranks, check_processes, start_processes, wanted_keys
 from pipecomp.errors import PipecompError, SplitError, require
+from pipecomp.rank_layout import RankLayout
 from pipecomp.stages.partition.adapters import without_peft
 from pipecomp.stages.partition.loading import resolve, skeleton
 from pipecomp.stages.partition.modules import Modules, plan_modules
@@ -104,6 +105,11 @@ class PipelineSetup:
     replicas: int
     flos_per_token: int
     trained_values: int
+
+    @property
+    def ranks(self) -> RankLayout:
+        """The order of the ranks."""
+        return RankLayout(self.plan.num_stages, self.replicas, self.settings.layout)
 
     @property
     def flattens_parameters(self) -> bool:

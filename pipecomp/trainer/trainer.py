@@ -705,7 +705,7 @@ class PipelineTrainer:
             sampler = self._get_train_sampler(self.train_dataset)
             size, drop = args.per_device_train_batch_size, args.dataloader_drop_last
             return DataLoader(samples.data, size, sampler=sampler, drop_last=drop, **options)
-        replica = self.rank % self.replicas  # as in DeepSpeed's grid
+        _, replica = self._pipeline.ranks.place(self.rank)
         return DataLoader(samples.data, batch_sampler=SamplerBatches(self._make_sampler(samples, replica)), **options)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:

@@ -297,7 +297,7 @@ def test_a_schedule_goes_on_where_a_stage_has_another_number_of_groups(
                 group.update(saved)
             return folder, {}
 
-        engine = SimpleNamespace(basic_optimizer=optimizer, save_checkpoint=save, load_checkpoint=load)
+        engine = SimpleNamespace(basic_optimizer=optimizer, state_number=0, save_checkpoint=save, load_checkpoint=load)
         return engine, OptimizerFactories().make_scheduler(args, optimizer, 20)
 
     def steps(engine: Any, scheduler: Any, count: int) -> list[list[float]]:
