@@ -31,6 +31,13 @@ ORDERINGS = (
     ("CASQ, table 1", "CASQ, 2 bits, no error feedback", AS_GOOD, "FP32"),
     ("CASQ, table 1", "CASQ, 2 bits, no error feedback", LOWER, "TernGrad"),
     ("CASQ, table 1", "CASQ, 3 bits, no error feedback", LOWER, "NUQSGD, 4 bits"),
+    *(
+        ("CASQ, table 1", f"CASQ, {bits} bits, no error feedback", LOWER, f"{peer}, {bits} bits")
+        for bits in (2, 3)
+        for peer in ("Qinf", "AMQ", "ALQ")
+    ),
+    ("CASQ, table 1", "AMQ, 2 bits", LOWER, "ALQ, 2 bits"),
+    ("CASQ, table 1", "ALQ, 3 bits", LOWER, "Qinf, 3 bits"),
     ("CASQ, figure 10", "CASQ, 2 bits", LOWER, "CASQ, 2 bits, equal shares"),
     ("CASQ, figure 13", "CASQ, 3 bits", AS_GOOD, "CASQ, 4 bits"),
     ("CASQ, figure 14", "CASQ, 2 bits", LOWER, "CASQ, 2 bits, no sketch"),
@@ -47,7 +54,8 @@ def results(rows: list[Row], order: Sequence[str]) -> list[str]:
         n workers share each batch; gradients are clipped at norm 1 after averaging. Training loss: mean over the last
         epoch. Sent: bytes of one worker as a share of a float32 ring all-reduce's. Error: of one worker's compression,
         ‖x − sent‖ / ‖x‖. ± is the standard deviation over seeds. CASQ has 0.5 % buckets and a sample of 10 % unless a
-        line says otherwise; a sample has at least 4,096 values, 5 % of ResNet-8's.
+        line says otherwise; a sample has at least 4,096 values, 5 % of ResNet-8's. Qinf, ALQ, AMQ, IntSGD, NatSGD and
+        SignSGD are not in the product (`peer_averages.py`); ALQ and AMQ fit their levels every 10 steps.
     """
     lines = [*prose(text), *_orderings(rows)]
     for task, title in TITLES.items():

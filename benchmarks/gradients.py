@@ -4,8 +4,8 @@
                                    [--jobs 2] [--data FOLDER] [--cache FOLDER] [--out FOLDER] [--redraw]
 
 All n workers of a run are in one process on one thread: each computes the gradient of its part of the batch, and the
-product's own methods average them (PowerSGD and fp16, which are torch's, over real processes). The batch of all workers
-together is the same for every n.
+product's own methods average them (PowerSGD and fp16, which are torch's, over real processes), or those of
+peer_averages.py. The batch of all workers together is the same for every n.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gradient_report import results
+from benchmarks.peer_averages import PEERS
 from benchmarks.runner import SHARED, Runs, arguments, beside, chosen, digest, weights_digest
 
 PAIRS = ((4, 8), (2, 6), (6, 10), (8, 12))  # bits of two scales, the paper's
@@ -92,6 +93,7 @@ METHODS: dict[str, dict[str, Any]] = {
         "adaptive": {"every": 16, "error": 0.6},
     },
     "fp16": {"method": "fp16"},
+    **{name: {"method": "peer", "name": name} for name in PEERS},
 }
 TORCHS = ("powersgd", "fp16")
 
@@ -179,6 +181,13 @@ def averager(
     from pipecomp.allreduce.loopback import LoopbackGroup
 
     counts = [shape.numel() for shape in shapes]
+
+    def split(flat: Any) -> list[Any]:
+        return [part.view(shape) for part, shape in zip(flat.split(counts), shapes, strict=True)]
+
+    if name in PEERS:
+        peer = PEERS[name](n, seed)
+        return lambda grads: split(peer.average([torch.cat([g.view(-1) for g in own]) for own in grads])), peer.stats
     if len(ranks) < n:  # torch's own, over processes: low rank needs the matrices one by one
         state = State(seed=seed, **METHODS[name])
 
@@ -195,7 +204,7 @@ def averager(
         flat = [torch.cat([g.view(-1) for g in own]) for own in grads]
         waiting = [state.submit(x, "all", slices=layers, out=x) for state, x in zip(states, flat, strict=True)]
         means = [future.wait() for future in waiting]
-        return [part.view(shape) for part, shape in zip(means[0].split(counts), shapes, strict=True)]
+        return split(means[0])
 
     return in_process, states[0].stats
 
