@@ -152,18 +152,23 @@ def prepare(
     *,
     lr: float = LEARNING_RATE,
     rival: Any = None,
+    warm_up: float | None = None,
 ) -> tuple[Any, Callable[[], float]]:
-    """The pipeline that fine-tunes a model on the task, and what evaluates it. rival: see `InProcessPipeline`."""
+    """The pipeline that fine-tunes a model on the task, and what evaluates it.
+
+    rival: see `InProcessPipeline`. warm_up: share of the steps, by default WARM_UP of EPOCHS.
+    """
     from benchmarks.inprocess import InProcessPipeline
     from pipecomp.data import eval_batches
     from pipecomp.demo.task import Sequences
 
     training, held_out = Sequences(task.training.tolist()), eval_batches(Sequences(task.held_out.tolist()), 16)
+    steps = epochs * (len(training) // BATCH)
     config = adamw(
         in_memory(method.activations, seed, **method.store),
         samples=(BATCH, method.micro_batch),
         lr=lr,
-        steps=(epochs * (len(training) // BATCH), WARM_UP * epochs // EPOCHS),
+        steps=(steps, WARM_UP * epochs // EPOCHS if warm_up is None else round(warm_up * steps)),
     )
     if method.bf16:
         half = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}

@@ -92,7 +92,7 @@ def new_model(seed: int, length: int = LENGTH, width: int = WIDTH) -> Any:
         n_positions=length,
         n_embd=width,
         n_layer=8,
-        n_head=width // WIDTH * HEADS,
+        n_head=width * HEADS // WIDTH,
         bos_token_id=0,
         eos_token_id=0,
         resid_pdrop=0.0,
