@@ -1,8 +1,8 @@
 """The convergence benchmark's task: a small GPT-2 on WikiText-2.
 
 It is pre-trained on the training text and fine-tuned on articles of the validation text. Tokens and pre-trained weights
-are cached, so that a second run starts at once. Pre-training has one thread, and orders that follow from whole-number
-seeds; processors that multiply matrices in another order still end with other weights, which rows tell by their digest.
+are cached, so that a second run starts at once. Pre-training ends with the same bits on every x86-64 processor: it has
+one thread, orders that follow from whole-number seeds, and the instructions that all of them have (ANY_PROCESSOR).
 """
 
 from __future__ import annotations
@@ -10,10 +10,13 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import multiprocessing
+import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,13 @@ VOCABULARY, LENGTH = 2048, 32
 TRAINING, HELD_OUT = 512, 128
 WIDTH, HEADS = 128, 4
 PRETRAINING = {"tokens": 800_000, "batch": 16, "epochs": 1, "lr": 2e-3}
+ANY_PROCESSOR = {
+    "ATEN_CPU_CAPABILITY": "default",
+    "MKL_CBWR": "COMPATIBLE",
+    "ONEDNN_MAX_CPU_ISA": "SSE41",
+    **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
+}
+"""Environment of a process whose sums of products do not depend on the processor."""
 LLAMA = Path(__file__).parents[1] / "recipes" / "llama_lora" / "llama_tiny.json"
 _TITLE = re.compile(r"(?m)^ = [^=\n]+ = $")
 
@@ -119,36 +129,50 @@ def pretrained_model(task: Task, cache: Path, seed: int, *, width: int = WIDTH) 
     """The model that all methods start from, and what its pre-training cost and reached; trained once per seed."""
     file = cache / (f"pretrained-{seed}.pt" if width == WIDTH else f"pretrained-{width}-{seed}.pt")
     with one_at_a_time(file):
-        return _pretrained(task, file, seed, new_model(seed, task.pretraining.shape[1], width))
+        return _pretrained(task, file, seed, partial(new_model, seed, task.pretraining.shape[1], width))
 
 
 def pretrained_llama(task: Task, cache: Path, seed: int) -> Any:
     """The same for `new_llama`; the model alone."""
     file = cache / f"pretrained-llama-{seed}.pt"
     with one_at_a_time(file):
-        return _pretrained(task, file, seed, new_llama(seed, task.pretraining.shape[1]))[0]
+        return _pretrained(task, file, seed, partial(new_llama, seed, task.pretraining.shape[1]))[0]
 
 
-def _pretrained(task: Task, file: Path, seed: int, model: Any) -> tuple[Any, dict[str, float]]:
+def _pretrained(task: Task, file: Path, seed: int, make: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
     length = task.pretraining.shape[1]
-    settings = json.dumps([PRETRAINING, length, VOCABULARY], sort_keys=True)
-    if file.exists():
-        record = torch.load(file, weights_only=True)
-        if record["settings"] == settings:
-            model.load_state_dict(record["weights"])
-            return model, record["report"]
-    rows = task.pretraining
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
-    rows = rows[order[: int(PRETRAINING["tokens"]) // length]]
-    began, threads = time.perf_counter(), torch.get_num_threads()
-    options: dict[str, Any] = {key: PRETRAINING[key] for key in ("epochs", "batch", "lr")}
+    settings = json.dumps([PRETRAINING, length, VOCABULARY, ANY_PROCESSOR], sort_keys=True)
+    if not file.exists() or torch.load(file, weights_only=True)["settings"] != settings:
+        order = torch.randperm(len(task.pretraining), generator=torch.Generator().manual_seed(seed))
+        rows = task.pretraining[order[: int(PRETRAINING["tokens"]) // length]].tolist()
+        before = {name: os.environ.get(name) for name in ANY_PROCESSOR}
+        os.environ.update(ANY_PROCESSOR)  # libraries read it when they are loaded, so another process pre-trains
+        process = multiprocessing.get_context("spawn").Process(
+            target=_pretrain, args=(make, rows, seed, file, settings)
+        )
+        process.start()
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+        process.join()
+        if process.exitcode:
+            raise RuntimeError(f"pre-training for {file} ended with status {process.exitcode}; its error is above")
+    record = torch.load(file, weights_only=True)
+    model = make()
+    model.load_state_dict(record["weights"])
+    return model, record["report"]
+
+
+def _pretrain(make: Callable[[], Any], rows: list[list[int]], seed: int, file: Path, settings: str) -> None:
     torch.set_num_threads(1)
-    loss = pretrain(model, rows.tolist(), seed=seed, **options)
-    torch.set_num_threads(threads)
+    model, began = make(), time.perf_counter()
+    options: dict[str, Any] = {key: PRETRAINING[key] for key in ("epochs", "batch", "lr")}
+    loss = pretrain(model, rows, seed=seed, **options)
     report = {"pretraining_loss": loss, "pretraining_seconds": time.perf_counter() - began}
     with atomic_write(file, synced=False) as part:
         torch.save({"settings": settings, "weights": model.state_dict(), "report": report}, part)
-    return model, report
 
 
 @contextlib.contextmanager
