@@ -15,6 +15,13 @@ def test_sum_of_errors_is_below_the_lemma(bits):
     assert 0 < claim.measured <= claim.bound
 
 
+@pytest.mark.parametrize("bits", [2, 4])
+def test_gradients_fall_as_the_theorem_says(bits):
+    """AQ-SGD, Theorem 3.1: 16 times as many steps divide the mean of ‖∇f‖² by at least 4, and not by much more."""
+    claim = theory.rate(bits, steps=400)
+    assert 0.9 * claim.bound < claim.measured <= claim.bound
+
+
 def test_quantizer_constant_needs_bits_and_light_tails():
     """Theorem 3.1's condition; with 4 bits the default keeps it on Gaussian rows, with 2 bits not on heavy tails."""
     gaussian, heavy = rows_of("Gaussian"), rows_of("heavy tails")
