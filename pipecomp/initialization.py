@@ -36,6 +36,7 @@ from pipecomp.data import (
 from pipecomp.distributed.collectives import open_groups
 from pipecomp.distributed.consistency import AllRanks
 from pipecomp.distributed.heartbeat import Heartbeat, RankPlace, process_heartbeat, uncaught_error
+from pipecomp.distributed.preemption import begin_exit
 from pipecomp.distributed.rendezvous import join_processes
 from pipecomp.elastic.second_home import SecondHome
 from pipecomp.engine.build import RunArguments, build_engine, open_links, open_transports
@@ -266,6 +267,8 @@ def _close_dropped_engines() -> None:
 def _close_at_exit() -> None:
     """Close in order when the interpreter exits, so that no rank aborts in a half-closed process group."""
     error = uncaught_error()
+    if error is None:
+        begin_exit()
     for engine in reversed(_open_engines):
         if error is not None:
             engine.guard.report(error)

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from pipecomp.distributed.preemption import LOST_STATUS, say_here
+from pipecomp.distributed.preemption import LOST_STATUS, report_signals, say_here
 from pipecomp.distributed.supervisor import GO_ON
 from pipecomp.errors import LinkTimeoutError, PeerLostError, PipecompError, StalledError, foreign_text
 from pipecomp.tls.process_group import current_mesh
@@ -205,6 +205,7 @@ class Heartbeat:
         timeout_s: Configured time of silence.
         on_exit: Called with the reason before this process ends itself.
         on_report: Called with the error that another rank reports.
+        find_failure: Returns the error that ended a link, None while all are open.
         lost: The error for a lost rank, None while all are alive.
         engine: Number of engines that this process has begun to make.
         places: Of all ranks, by rank, once an engine is made.
@@ -212,6 +213,7 @@ class Heartbeat:
 
     on_exit: Callable[[FailureReport], None]
     on_report: Callable[[Exception], None]
+    find_failure: Callable[[], Exception | None]
 
     def __init__(self, rank: int, world: int, store: Any, *, resumable: bool = False) -> None:
         self._rank = rank
@@ -243,6 +245,7 @@ class Heartbeat:
 
     def _reset_callbacks(self) -> None:
         self.timeout_s, self.on_exit, self.on_report = DEFAULT_TIMEOUT_S, lambda report: None, lambda error: None
+        self.find_failure = lambda: None
 
     # -- calls of this rank
 
@@ -303,8 +306,12 @@ class Heartbeat:
         )
 
     def stop(self, report: FailureReport | None = None) -> None:
-        """Report to the other ranks that training has ended here; `report` follows once the first cause is known."""
-        self._set_state(_STOPPED if report is None else f"{_STOPPED} {report.rank} {report.reason[:2000]}")
+        """Report to the other ranks that training has ended here; `report` follows once the first cause is known.
+
+        The first report of an engine stays.
+        """
+        if not self._state.startswith(f"{_STOPPED} "):
+            self._set_state(_STOPPED if report is None else f"{_STOPPED} {report.rank} {report.reason[:2000]}")
 
     def give_up(self, lost: int, reason: str) -> None:
         """Report to the other ranks why this process ends, and finish its stores."""
@@ -384,16 +391,38 @@ class Heartbeat:
         """Note the regular end of an engine. After the last one, nobody has to wait for this rank any more."""
         if engine == self.engine:
             self.on_exit, self.on_report = lambda report: None, lambda error: None
+            self.find_failure = lambda: None
             if not self._state.startswith(_STOPPED):
                 self._set_state(_LEFT)
+
+    def report_end(self, reason: str) -> str:
+        """Report to the other ranks that this process ends, and finish its stores.
+
+        Returns:
+            What is known of a rank that was lost before, "" for nothing.
+        """
+        if not self._others or self._ended.is_set():
+            return ""
+        if self._state.startswith(_STOPPED):
+            time.sleep(_ON_EXIT_S)  # an error ends this process, and is being reported
+            return ""
+        known = None
+        if self._state == _LEFT:
+            self.engine += 1  # the engine that the others make, or wait to make
+        else:
+            known = self.lost or self.find_failure()
+        lost, text = self._rank, f"rank {self._rank} stopped: {reason}"
+        if isinstance(known, (PeerLostError, LinkTimeoutError)) and known.rank is not None and reason not in str(known):
+            lost, text = known.rank, str(known)  # not if a launcher ends all ranks
+        self.give_up(lost, text)
+        self.linger(lost)
+        return "" if lost == self._rank else ". ".join(filter(None, (text, self.describe(lost))))
 
     def exit(self) -> None:
         """Report the exception that ends this process, if it has not been reported, and stop the threads."""
         error = uncaught_error()
-        if error is not None and self._state == _LEFT and self._others and not self._ended.is_set():
-            self.engine += 1  # the engine that the others make, or wait to make
-            self.stop(FailureReport(self._rank, f"rank {self._rank} stopped: {type(error).__name__}: {error}"))
-            self.linger()
+        if error is not None and self._state == _LEFT:
+            self.report_end(f"{type(error).__name__}: {error}")
         self.end()
 
     def end(self) -> None:
@@ -598,4 +627,5 @@ def process_heartbeat(store: Any = None, rank: int = 0, world: int = 1, *, resum
         store = distributed_c10d._get_default_store()
     _current, _group = Heartbeat(rank, world, store, resumable=resumable), joined
     atexit.register(_current.exit)
+    report_signals(_current.report_end)
     return _current

@@ -4,16 +4,19 @@ Schedulers send SIGTERM some time before they reclaim a machine, Slurm SIGUSR1 i
 terminal SIGHUP. SIGHUP and SIGUSR1 keep another handler that they have, such as nohup's. A thread receives the signals,
 also while the main thread waits in a collective. After each step the ranks agree whether one of them has received one;
 then all save, close, and exit with `REQUEUE_STATUS`. A second signal of the same kind ends the process at once.
+
+A signal that ends a rank outside of such a run, or that has no place to save, is reported to the other ranks first.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -25,8 +28,12 @@ _UNLESS_HANDLED = (signal.SIGHUP, signal.SIGUSR1)
 _SAME_S = 1.0  # launchers forward a signal that the process has received itself
 _READ_S = 5.0  # for the thread to read a signal on a busy machine
 _LEAVE_S = 10.0  # for the interpreter to exit after everything is saved
+_REPORT_S = 10.0  # to report a signal to the other ranks
 
 _current: Interruption | None = None
+_report: Callable[[str], str] | None = None
+_ending = threading.Lock()
+_leaving_since: float | None = None
 
 
 class Interrupted(SystemExit):
@@ -48,20 +55,17 @@ class Interruption:
         self._active = active and threading.current_thread() is threading.main_thread()
         self._wanted, self._noticed = 0, False
         self._since: dict[int, float] = {}  # time of the first of each kind
-        self._leaving: float | None = None
-        self._pipe: tuple[int, int] | None = None
+        self._reader: _SignalReader | None = None
         self._before: dict[int, Any] = {}
-        self._fd_before = -1
 
     def __enter__(self) -> Interruption:
-        global _current
+        global _current, _leaving_since
         if not self._active:
             return self
-        self._pipe = read, write = os.pipe()
-        os.set_blocking(write, False)
-        self._before = {number: signal.signal(number, _noted) for number in stop_signals()}
-        self._fd_before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        threading.Thread(target=self._watch, args=(read,), name="pipecomp-signals", daemon=True).start()
+        _leaving_since = None  # another training of a program that has caught the end of the one before
+        numbers = stop_signals()
+        self._reader = _SignalReader(lambda number: self._received(number) if number in self._before else None)
+        self._before = {number: signal.signal(number, _noted) for number in numbers}
         _current = self
         return self
 
@@ -69,19 +73,18 @@ class Interruption:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         global _current
-        if self._pipe is None or isinstance(error, Interrupted):
+        if self._reader is None or isinstance(error, Interrupted):
             return  # later signals must not disturb the interpreter's exit
-        signal.set_wakeup_fd(self._fd_before)
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        os.close(self._pipe[1])  # which ends the thread
-        self._pipe = _current = None
+        self._reader.close()
+        self._reader = _current = None
 
     @property
     def wanted(self) -> int:
         """First signal that this process has received, or LAUNCHER_GONE; 0 for none."""
         deadline = time.monotonic() + _READ_S
-        while self._noticed and not self._wanted and self._leaving is None and time.monotonic() < deadline:
+        while self._noticed and not self._wanted and _leaving_since is None and time.monotonic() < deadline:
             time.sleep(0.001)  # Python's handler has run, and the thread has not read the pipe yet
         return self._wanted
 
@@ -113,33 +116,123 @@ class Interruption:
         import torch.distributed as dist
 
         dist.barrier()  # a launcher may kill all ranks once the first one has exited
-        self._leaving = time.monotonic()
+        begin_exit()
         return Interrupted(reason)
-
-    def _watch(self, read: int) -> None:
-        while data := os.read(read, 1):
-            if data[0] in self._before:
-                self._received(data[0])
-        os.close(read)
 
     def _received(self, number: int) -> None:
         now = time.monotonic()
-        if self._leaving is not None and now - self._leaving < _LEAVE_S:
+        if _is_leaving():
             return
         if number == signal.SIGHUP:
             from pipecomp.utils.tables import outlast_readers  # here: rich takes time to import
 
             outlast_readers()  # the terminal may be gone
-        if now - self._since.get(number, now) > _SAME_S:
-            say_here(f"{_name(number)} again: it ends here")
-            os._exit(128 + number)
+        if now - self._since.get(number, now) > _SAME_S and _ending.acquire(blocking=False):
+            _end_process(number)
         self.ask(number, why=f"got {_name(number)}")
+
+
+class _SignalReader:
+    """Calls a function on a thread of its own with the number of each signal that has a handler in Python."""
+
+    def __init__(self, on_signal: Callable[[int], None]) -> None:
+        self._on_signal = on_signal
+        read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self._before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        threading.Thread(target=self._read, args=(read,), name="pipecomp-signals", daemon=True).start()
+
+    def _read(self, read: int) -> None:
+        while data := os.read(read, 1):
+            self._on_signal(data[0])
+        os.close(read)
+
+    def close(self) -> None:
+        """End the thread, and give the signals back to the one before."""
+        signal.set_wakeup_fd(self._before)
+        os.close(self._write)
 
 
 def stop_signals() -> list[signal.Signals]:
     """Return the signals that end a run: SIGTERM, SIGINT, and of SIGHUP and SIGUSR1 those without a handler."""
-    free = [number for number in _UNLESS_HANDLED if signal.getsignal(number) is signal.SIG_DFL]
+    free = [number for number in _UNLESS_HANDLED if signal.getsignal(number) in (signal.SIG_DFL, _on_last_signal)]
     return [*_SIGNALS, *free]
+
+
+# -- the end of a process
+
+
+def report_signals(report: Callable[[str], str]) -> None:
+    """Let a signal that ends this process be reported to the other ranks first; call this on the main thread.
+
+    It concerns SIGTERM, SIGHUP and SIGUSR1, as far as they have no handler; a handler that is set later comes first. On
+    another thread signals stay as they are.
+
+    Args:
+        report: Takes the reason, reports it, and returns what else is known, "" for nothing.
+    """
+    global _report
+    _report = report
+    if threading.current_thread() is not threading.main_thread():
+        return
+    free = [number for number in (signal.SIGTERM, *_UNLESS_HANDLED) if signal.getsignal(number) is signal.SIG_DFL]
+    for number in free:
+        signal.signal(number, _on_last_signal)
+    if free and _current is None:
+        others = signal.set_wakeup_fd(-1)
+        signal.set_wakeup_fd(others)
+        if others == -1:  # else the handler alone does it, once the main thread runs Python's code
+            _SignalReader(_on_last_signal)
+
+
+def wait_if_ending() -> None:
+    """Wait for the end of this process if a signal ends it; otherwise return at once."""
+    if _ending.locked():
+        time.sleep(2 * _REPORT_S)
+
+
+def begin_exit() -> None:
+    """Note that everything is saved: for some seconds signals do not keep the process from its exit."""
+    global _leaving_since
+    _leaving_since = time.monotonic()
+
+
+def _is_leaving() -> bool:
+    return _leaving_since is not None and time.monotonic() - _leaving_since < _LEAVE_S
+
+
+def _on_last_signal(number: int, frame: FrameType | None = None) -> None:
+    """End this process after a report, on a thread: the main thread may hold a lock that the report needs."""
+    if signal.getsignal(number) is _on_last_signal and not _is_leaving() and _ending.acquire(blocking=False):
+        threading.Thread(target=_end_process, args=(number,), name="pipecomp-end", daemon=True).start()
+
+
+def _end_process(number: int) -> None:
+    name, known = _name(number), [""]
+    say_here(f"{f'got {name}' if _current is None else f'{name} again'}: it ends here")
+    if _report is not None:
+        report = _report
+        thread = threading.Thread(target=lambda: known.append(report(f"it got {name}")), daemon=True)
+        thread.start()
+        thread.join(_REPORT_S)
+        if known[-1]:
+            say_here(known[-1])
+    sys.stdout.flush()
+    os._exit(128 + number)
+
+
+@atexit.register
+def _ignore_signals() -> None:
+    """Ignore stop signals from here on, if this module handles them; the last function to run at exit.
+
+    Note:
+        The interpreter restores the default action before the libraries' own cleanup. A signal of a launcher, which
+        ends the other ranks after the first one, would replace the exit status by its number.
+    """
+    if threading.current_thread() is threading.main_thread():
+        for number in (*_SIGNALS, *_UNLESS_HANDLED):
+            if signal.getsignal(number) in (_noted, _on_last_signal):
+                signal.signal(number, signal.SIG_IGN)
 
 
 def current_interruption() -> Interruption | None:
@@ -187,6 +280,10 @@ def _in_forked_child() -> None:
         for number, handler in _current._before.items():
             signal.signal(number, handler)
         _current = None
+    for number in (signal.SIGTERM, *_UNLESS_HANDLED):
+        if signal.getsignal(number) is _on_last_signal:
+            signal.set_wakeup_fd(-1)
+            signal.signal(number, signal.SIG_DFL)
 
 
 os.register_at_fork(after_in_child=_in_forked_child)

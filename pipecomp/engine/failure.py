@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from pipecomp.distributed.collectives import open_groups
 from pipecomp.distributed.heartbeat import FailureReport, Heartbeat, is_collective_error
+from pipecomp.distributed.preemption import wait_if_ending
 from pipecomp.errors import LinkTimeoutError, OutputError, PeerLostError, PipecompError
 from pipecomp.stages.link.links import Links
 
+_CLOSED_S = 0.5  # for a connection to a killed rank to close
 _FIND_LOST_S = 8.0  # for the other ranks to notice that one is gone
 _SMALL_PACKET = 400  # characters of a heartbeat entry that fits into a packet of 576 bytes
 
@@ -46,6 +49,7 @@ class FailureGuard:
         """Report to neighbours through `links`, and to all ranks through `heartbeat`."""
         self._links, self._heartbeat, self._engine = links, heartbeat, heartbeat.engine
         heartbeat.on_exit, heartbeat.on_report = self._exit, links.failed
+        heartbeat.find_failure = partial(links.failure, _CLOSED_S)
 
     def _exit(self, report: FailureReport) -> None:
         """Report to the neighbors why this process ends, and finish the stores."""
@@ -87,6 +91,7 @@ class FailureGuard:
 
     def _report(self, error: BaseException) -> BaseException:
         """Report to all ranks that training ends here; returns the error to raise."""
+        wait_if_ending()  # the error follows from it
         self.failed = True
         if self._heartbeat is not None:
             self._heartbeat.leave()  # the rest takes time, but cannot hang

@@ -112,6 +112,30 @@ def test_an_exception_that_ends_a_rank_is_told_to_those_that_wait_for_it(watches
         assert str(told).isprintable()
 
 
+def test_why_a_process_ends_is_reported_once(watches, monkeypatch):
+    monkeypatch.setattr(heartbeat, "LINGER_S", 0.0)
+    for each in watches:
+        each.begin()
+    watches[1].find_failure = lambda: PeerLostError("lost rank 0: its connection was closed", 0)
+    assert watches[1].report_end("it got SIGTERM") == "lost rank 0: its connection was closed"
+    assert until(lambda: watches[2].lost is not None)
+    assert (watches[2].lost.rank, "lost rank 0: its connection" in str(watches[2].lost)) == (0, True)
+    watches[1].stop(FailureReport(2, "what follows from it"))
+    assert watches[1]._state.startswith("stopped 0 lost rank 0")
+    monkeypatch.setattr(heartbeat, "_ON_EXIT_S", 0.0)
+    assert watches[1].report_end("it got SIGTERM") == "", "an error ends it already"
+
+
+def test_where_a_launcher_ends_all_ranks_none_is_the_cause(watches, monkeypatch):
+    monkeypatch.setattr(heartbeat, "LINGER_S", 0.0)
+    for each in watches:
+        each.begin()
+    watches[1].find_failure = lambda: PeerLostError("rank 0 stopped: it got SIGTERM", 0)
+    assert watches[1].report_end("it got SIGTERM") == ""
+    assert until(lambda: watches[2].lost is not None)
+    assert (watches[2].lost.rank, "rank 1 stopped: it got SIGTERM" in str(watches[2].lost)) == (1, True)
+
+
 def test_rank_0_stays_until_all_others_know(watches):
     for each in watches[1:]:
         each.begin()

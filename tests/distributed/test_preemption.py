@@ -100,6 +100,77 @@ def test_afterwards_signals_do_what_they_did_before() -> None:
     assert process.returncode == -signal.SIGTERM
 
 
+REPORTING = """
+    import os, sys, threading, time
+    from pipecomp.distributed import preemption
+    preemption.report_signals(lambda reason: print("reported", reason, flush=True) or "rank 0 is lost")
+    {first}
+    print("ready", flush=True)
+    {then}
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+def test_a_signal_that_ends_a_rank_is_reported_first(number: int) -> None:
+    """Also while the main thread is in a library, as in a collective."""
+    busy = "import hashlib; hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)"
+    process = started(REPORTING.format(first="", then=busy))
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=HANG_S)
+    name = signal.Signals(number).name
+    assert process.returncode == 128 + number
+    assert output.splitlines() == [
+        f"pipecomp: rank 0: got {name}: it ends here",
+        f"reported it got {name}",
+        "pipecomp: rank 0: rank 0 is lost",
+    ]
+
+
+def test_a_handler_that_the_program_sets_later_comes_first() -> None:
+    own = "import signal; signal.signal(signal.SIGTERM, lambda *_: (print('own', flush=True), os._exit(3)))"
+    process = started(REPORTING.format(first=own, then="threading.Event().wait()"))
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=HANG_S)
+    assert (process.returncode, output) == (3, "own\n")
+
+
+def test_a_training_takes_the_signals_over_and_gives_them_back() -> None:
+    trains = """
+    with preemption.Interruption() as found:
+        os.kill(os.getpid(), 15)
+        while not found.wanted:
+            time.sleep(0.01)
+    os.kill(os.getpid(), 15)
+    threading.Event().wait()
+    """
+    output, _ = (process := started(REPORTING.format(first="", then=trains))).communicate(timeout=HANG_S)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert output.count("reported it got SIGTERM") == 1
+
+
+@pytest.mark.parametrize("leaves", ["preemption.begin_exit()", "interrupted()"])
+def test_a_signal_in_the_last_moments_leaves_the_exit_status(leaves: str) -> None:
+    """Such as torchrun's to the others once the first rank has ended: in the exit functions, and after them."""
+    then = f"""
+    import atexit, signal
+
+    class EndOfInterpreter:
+        def __del__(self, kill=os.kill, pid=os.getpid()):
+            kill(pid, 15)
+
+    def interrupted():
+        preemption.Interruption().__enter__()
+        preemption.begin_exit()
+
+    {leaves}
+    atexit.register(lambda: (os.kill(os.getpid(), 15), time.sleep(0.2)))
+    last = EndOfInterpreter()
+    sys.exit(75)
+    """
+    output, _ = (process := started(REPORTING.format(first="", then=then))).communicate(timeout=HANG_S)
+    assert (process.returncode, output) == (75, "")
+
+
 def test_a_signal_to_a_forked_child_is_none_to_its_parent() -> None:
     process = started(
         """
