@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import classification, convergence, direct, page, shootout_page
+from benchmarks import amaq, classification, convergence, direct, page, shootout_page
 from benchmarks.boundaries import Coders
 from benchmarks.convergence import Method
 from benchmarks.page import Row
@@ -87,6 +87,7 @@ def methods() -> dict[str, dict[str, Setting]]:
             lambda threshold: Unchanged(threshold, Product(Quantized(FIRST_BITS))),
             {f"cosine {threshold:g}": threshold for threshold in (0.9, 0.95, 0.99)},
         ),
+        "AMAQ": {f"{bits:g} bits": partial(amaq.ends, bits) for bits in (3.0, 4.5, 6.0)},
         "Top-k": _rival(Whole, settings),
         "Top-k of changes": _rival(_changes, settings),
         "Low-rank changes": _rival(_changes, {f"energy {energy:g}": LowRank(energy) for energy in (0.8, 0.9, 0.97)}),
@@ -264,6 +265,9 @@ def introduction(rows: Sequence[Row]) -> list[str]:
 
         - TAH-Quant (arXiv:2506.01352): nothing is remembered; tiles of 64 values with a zero point and a step, tiles
         with an outlier turned, seven of ten tiles with the larger number of bits.
+
+        - AMAQ (arXiv:2510.05468): nothing is remembered; each channel has bits of its own, which the loss's gradient
+        and a pull to the setting's mean learn, both ways (`amaq.py` says what the paper leaves open).
 
         - Unchanged tokens skipped (after SplitCom, arXiv:2602.10564): a token is sent, with {FIRST_BITS} bits, only if
         the cosine to what the other end remembers of it is below the setting.

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import shootout, shootout_page
+from benchmarks import amaq, shootout, shootout_page
 from benchmarks.boundaries import Coded, Coders
 from benchmarks.inprocess import InProcessPipeline
 from benchmarks.rival_rows import ChannelRows, LowRank, Product, Published, TahQuant, gaussian_levels, hadamard
@@ -379,3 +379,46 @@ def test_runs_are_known_by_task_dropout_stages_method_setting_and_seed():
     assert len(set(every)) == len(every) == 2 * 2 * sum(map(len, METHODS.values()))
     assert every[0] == ("GPT-2", "without", 2, "FP32", "", 0)
     assert {case[-1] for case in every[: len(every) // 2]} == {0}
+
+
+class TestAmaq:
+    def test_values_are_within_half_a_step(self):
+        x_TH, bits_H = rows(9, 24), torch.arange(24) % 8 + 1.0
+        payload = amaq.encode(x_TH, bits_H)
+        assert payload.numel() == 2 * 2 * 24 + sum((9 * 3 * b + 7) // 8 for b in range(1, 9))
+        step_H = (x_TH.amax(0) - x_TH.amin(0)) / (2**bits_H - 1)
+        error_TH = (amaq.decode(amaq.Reader(payload), bits_H, 9) - x_TH).abs()
+        assert torch.all(error_TH <= 0.51 * step_H + 0.01)
+
+    def test_slopes_are_those_of_the_error(self):
+        """With a little more bits, at the same codes, values move as the slope says."""
+        x_TH = rows(7, 16).half().float()
+        gates = amaq._Gates(3.0)
+        layout = Layout((0,), (0,), (7,), 7)
+        amaq.Activations(gates).encode(x_TH, layout)
+        bits_H, slope_TH = gates.in_flight[0,]
+        low_H, width_H = x_TH.amin(0), x_TH.amax(0) - x_TH.amin(0)
+        codes_TH = ((x_TH - low_H) / width_H * (2**bits_H - 1)).round()
+
+        def straight_through(bits_H: Tensor) -> Tensor:
+            """The derivative of round is 1: what is rounded moves with the step."""
+            step_H = width_H / (2**bits_H - 1)
+            exact_TH = (x_TH - low_H) / step_H
+            return low_H + step_H * (exact_TH + (codes_TH - exact_TH).detach())
+
+        free_H = bits_H.clone().requires_grad_(True)
+        straight_through(free_H).sum().backward()
+        assert torch.allclose(free_H.grad, slope_TH.sum(0), rtol=0.1, atol=2e-2)
+
+    @pytest.mark.parametrize("target", [3.0, 6.0])
+    def test_bits_reach_their_target_and_go_where_the_loss_needs_them(self, target):
+        near, far, layout = amaq.ends(target), amaq.ends(target), Layout((0,), (0,), (32,), 32)
+        matters_H = torch.where(torch.arange(16) < 4, 1.0, 1e-3)
+        for seed in range(300):
+            x_TH = rows(32, 16, seed)
+            decoded_TH = far.activations.decode(near.activations.encode(x_TH, layout), layout, 16)
+            g_TH = (decoded_TH - x_TH) * matters_H  # of a loss that is the error of the channels that matter
+            near.gradients.decode(far.gradients.encode(g_TH, layout), layout, 16)
+        bits_H = near.activations._gates.bits(16)
+        assert abs(float(bits_H.mean()) - target) < 0.7
+        assert bits_H[:4].mean() > bits_H[4:].mean() + 0.5
