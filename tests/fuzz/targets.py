@@ -40,6 +40,7 @@ SETTINGS = {
     "clusters": {"method": "aqsgd"},
     "changes": {"method": "aqsgd", "backward_method": "delta"},
     "channels": {"method": "aqsgd", "backward_method": "delta", "scale": "channels", "first_visit": 4},
+    "cached channels": {"method": "aqsgd", "backward_method": "delta", "scale": "cached_channels", "first_visit": 4},
 }
 STORES = {"clusters": {"clusters": 16}}
 # The last byte of an input chooses one of them: with one more, those of the corpus whose byte was set so are set anew.

@@ -43,7 +43,7 @@ def test_every_decoder_is_reached(monkeypatch):
     assert found >= {
         (kind, form) for kind in (PacketKind.ACTIVATION, PacketKind.GRADIENT) for form in (Form.FULL, Form.DELTA)
     }
-    assert PayloadMethod.CHANNELS in methods
+    assert methods >= {PayloadMethod.CHANNELS, PayloadMethod.CACHED_CHANNELS}
     assert all(reached.values()), reached
 
 
