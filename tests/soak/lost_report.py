@@ -1,0 +1,130 @@
+"""Report of `lost_machines.py`: figures, a verdict and a page."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.runner import read_rows
+
+Found = dict[str, Any]
+COMPARED = ("spare", "shrink", "first", "cut")  # scenarios that end with a trained model
+_TITLES = {
+    "spare": "a random machine is killed again and again; three, and a spare one",
+    "shrink": "the same without a spare one",
+    "first": "the machine of rank 0 is killed; three machines",
+    "cut": "the line of a machine is cut; three machines",
+    "two": "two machines are killed at once, one the second home of the other; three machines",
+}
+_MISSING, _REMEDY = "the records of rank", "Bring one of them back"
+
+
+def summary(scenario: str, rows: Sequence[Found], undisturbed: Sequence[Found], *, full: bool) -> Found:
+    """The figures that count."""
+    lost = [one for row in rows for one in row["lost"]]
+    resumed = [one for one in lost if one.get("resumed") is not None]
+    expected = {row["seed"]: row["loss"] for row in undisturbed}
+    apart = [abs(row["loss"] - expected[row["seed"]]) for row in rows if row["loss"] and row["seed"] in expected]
+    pauses = [one["pause_s"] for one in resumed]
+    told = [" ".join(row["said"]) for row in rows]
+    return {
+        "scenario": scenario,
+        "trains": "all weights" if full else "LoRA",
+        "runs": len(rows),
+        "ended": sum(row["status"] == 0 for row in rows),
+        "ended_with_reason": sum(_MISSING in text and _REMEDY in text for text in told),
+        "stuck": sum(row["status"] is None for row in rows),
+        "losses_of_machines": len(lost),
+        "of_rank_0": sum(one["first"] for one in lost),
+        "gone_on": len(resumed),
+        "restarts": sum(row["restarts"] for row in rows),
+        "taken_in": sum(row["taken_in"] for row in rows),
+        "steps_lost": [statistics.median(one["lost"] for one in resumed), max(one["lost"] for one in resumed)]
+        if resumed
+        else None,
+        "stated": max((one["stated"] or 0 for one in resumed), default=None),
+        "more_than_stated": sum(one["lost"] > (one["stated"] or 0) for one in resumed),
+        "pause_s": [round(statistics.median(pauses), 1), max(pauses)] if pauses else None,
+        "drift": sum(row["drift"] for row in rows),
+        "compressed": sum(row["compressed"] for row in rows),
+        "apart": max(apart, default=None),
+        "spread": max(expected.values()) - min(expected.values()) if len(expected) > 1 else None,
+    }
+
+
+def verdict(result: Found) -> list[str]:
+    """Return the problems; empty if there are none."""
+    wrong = [f"{key.replace('_', ' ')}: {result[key]}" for key in ("stuck", "drift", "more_than_stated") if result[key]]
+    if result["scenario"] == "two":
+        if result["ended_with_reason"] != result["runs"]:
+            wrong.append(f"{result['runs'] - result['ended_with_reason']} runs did not say what is missing")
+        if result["ended"]:
+            wrong.append(f"{result['ended']} runs ended as if nothing were missing")
+        return wrong
+    if result["ended"] != result["runs"]:
+        wrong.append(f"{result['runs'] - result['ended']} runs did not come to their end")
+    if result["gone_on"] != result["losses_of_machines"]:
+        wrong.append(f"{result['losses_of_machines'] - result['gone_on']} losses without a restart")
+    if not result["losses_of_machines"]:
+        wrong.append("no machine was lost")
+    if result["apart"] is not None and result["spread"] is not None and result["apart"] > result["spread"]:
+        wrong.append(f"losses differ by {result['apart']:.2g} from undisturbed ones, whose seeds differ by less")
+    return wrong
+
+
+def page(file: Path) -> str:
+    """The page for people. file: of the rows; of each scenario the newest settings count."""
+    rows = list(read_rows(file))
+    parts = []
+    for scenario, title in _TITLES.items():
+        for full in (False, True):
+            mine = [row for row in rows if (row["scenario"], row["full"]) == (scenario, full)]
+            mine = [row for row in mine if row["setup"] == mine[-1]["setup"]]
+            plain = [row for row in rows if (row["scenario"], row["full"]) == ("undisturbed", full)]
+            if mine:
+                steps = max(row["steps"] for row in mine)
+                plain = [row for row in plain if row["steps"] >= steps]
+                parts.append(_part(title, summary(scenario, mine, plain, full=full)))
+    processor = platform.processor() or platform.machine()
+    return f"""# Lost machines
+
+`python -m tests.soak.lost_machines SCENARIO`, on {os.cpu_count()} cores of an {processor} machine that all nodes of
+the lab share, over 5 Mbit/s. A small GPT-2 over three stages, `pipecomp train --peers`. A killed machine answers
+again after half a minute; the planner says whether it takes part then. A pause is from the kill to the next step's end,
+with the start of Python and the loading of the model. Losses are means of the last 50 steps.
+
+{"".join(parts)}"""
+
+
+def _part(title: str, result: Found) -> str:
+    def both(values: Sequence[float] | None) -> str:
+        return "–" if values is None else ", ".join(f"{value:g}" for value in values)
+
+    def short(value: float | None) -> str:
+        return "–" if value is None else f"{value:.2g}"
+
+    agreement = (result["compressed"], result["drift"])
+    lines: list[tuple[str, Any]] = [
+        ("runs; of these came to their end by themselves", f"{result['runs']}; {result['ended']}"),
+        ("machines lost; of these rank 0's", f"{result['losses_of_machines']}; {result['of_rank_0']}"),
+    ]
+    if result["scenario"] == "two":
+        lines.append(("runs that ended and said what is missing and what to do", result["ended_with_reason"]))
+    else:
+        lines += [
+            ("starts that went on; of these to take a machine in", f"{result['restarts']}; {result['taken_in']}"),
+            ("steps lost with a machine: median, most", both(result["steps_lost"])),
+            ("at most, as the runs said", result["stated"]),
+            ("seconds from a loss to the next step: median, most", both(result["pause_s"])),
+            ("runs with compressed activations; of these with ends that differed", both(agreement)),
+            ("largest difference of a loss from the undisturbed run", short(result["apart"])),
+            ("difference between undisturbed runs of other seeds", short(result["spread"])),
+        ]
+    table = "\n".join(f"| {name} | {value} |" for name, value in lines)
+    wrong = verdict(result)
+    end = "Nothing is wrong." if not wrong else f"Wrong: {'; '.join(wrong)}."
+    return f"## {title[0].upper()}{title[1:]}: {result['trains']}\n\n| | |\n|---|---|\n{table}\n\n{end}\n\n"
