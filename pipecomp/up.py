@@ -90,8 +90,11 @@ def _write_book(ranks: AllRanks) -> None:
     certified = certified_ranks(ranks.world) or range(ranks.world)
     place = certified[ranks.rank] // int(os.environ["LOCAL_WORLD_SIZE"])
     answers = ranks.all_gather_object([place, os.environ.get(REACHED)])
+    book = {str(place): reached for place, reached in answers if reached is not None}
+    mesh = current_mesh()
+    if mesh is not None:
+        mesh.book = book
     if os.environ["LOCAL_RANK"] == "0":
-        book = {str(place): reached for place, reached in answers if reached is not None}
         atomic_write_text(Path(os.environ[KEYS]) / BOOK, json.dumps(book))
 
 

@@ -298,6 +298,7 @@ def up(
         str | None, option("HOST:PORT where others reach the first machine, if a router forwards a port to it.")
     ] = None,
     at: Annotated[str | None, option("On other machines: value printed by the first one.")] = None,
+    join: Annotated[str | None, option("HOST:PORT of a run that goes on: this machine joins it.")] = None,
     fingerprint: Annotated[str | None, option("On other machines: value printed by the first one.")] = None,
     code: Annotated[str | None, option("On other machines: value printed by the first one.")] = None,
     minutes: Annotated[float, option("Time the first machine waits for each other one.")] = 15.0,
@@ -312,17 +313,23 @@ def up(
 
     It prints a line to paste on the second machine. Only the first one needs an
     open port. To continue a run, give the same two commands again: machines that
-    have joined need no new invitation.
+    have joined need no new invitation. It also prints a line with which another
+    machine joins the run while it goes on; a machine that was lost and comes back
+    gives its command again.
     """
     from pipecomp.distributed import up_launcher
     from pipecomp.tls.listener import ALL_INTERFACES, Address
 
     check_minutes(minutes)
     invitation = (at, fingerprint, code)
-    require(
-        None not in invitation or invitation == (None, None, None), "at", at, "together with --fingerprint and --code"
-    )
-    if at is None:
+    whole = None not in invitation or invitation == (None, None, None)
+    if join is not None:
+        require(at is None, "join", join, "without --at")
+        whole = (fingerprint is None) == (code is None)
+    require(whole, "at" if join is None else "join", at or join, "together with --fingerprint and --code")
+    if join is not None:
+        reached = Address.parse(join if re.search(r":\d+$", join) else f"{join}:{_UP_PORT}", "join")
+    elif at is None:
         bind = Address.parse(listen or str(Address(ALL_INTERFACES, _UP_PORT)), "listen")
         shown = up_launcher.own_address(bind.port) if bind.is_wildcard else bind
         reached = shown if address is None else Address.parse(address, "address")
@@ -330,7 +337,10 @@ def up(
         at = at if re.search(r":\d+$", at) else f"{at}:{_UP_PORT}"
         reached = Address.parse(address or at, "at" if address is None else "address")
     train = read_train_options(command[1:]) if command[:1] == [up_launcher.TRAIN] else None
-    elastic = train is not None and (machines > 1 if train.elastic is None else train.elastic)
+    several = machines > 1 or join is not None
+    elastic = train is not None and (several if train.elastic is None else train.elastic)
+    if train is not None:
+        require(elastic or not train.rebalance, "--rebalance", True, "only with several machines, and --elastic")
     run = up_launcher.UpRun(
         address=reached,
         machines=machines,
@@ -340,7 +350,12 @@ def up(
         elastic=elastic,
     )
     checks = up_launcher.Checks(doctor=doctor, plan=plan, anyway=anyway)
-    if at is not None and fingerprint is not None and code is not None:
+    if join is not None:
+        require(elastic, "join", join, "with train, and without --no-elastic")
+        if fingerprint is not None and code is not None:
+            invites = str(Address(reached.host, reached.port + 1))
+            up_launcher.join_run(keys, invites, fingerprint, code, say=typer.echo)
+    elif at is not None and fingerprint is not None and code is not None:
         up_launcher.join_run(keys, at, fingerprint, code, say=typer.echo)
     else:
         options = ["--machines", str(machines), "--procs", str(procs)]
@@ -348,7 +363,12 @@ def up(
         options += ["--anyway"] if anyway else []
         up_launcher.invite_machines(run, keys, bind, options, minutes=minutes, say=typer.echo)
         listen = str(bind)
-    status = up_launcher.start_ranks(run, keys, listen, checks, say=print_status)
+    joins = join is not None
+    if at is None and not joins:
+        with up_launcher.OpenInvitation(run, keys, bind, minutes=minutes, say=typer.echo):
+            status = up_launcher.start_ranks(run, keys, listen, checks, say=print_status)
+    else:
+        status = up_launcher.start_ranks(run, keys, listen, checks, joins=joins, say=print_status)
     if status:
         raise typer.Exit(status)
 

@@ -153,6 +153,7 @@ def train(
         [host.strip() for host in (text or "").split(",") if text] for text in (options.peers, options.spare)
     )
     elastic = options.elastic if options.elastic is not None else len(hosts) > 1
+    require(elastic or not options.rebalance, "--rebalance", True, "only with several --peers, or with --elastic")
     require(elastic or not spares, "--spare", options.spare, "only with several --peers, and without --no-elastic")
     roster = Roster.start(hosts or [LOCAL], spares)
     own = replace(options, out=options.out or default_folder("train"), peers=None, spare=None, elastic=elastic or None)
@@ -183,7 +184,7 @@ def train(
     def command_for(world: int) -> list[str]:
         return python_module_command(_RANK_PROGRAM, replace(own, stages=world).to_json())
 
-    raise typer.Exit(launch_elastic(command_for, roster, len(ranks) // len(roster.hosts)))
+    raise typer.Exit(launch_elastic(command_for, roster, len(ranks) // len(roster.hosts), out=own.out))
 
 
 def check_started(options: TrainOptions, hint: str) -> None:

@@ -1,20 +1,24 @@
 """Ranks that start again without a lost machine: on a spare one in its place, or on those that are left.
 
-One launcher decides, the one that `pipecomp train --peers` runs in, so that a network that is cut in two cannot make
-two runs of one. Ranks on machines that it cannot reach end by themselves. The ranks find the newest complete state
-themselves; the launcher knows nothing about it.
+Machines that answer again, and new ones, become spares. Rank 0 predicts what a new cut with them would bring, and may
+ask for a start with them (`pipecomp.recipes.machine_watch`). One launcher decides about losses, the one that `pipecomp
+train --peers` runs in, so that a network that is cut in two cannot make two runs of one. Ranks on machines that it
+cannot reach end by themselves. The ranks find the newest complete state themselves; the launcher knows nothing about
+it.
 """
 
 from __future__ import annotations
 
+import json
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from pipecomp.distributed.launch_env import RESTARTS
-from pipecomp.distributed.preemption import REQUEUE_STATUS
+from pipecomp.distributed.launch_env import CANDIDATES, MACHINES, RESTARTS
 from pipecomp.distributed.ssh_launcher import (
     assign_ranks,
     is_this_machine,
@@ -22,12 +26,15 @@ from pipecomp.distributed.ssh_launcher import (
     watch_ranks,
     working_directory,
 )
-from pipecomp.errors import require
+from pipecomp.errors import require, writable, write_error
+from pipecomp.utils.files import UNFINISHED, atomic_write_text
 from pipecomp.utils.units import format_count
 
 LOCAL = "this machine"  # in a roster without hosts
 _GRACE_S = 15.0  # for the remaining ranks to notice a loss and to end
 _LOOK_S = 30.0  # between two attempts to reach a lost machine
+_READ_S = 1.0  # between two looks for requests to join
+JOIN = "join.txt"  # in the run's folder on the launcher's machine
 _ADVICE = "The run goes on without it"
 _GO_ON = "Run the same command again once they do; it goes on from the newest complete state that they have"
 
@@ -41,19 +48,23 @@ class Roster:
         spares: Machines that take the place of lost ones, the first one first.
         lost: Machines that did not answer.
         places: Number of machines at the start.
+        kept: Number of spare machines at the start, which a new cut leaves.
+        refused: Machines with which the run did not go on.
     """
 
     hosts: tuple[str, ...]
     spares: tuple[str, ...] = ()
     lost: tuple[str, ...] = ()
     places: int = 0
+    kept: int = 0
+    refused: tuple[str, ...] = ()
 
     @classmethod
     def start(cls, hosts: Sequence[str], spares: Sequence[str] = ()) -> Roster:
         """Return the roster at the start. Raises ConfigError for a spare machine that already takes part."""
         twice = sorted(set(hosts) & set(spares)) or sorted({host for host in spares if spares.count(host) > 1})
         require(not twice, "--spare", ",".join(spares), "machines that are not in --peers, each once")
-        return cls(tuple(hosts), tuple(spares), (), len(hosts))
+        return cls(tuple(hosts), tuple(spares), (), len(hosts), len(spares))
 
     def without(self, silent: Iterable[str]) -> Roster:
         """Return the roster after a loss: spares take the places of lost machines, as far as there are any.
@@ -71,16 +82,29 @@ class Roster:
         lost = [host for host in (*self.lost, *self.hosts, *self.spares) if host in silent]
         return replace(self, hosts=tuple(hosts), spares=tuple(spares), lost=tuple(dict.fromkeys(lost)))
 
-    def with_returned(self, answering: Iterable[str]) -> Roster:
-        """Return the roster with lost machines that answer again: in an open place, otherwise as spares."""
-        back = [host for host in self.lost if host in set(answering)]
-        count = max(0, self.places - len(self.hosts))
-        return replace(
-            self,
-            hosts=(*self.hosts, *back[:count]),
-            spares=(*self.spares, *back[count:]),
-            lost=tuple(host for host in self.lost if host not in back),
-        )
+    def with_spares(self, found: Iterable[str]) -> Roster:
+        """Return the roster with machines that came, or came back, as spares."""
+        found = [host for host in dict.fromkeys(found) if host not in (*self.hosts, *self.spares)]
+        lost = tuple(host for host in self.lost if host not in found)
+        return replace(self, spares=(*self.spares, *found), lost=lost)
+
+    def candidates(self) -> tuple[str, ...]:
+        """Return the spare machines that a new cut may take in: all that are needed, beyond those of --spare.
+
+        With fewer machines than at the start all of them are needed.
+        """
+        return self.spares if len(self.hosts) < self.places else self.spares[self.kept :]
+
+    def grown(self, more: int) -> Roster:
+        """Return the roster with the first `more` candidates in the last places."""
+        taken = self.candidates()[:more]
+        spares = tuple(host for host in self.spares if host not in taken)
+        return replace(self, hosts=(*self.hosts, *taken), spares=spares)
+
+    def without_newcomers(self, before: Roster) -> Roster:
+        """Return the roster of an earlier start, as far as its machines take part now."""
+        stay = tuple(host for host in self.hosts if host in before.hosts)
+        return replace(self, hosts=stay, refused=(*self.refused, *(host for host in self.hosts if host not in stay)))
 
 
 def silent_hosts(hosts: Iterable[str]) -> dict[str, str]:
@@ -94,39 +118,111 @@ def silent_hosts(hosts: Iterable[str]) -> dict[str, str]:
     return {host: why for host, why in answers.items() if why is not None}
 
 
-class Returning:
-    """Looks from time to time whether a lost machine answers again.
+def write_file(host: str, path: Path, text: str) -> str | None:
+    """Write a file on a host, below the run's working directory; return why that failed, None if it has succeeded."""
+    if host == LOCAL or is_this_machine(host):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            atomic_write_text(path, text)
+        except OSError as error:
+            return write_error(error, str(path))
+        return None
+    part = path.with_name(f"{path.name}{UNFINISHED}")
+    words = [f"cd {shlex.quote(working_directory())}", f"mkdir -p {shlex.quote(str(path.parent))}"]
+    words += [f"printf %s {shlex.quote(text)} > {shlex.quote(str(part))}"]
+    words += [f"mv {shlex.quote(str(part))} {shlex.quote(str(path))}"]
+    return try_login(host, " && ".join(words))
+
+
+class Arrivals:
+    """Looks, while ranks run, for machines that answer again and for requests to join; tells rank 0 of them.
 
     Args:
-        roster: The machines.
+        roster: The machines of this start.
+        number: Of this start.
+        out: The run's folder. Each line that is added to its file JOIN, here, names a host that joins.
+        seen: Number of lines of that file that were handled.
         silent: See `silent_hosts`.
+        write: See `write_file`.
+
+    Attributes:
+        roster: The machines, with those that came.
+        seen: As above.
     """
 
-    def __init__(self, roster: Roster, silent: Callable[[Iterable[str]], dict[str, str]]) -> None:
-        self.found: tuple[str, ...] = ()
-        self._roster, self._silent = roster, silent
-        self._next_look = time.monotonic() + _LOOK_S
+    def __init__(
+        self,
+        roster: Roster,
+        number: int,
+        out: Path | None,
+        seen: int,
+        silent: Callable[[Iterable[str]], dict[str, str]],
+        write: Callable[[str, Path, str], str | None],
+    ) -> None:
+        self.roster, self.seen = roster, seen
+        self._number, self._out, self._silent, self._write = number, out, silent, write
         self._pool = ThreadPoolExecutor(1)
-        self._look: Future[dict[str, str]] | None = None
+        self._work: Future[None] | None = None
+        self._next_read = 0.0
+        self._next_look = time.monotonic() + _LOOK_S
+        self._told: tuple[str, ...] = ()
 
-    def __enter__(self) -> Returning:
+    def __enter__(self) -> Arrivals:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def fills_a_place(self) -> bool:
-        """Return True once a lost machine can take an open place."""
-        roster = self._roster
-        if self.found or not roster.lost or len(roster.hosts) >= roster.places:
-            return bool(self.found)
-        if self._look is None and time.monotonic() > self._next_look:
-            self._look = self._pool.submit(self._silent, roster.lost)
-        if self._look is not None and self._look.done():
-            silent, self._look = self._look.result(), None
+    def look(self) -> None:
+        """Look, if it is time; called again and again. Logins take seconds, and happen on a thread."""
+        now = time.monotonic()
+        if now < self._next_read or (self._work is not None and not self._work.done()):
+            return
+        if self._work is not None and (error := self._work.exception()) is not None:
+            _say(f"machines that come are not noticed for now: {error}")
+        self._next_read, self._work = now + _READ_S, None
+        asked = self._requests()
+        lost = self.roster.lost if now >= self._next_look else ()
+        if asked or lost or self.roster.candidates() != self._told:
+            self._work = self._pool.submit(self._admit, asked, lost)
+
+    def _requests(self) -> list[str]:
+        if self._out is None:
+            return []
+        try:
+            lines = (self._out / JOIN).read_text().splitlines()
+        except OSError:
+            return []
+        new, self.seen = lines[self.seen :], max(self.seen, len(lines))
+        return [line.strip() for line in new if line.strip() and not line.startswith("#")]
+
+    def _admit(self, asked: Sequence[str], lost: Sequence[str]) -> None:
+        known = {*self.roster.hosts, *self.roster.spares}
+        for host in asked:
+            if host in known or host.startswith("-"):
+                _say(f"{host} cannot join: it {'takes part already' if host in known else 'is no name of a host'}")
+        joining = [host for host in dict.fromkeys(asked) if host not in known and not host.startswith("-")]
+        why = self._silent([*joining, *lost])
+        for host in joining:
+            if host in why:
+                _say(f"{host} cannot join: {why[host]}. Add the line once more when it answers")
+        came = [host for host in joining if host not in why]
+        back = [host for host in lost if host not in why]
+        for text, hosts in (("joins", came), ("answers again", back)):
+            if hosts:
+                _say(f"{', '.join(hosts)} {text}: a spare, unless steps get 10 % faster with it")
+        if lost:
             self._next_look = time.monotonic() + _LOOK_S
-            self.found = tuple(host for host in roster.lost if host not in silent)
-        return bool(self.found)
+        self.roster = self.roster.with_spares([*back, *came])
+        candidates = self.roster.candidates()
+        if candidates == self._told or self._out is None:
+            return
+        text = json.dumps({"start": self._number, "names": candidates})
+        problem = self._write(self.roster.hosts[0], self._out / CANDIDATES, text)
+        if problem is None:
+            self._told = candidates
+        else:
+            _say(f"{', '.join(candidates)} stays a spare for now: {self.roster.hosts[0]} was not told ({problem})")
 
 
 def launch_elastic(
@@ -134,14 +230,19 @@ def launch_elastic(
     roster: Roster,
     each: int,
     silent: Callable[[Iterable[str]], dict[str, str]] = silent_hosts,
+    *,
+    out: Path | None = None,
+    write: Callable[[str, Path, str], str | None] = write_file,
 ) -> int:
-    """Start the ranks, and start them again on the machines that answer after one is lost.
+    """Start the ranks, and start them again on the machines that answer after one is lost, or with those that come.
 
     Args:
         command: Takes the number of ranks, and returns program and arguments of a rank.
         roster: The machines.
         each: Ranks per machine.
         silent: See `silent_hosts`.
+        out: The run's folder, relative to the working directory of all machines; None if no machine can join.
+        write: See `write_file`.
 
     Returns:
         0, or the status of the rank that failed first in the last start.
@@ -149,29 +250,44 @@ def launch_elastic(
     Raises:
         ConfigError: A program cannot be started, or the first machine has no address.
     """
-    restarts = 0
+    number, seen, before = 0, 0, roster
+    if out is not None and LOCAL not in roster.hosts:
+        with writable("--out", out):
+            out.mkdir(parents=True, exist_ok=True)
+            (out / JOIN).write_text("# Hosts that join this run, one a line.\n")
+        seen = 1
+        _say(f"another machine joins with: echo HOST >> {shlex.quote(str(out / JOIN))}")
     while True:
         world = each * len(roster.hosts)
         hosts = () if roster.hosts == (LOCAL,) else roster.hosts
-        ranks = assign_ranks(command(world), world, hosts, {RESTARTS: str(restarts)})
-        with Returning(roster, silent) as returning:
-            ended = watch_ranks(ranks, grace_s=_GRACE_S, go_on=_ADVICE, asks_to_stop=returning.fills_a_place)
-        if ended.status == REQUEUE_STATUS and returning.found and not ended.stopped:
-            roster = roster.with_returned(returning.found)
-            reason = f"{', '.join(returning.found)} answers again"
+        variables = {RESTARTS: str(number), MACHINES: ",".join(roster.hosts)}
+        ranks = assign_ranks(command(world), world, hosts, variables)
+        with Arrivals(roster, number, out, seen, silent, write) as arrivals:
+            ended = watch_ranks(ranks, grace_s=_GRACE_S, go_on=_ADVICE, meanwhile=arrivals.look)
+        earlier, before = before, roster
+        roster, seen = arrivals.roster, arrivals.seen
+        newcomers = [host for host in roster.hosts if host not in earlier.hosts]
+        if ended.more is not None:
+            roster = roster.grown(ended.more)
+            added = [host for host in roster.hosts if host not in before.hosts]
+            reason = f"{', '.join(added)} takes part" if added else "a new cut"
         elif ended.is_loss:
             why = silent((*roster.hosts, *roster.spares, *roster.lost))
-            before, roster = roster, roster.without(why).with_returned(set(roster.lost) - set(why))
+            back = set(roster.lost) - set(why)
+            roster = roster.with_spares(back).without(why)
             if not roster.hosts:
                 _say(f"no machine of the run answers: {_list(why)}. {_GO_ON}")
                 return ended.status
             gone = {host: why[host] for host in before.hosts if host in why}
             reason = f"{_list(gone)} is lost" if gone else "a rank was lost, and its machine answers"
+        elif ended.status and newcomers and len(newcomers) < len(roster.hosts) and not ended.stopped:
+            roster = before = roster.without_newcomers(earlier)
+            reason = f"the run did not go on with {', '.join(newcomers)}"
         else:
             return ended.status
-        restarts += 1
+        number += 1
         count = format_count(each * len(roster.hosts), "stage")
-        _say(f"{reason}. Restart {restarts}: {count} on {', '.join(roster.hosts)}{_spares(roster)}")
+        _say(f"{reason}. Restart {number}: {count} on {', '.join(roster.hosts)}{_spares(roster)}")
 
 
 def _list(why: dict[str, str]) -> str:

@@ -39,6 +39,8 @@ _TERMINAL = "SLURM_PTY_PORT"  # set by srun --pty, an interactive shell, whateve
 # The launcher: a process id, or "stdin" for one at the other end of standard input.
 LAUNCHER, STDIN = "PIPECOMP_LAUNCHER", "stdin"
 RESTARTS = "PIPECOMP_RESTARTS"  # how often an elastic launcher has started the ranks of this run again
+MACHINES = "PIPECOMP_MACHINES"  # of an elastic launcher's start, in the order of their ranks, with commas between them
+CANDIDATES = "candidates.json"  # in the run's folder of rank 0: machines that wait to take part
 
 # Variables that change a rank's numbers, its speed or what it reads: those that suit all machines, and those that
 # describe one machine or its network.
@@ -110,6 +112,17 @@ def restarts() -> int:
     """Return how often an elastic launcher has started this run's ranks again."""
     text = os.environ.get(RESTARTS, "")
     return int(text) if text.isdecimal() else 0
+
+
+def machine_names(world: int) -> list[str]:
+    """Return the name of each rank's machine, as an elastic launcher names it; empty without one."""
+    names = [name for name in os.environ.get(MACHINES, "").split(",") if name]
+    return [name for name in names for _ in range(world // len(names))] if names and world % len(names) == 0 else []
+
+
+def machine_name(place: int) -> str:
+    """Return the name of a machine of `pipecomp up`. place: from 0, in the order of the invitations."""
+    return f"machine-{place + 1}"
 
 
 def master_address(environ: Mapping[str, str]) -> str | None:

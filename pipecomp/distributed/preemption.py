@@ -21,8 +21,12 @@ from types import FrameType, TracebackType
 from typing import Any
 
 REQUEUE_STATUS = os.EX_TEMPFAIL  # 75: "temporary failure, the user is invited to retry"
+NEW_CUT = "the launcher starts the ranks again with a new cut of the model"
 LOST_STATUS = 13  # of a rank that has lost another one, or its launcher
+RECUT_STATUS = 80  # and N more: the ranks ask for a new cut of the model, with N more machines
+MOST_MORE = 40  # machines at once
 LAUNCHER_GONE = 1000  # value of `wanted`, above all signals
+_RECUT = 2000  # the same, and N more
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _UNLESS_HANDLED = (signal.SIGHUP, signal.SIGUSR1)
 _SAME_S = 1.0  # launchers forward a signal that the process has received itself
@@ -37,10 +41,10 @@ _leaving_since: float | None = None
 
 
 class Interrupted(SystemExit):
-    """Everything is saved, and the process exits with `REQUEUE_STATUS`. reason: the signal and its rank."""
+    """Everything is saved, and the process exits with `status`. reason: the signal and its rank."""
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(REQUEUE_STATUS)
+    def __init__(self, reason: str, status: int = REQUEUE_STATUS) -> None:
+        super().__init__(status)
         self.reason = reason
 
 
@@ -54,6 +58,7 @@ class Interruption:
     def __init__(self, *, active: bool = True) -> None:
         self._active = active and threading.current_thread() is threading.main_thread()
         self._wanted, self._noticed = 0, False
+        self._status = REQUEUE_STATUS
         self._since: dict[int, float] = {}  # time of the first of each kind
         self._reader: _SignalReader | None = None
         self._before: dict[int, Any] = {}
@@ -95,9 +100,21 @@ class Interruption:
             self._wanted = number
             say_here(f"{why}: the run ends after this step, with a checkpoint")
 
+    def ask_for_new_cut(self, more: int) -> None:
+        """Request the end of this start, so that the launcher starts the ranks with `more` machines and a new cut."""
+        if not self._wanted:
+            self._wanted = _RECUT + min(more, MOST_MORE)
+
     def decide(self, wanted: Sequence[int]) -> str | None:
         """Return why the run ends, None if it continues. wanted: Values of all ranks, by rank."""
-        return next((f"{_name(number)} on rank {rank}" for rank, number in enumerate(wanted) if number), None)
+        asked = [(number >= _RECUT, rank, number) for rank, number in enumerate(wanted) if number]
+        if not asked:
+            return None
+        recut, rank, number = min(asked)  # signals first
+        if recut:
+            self._status = RECUT_STATUS + number - _RECUT
+            return NEW_CUT
+        return f"{_name(number)} on rank {rank}"
 
     def agree(self, group: Any) -> str | None:
         """Decide together with all other ranks, which must all call this. group: All ranks, for CPU tensors."""
@@ -117,7 +134,7 @@ class Interruption:
 
         dist.barrier()  # a launcher may kill all ranks once the first one has exited
         begin_exit()
-        return Interrupted(reason)
+        return Interrupted(reason, self._status)
 
     def _received(self, number: int) -> None:
         now = time.monotonic()

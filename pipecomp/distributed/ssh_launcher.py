@@ -10,7 +10,6 @@ import contextlib
 import os
 import shlex
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -291,7 +290,7 @@ def watch_ranks(
     *,
     grace_s: float = _GRACE_S,
     go_on: str = GO_ON,
-    asks_to_stop: Callable[[], bool] = lambda: False,
+    meanwhile: Callable[[], object] = lambda: None,
 ) -> Ended:
     """Start the ranks and wait for all of them; see `launch_ranks`.
 
@@ -299,7 +298,7 @@ def watch_ranks(
         ranks: The ranks.
         grace_s: Seconds that the remaining ranks have to end after the first failure.
         go_on: The advice after a lost rank.
-        asks_to_stop: Called every 20 ms; once it returns True, the ranks are asked to save a checkpoint and to end.
+        meanwhile: Called every 20 ms.
     """
     hint = "pipecomp train --dry-run prints the commands to run on each host"
     require(all(r.host is None for r in ranks) or shutil.which("ssh"), "ssh", None, "an installed ssh client", hint)
@@ -309,7 +308,7 @@ def watch_ranks(
         print(f"{text} if ranks need them there", file=sys.stderr, flush=True)
     from pipecomp.utils.cgroups import count_oom_kills  # here: it imports torch, which takes seconds
 
-    before, warned, asked = count_oom_kills(), False, False
+    before, warned = count_oom_kills(), False
     with Supervisor() as supervisor, supervisor.forward_signals():
         for rank in ranks:
             supervisor.start(rank.process())
@@ -318,9 +317,7 @@ def watch_ranks(
                 warned = True
                 left = f"The remaining ranks are killed after {grace_s - _WARN_S:g} s"
                 _warn(ranks[supervisor.failed], supervisor.status, count_oom_kills() - before, left)
-            if not asked and asks_to_stop():
-                asked = True
-                supervisor.signal_all(signal.SIGTERM)
+            meanwhile()
         failed = None if supervisor.failed is None else ranks[supervisor.failed]
         wanted = {128 + number for number in stop_signals()}
         if failed is not None and supervisor.status > 128 and supervisor.status not in wanted:

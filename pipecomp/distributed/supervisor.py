@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection
 from types import FrameType
 from typing import IO, Any, NamedTuple, Protocol
 
-from pipecomp.distributed.preemption import LOST_STATUS, stop_signals
+from pipecomp.distributed.preemption import LOST_STATUS, MOST_MORE, RECUT_STATUS, stop_signals
 from pipecomp.errors import ConfigError, PipecompError
 from pipecomp.utils.processes import exit_status, handle_signals
 
@@ -76,14 +76,20 @@ class Ended(NamedTuple):
     @property
     def is_loss(self) -> bool:
         """True if ranks or machines were lost, and no rank has ended by an error of its own."""
-
-        def lost(number: int, status: int) -> bool:
-            return (
-                (status == SSH_FAILED and number in self.remote) or (128 < status < SSH_FAILED) or status == LOST_STATUS
-            )
-
         failed = [(number, status) for number, status in enumerate(self.statuses) if status]
-        return bool(failed) and not self.stopped and all(lost(number, status) for number, status in failed)
+        return bool(failed) and not self.stopped and all(self._is_lost(number, status) for number, status in failed)
+
+    @property
+    def more(self) -> int | None:
+        """Further machines that the ranks ask for with a new cut, 0 for a new cut alone; None if they do not ask."""
+        failed = [(number, status) for number, status in enumerate(self.statuses) if status]
+        asked = [status - RECUT_STATUS for _, status in failed if 0 <= status - RECUT_STATUS <= MOST_MORE]
+        others = [(number, status) for number, status in failed if not 0 <= status - RECUT_STATUS <= MOST_MORE]
+        asks = asked and not self.stopped and all(self._is_lost(number, status) for number, status in others)
+        return asked[0] if asks else None
+
+    def _is_lost(self, number: int, status: int) -> bool:
+        return (status == SSH_FAILED and number in self.remote) or (128 < status < SSH_FAILED) or status == LOST_STATUS
 
 
 class ChildProcess(Protocol):
@@ -218,12 +224,6 @@ class Supervisor:
 
         with handle_signals(forward, *stop_signals()):
             yield
-
-    def signal_all(self, number: int) -> None:
-        """Send a signal to every process that runs."""
-        for index, status in enumerate(self.statuses):
-            if status is None:
-                self._deliver(index, number)
 
     def _deliver(self, index: int, number: int) -> None:
         # A signal may arrive while a process is started: whoever comes first delivers it, once.

@@ -1,19 +1,24 @@
-"""The part of one machine in `pipecomp up`: obtain keys, start the machine's ranks, wait until they have ended."""
+"""The part of one machine in `pipecomp up`: obtain keys, start the machine's ranks, wait until they have ended.
+
+After a loss, or once the ranks ask for a new cut, the machines agree who takes part in the next start
+(`pipecomp.tls.membership`). A machine that comes later waits for that.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import shlex
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pipecomp.distributed.launch_env import LAUNCHER, RESTARTS
+from pipecomp.distributed.launch_env import LAUNCHER, MACHINES, RESTARTS, machine_name
 from pipecomp.distributed.placement import address_towards, is_loopback, list_interfaces
 from pipecomp.distributed.rendezvous import ADDRESS, CERTIFIED, KEYS, LISTEN
 from pipecomp.distributed.supervisor import Ended, ProcessSpec, Supervisor
-from pipecomp.errors import KeysError, LinkTimeoutError, require
+from pipecomp.errors import KeysError, LinkTimeoutError, PipecompError, require
 from pipecomp.tls.certificates import format_ranks, read_identity
 from pipecomp.tls.enrollment import (
     Invitation,
@@ -22,15 +27,16 @@ from pipecomp.tls.enrollment import (
     normalize_fingerprint,
 )
 from pipecomp.tls.handshake import Credentials
-from pipecomp.tls.key_folder import AUTHORITY_KEY, MACHINE, KeyFolder, create_keys, list_machines
+from pipecomp.tls.key_folder import AUTHORITY_KEY, MACHINE, KeyFolder, create_keys, list_machines, next_rank
 from pipecomp.tls.listener import Address
-from pipecomp.tls.membership import Membership, MembershipConfig, agree_on_members
+from pipecomp.tls.membership import Membership, MembershipConfig, NoRunError, RunEndedError, agree_on_members
 from pipecomp.utils.processes import python_module_command
 
 BOOK = "machines.json"  # in the folder of keys: where each machine is reached, by place
 REACHED = "PIPECOMP_REACHED"  # where the others reach this machine
 TRAIN = "train"  # in place of a script: its argument is `TrainOptions` as JSON
 _MEMBERS_S = 600.0  # for the machines that are left to find each other
+_FIRST_S, _AGAIN_S = 15.0, 3.0  # for a run to answer a machine that joins, and one that may have been part of it
 _GRACE_S = 30.0  # for the remaining ranks to end after the first failure
 _REMOTE = ("192.0.2.1", "2001:db8::1")  # reserved for documentation
 
@@ -130,7 +136,7 @@ def invite_machines(
             again = shlex.join(["pipecomp", "keys", "revoke", keys, name])
             say(f"keys: {name} has joined before, for rank {run.ranks(machine)}. If it lost its keys, run {again}")
             continue
-        name = f"machine-{machine + 1}"
+        name = machine_name(machine)
         at = str(Address(listen.host, port))
         with Invitation(keys, name, ranks=run.ranks(machine), listen=at) as invitation:
             say(f"Run this on {name} within {minutes:g} minutes, in a folder with the same script, model and data:\n")
@@ -140,6 +146,62 @@ def invite_machines(
             if not invitation.wait(minutes):
                 raise LinkTimeoutError(f"{name} did not join within {minutes:g} minutes; the code is void")
         say(f"keys: {name} has joined, for rank {run.ranks(machine)}")
+
+
+class OpenInvitation:
+    """Lets further machines join a run that goes on, one after another; a context manager, on the authority's machine.
+
+    Each code is valid for some minutes, and the next one is printed once a machine has joined.
+
+    Args:
+        run: The run.
+        keys: This machine's folder of keys. Without the authority's key, or for a run that does not start again, no
+            machine is invited.
+        listen: Address where rank 0 listens; invitations use the next port.
+        minutes: Validity of a code.
+        say: Prints a line.
+    """
+
+    def __init__(self, run: UpRun, keys: str, listen: Address, *, minutes: float, say: Callable[[str], None]) -> None:
+        self._run, self._keys, self._minutes, self._say = run, keys, minutes, say
+        self._listen = Address(listen.host, listen.port + 1)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._invite, name="pipecomp-invite", daemon=True)
+
+    def __enter__(self) -> OpenInvitation:
+        if self._run.elastic and KeyFolder(self._keys).has(AUTHORITY_KEY):
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _invite(self) -> None:
+        again = ["pipecomp", "keys", "invite", self._keys, "NAME", "--listen", str(self._listen)]
+        join = ["pipecomp", "up", "--join", str(self._run.address)]
+        command = ["--procs", str(self._run.procs), "--", *self._run.command]
+        while not self._ended.is_set():
+            place = -(-next_rank(KeyFolder(self._keys)) // self._run.procs)
+            name = machine_name(place)
+            try:
+                with Invitation(self._keys, name, ranks=self._run.ranks(place), listen=str(self._listen)) as invitation:
+                    secret = ["--fingerprint", invitation.fingerprint, "--code", invitation.code]
+                    line = shlex.join([*join, *secret, *command])
+                    self._say(f"{name} joins this run within {self._minutes:g} minutes with:\n\n{line}\n")
+                    for _ in range(max(1, round(60 * self._minutes))):
+                        if self._ended.is_set() or invitation.wait(1 / 60):
+                            break
+                    else:
+                        here = shlex.join([*again, "--ranks", self._run.ranks(place)])
+                        there = shlex.join([*join, *command])
+                        self._say(f"the code for {name} is void. For a machine that joins later run {here} here,")
+                        self._say(f"what it prints there, and then {there}")
+                        return
+            except PipecompError as error:
+                self._say(f"no machine can join: {error}")
+                return
 
 
 def join_run(keys: str, at: str, fingerprint: str, code: str, *, say: Callable[[str], None]) -> None:
@@ -158,16 +220,19 @@ def join_run(keys: str, at: str, fingerprint: str, code: str, *, say: Callable[[
     say(f"keys: this is {mine.machine} of run {mine.run}, for rank {format_ranks(mine.ranks)}")
 
 
-def start_ranks(run: UpRun, keys: str, listen: str | None, checks: Checks, *, say: Callable[[str], None]) -> int:
+def start_ranks(
+    run: UpRun, keys: str, listen: str | None, checks: Checks, *, joins: bool = False, say: Callable[[str], None]
+) -> int:
     """Start this machine's ranks, forward signals to them, and wait until all have ended.
 
-    An elastic run starts again without a lost machine, see `pipecomp.tls.membership`.
+    An elastic run starts again without a lost machine, and with machines that come, see `pipecomp.tls.membership`.
 
     Args:
         run: The run.
         keys: This machine's folder of keys, which names its ranks.
         listen: HOST:PORT where the first of them listens, or "none"; None: on the interface towards rank 0.
         checks: Checks before training.
+        joins: This machine joins a run that goes on.
         say: Prints a line.
 
     Returns:
@@ -175,10 +240,10 @@ def start_ranks(run: UpRun, keys: str, listen: str | None, checks: Checks, *, sa
 
     Raises:
         KeysError: The keys do not fit the run.
-        LinkTimeoutError: Too few machines are left.
+        LinkTimeoutError: Too few machines are left, or no run answers a machine that joins.
     """
     mine = KeyFolder(keys).identity().ranks
-    if len(mine) != run.procs or mine[-1] >= run.world:
+    if len(mine) != run.procs or (mine[-1] >= run.world and not joins) or mine[0] % run.procs:
         raise KeysError(
             f"the keys in {keys} are for rank {format_ranks(mine)}, which does not fit {run.machines} machines of "
             f"{run.procs} rank(s): give the same --machines and --procs everywhere, or make new keys"
@@ -186,24 +251,83 @@ def start_ranks(run: UpRun, keys: str, listen: str | None, checks: Checks, *, sa
     place = mine[0] // run.procs
     start = Membership(tuple(range(run.machines)), run.address, 0)
     book = Path(keys) / BOOK
+    if run.elastic:
+        try:
+            start = find_run(run, keys, place, joins=joins, say=say) or start
+        except RunEndedError as error:  # it was not needed
+            say(str(error))
+            return 0
     book.unlink(missing_ok=True)
+    earlier = start.places  # of the start before
     while True:
+        if start.number:
+            say(f"restart {start.number}: {', '.join(map(machine_name, start.places))}")
         ended, status = _run_ranks(run, start, place, keys, listen, checks, say=say)
-        if not run.elastic or not book.is_file() or not ended.is_loss:
+        if not run.elastic or not book.is_file() or not status or ended.stopped:
             return status
-        addresses = {int(number): Address.parse(text, BOOK) for number, text in json.loads(book.read_text()).items()}
+        before, wanted = start.places, len(start.places)
+        if ended.more is not None:
+            wanted += ended.more
+        elif ended.is_loss:
+            say("a machine or rank was lost; looking for those that are left")
+        else:  # with machines that cannot take part, such as one with other data
+            before = tuple(number for number in start.places if number in earlier)
+            if before == start.places or place not in before:
+                return status
+            wanted = len(before)
+            say("the run did not go on with the machines that came; it goes on without them")
         config = MembershipConfig(
             place=place,
             procs=run.procs,
-            addresses=addresses,
-            before=start.places,
+            addresses=read_book(keys),
+            before=before,
             number=start.number + 1,
             listen=listen_address(run, listen),
+            wanted=wanted,
         )
-        say("a machine or rank was lost; looking for those that are left")
+        earlier = before
         start = agree_on_members(config, Credentials(KeyFolder(keys)), wait_s=_MEMBERS_S, say=say)
-        names = ", ".join(f"machine {number + 1}" for number in start.places)
-        say(f"restart {start.number}: {names}")
+
+
+def read_book(keys: str) -> dict[int, Address]:
+    """Return where the machines of the last start are reached, by place; empty if that is unknown."""
+    try:
+        content = json.loads((Path(keys) / BOOK).read_text())
+        return {int(place): Address.parse(text, BOOK) for place, text in content.items()}
+    except (OSError, ValueError, AttributeError):
+        return {}
+
+
+def find_run(run: UpRun, keys: str, place: int, *, joins: bool, say: Callable[[str], None]) -> Membership | None:
+    """Wait until a run that goes on takes this machine in.
+
+    Args:
+        run: The run.
+        keys: This machine's folder of keys.
+        place: Of this machine.
+        joins: The run must go on. Otherwise it may not have begun.
+        say: Prints a line.
+
+    Returns:
+        The start in which this machine takes part; None if the run has not begun.
+
+    Raises:
+        LinkTimeoutError: No run answers, or it has ended.
+        KeysError: The keys of this machine cannot be used.
+    """
+    known = read_book(keys)
+    addresses = ({} if place == 0 else {0: run.address}) | known
+    addresses.pop(place, None)
+    config = MembershipConfig(place=place, procs=run.procs, addresses=addresses, before=(), number=0, listen=None)
+    if not addresses:
+        return None
+    first_s = _FIRST_S if joins else _AGAIN_S if known else 0.0
+    try:
+        return agree_on_members(config, Credentials(KeyFolder(keys)), wait_s=_MEMBERS_S, first_s=first_s, say=say)
+    except NoRunError:
+        if joins:
+            raise
+        return None
 
 
 def listen_address(run: UpRun, listen: str | None) -> Address | None:
@@ -252,6 +376,8 @@ def _run_ranks(
         common[REACHED] = str(reached)
     if start.number:
         common |= {RESTARTS: str(start.number), CERTIFIED: ",".join(map(str, certified))}
+    if run.elastic:
+        common[MACHINES] = ",".join(map(machine_name, start.places))
     if start.number and first == 0:  # this machine leads now
         listen = str(listen_address(run, listen))
     with Supervisor() as supervisor, supervisor.forward_signals():

@@ -114,6 +114,13 @@ class RecordFolder:
             )
         )
 
+    def set_complete(self, steps: list[int]) -> None:
+        """Note the steps that are complete."""
+        with self._lock:
+            if steps != self.complete:
+                self.complete = steps
+                self._write()
+
     def forget_from(self, step: int) -> None:
         """Delete the records of `step` and later ones, which a run that begins before them makes anew."""
         self._delete(lambda entry: entry.step >= step)
@@ -159,5 +166,18 @@ def _entries(folder: Path, rows: list[Any]) -> Iterator[IndexEntry]:
 
 def find_records(folders: Iterable[Path]) -> list[IndexEntry]:
     """Return the records in some folders and below them."""
-    indices = {path.resolve() for folder in folders for path in [folder / INDEX, *folder.glob(f"*/{INDEX}")]}
-    return [entry for path in sorted(indices) if path.is_file() for entry in read_index(path.parent)]
+    return [entry for path in _find_indices(folders) for entry in read_index(path.parent)]
+
+
+def complete_steps(folders: Iterable[Path]) -> list[int]:
+    """Return the steps that were complete when the indices in some folders and below them were written."""
+    steps: set[int] = set()
+    for path in _find_indices(folders):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            steps |= set(map(int, json.loads(path.read_text(encoding="utf-8"))["complete"]))
+    return sorted(steps)
+
+
+def _find_indices(folders: Iterable[Path]) -> list[Path]:
+    found = {path.resolve() for folder in folders for path in [folder / INDEX, *folder.glob(f"*/{INDEX}")]}
+    return [path for path in sorted(found) if path.is_file()]

@@ -1,8 +1,13 @@
-"""Bring the records of the newest complete step to every machine, and make a checkpoint of them there."""
+"""Bring the records of the newest complete step to every machine, and make a checkpoint of them there.
+
+The checkpoint of a single machine, which has no second home, is brought to the others as it is.
+"""
 
 from __future__ import annotations
 
 import os
+import secrets
+import shutil
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -15,7 +20,7 @@ from torch.distributed import distributed_c10d
 from pipecomp.distributed.collectives import gathered, while_others_wait
 from pipecomp.distributed.rendezvous import all_ranks
 from pipecomp.elastic.assembly import assemble
-from pipecomp.elastic.index import IndexEntry, RecordFolder, find_records
+from pipecomp.elastic.index import IndexEntry, RecordFolder, complete_steps, find_records
 from pipecomp.elastic.record import Record
 from pipecomp.errors import WireError
 from pipecomp.utils.files import UNFINISHED
@@ -71,6 +76,62 @@ def recover(path: str | os.PathLike[str], checkpoints: str | os.PathLike[str], *
     return None
 
 
+def find_lost_step(path: str | os.PathLike[str], *, after: int) -> tuple[int, list[int]] | None:
+    """Find the newest state after step `after` that was complete, and that the machines of this start do not have.
+
+    Every rank must call this.
+
+    Returns:
+        Its step, and the ranks whose records are missing; None if nothing was lost.
+    """
+    first_here = os.environ.get("LOCAL_RANK", "0") == "0"
+    own = [_row(entry) for entry in find_records([Path(path)])] if first_here else []
+    rows = [tuple(row) for rows in gathered(own) for row in rows]
+    complete = {step for steps in gathered(complete_steps([Path(path)]) if first_here else []) for step in steps}
+    found = [row for row in rows if row[1] in complete and row[1] > after]
+    if not found:
+        return None
+    session, step, _, world, *_ = max(found, key=lambda row: row[1])
+    missing = set(range(world)) - {row[2] for row in rows if row[:2] == (session, step)}
+    return (step, sorted(missing)) if missing else None
+
+
+def share_checkpoint(folder: str | os.PathLike[str], holder: int, takers: list[int]) -> None:
+    """Bring the folder of a checkpoint from one machine to others; every rank must call this.
+
+    Args:
+        folder: The checkpoint, under the same name on all machines. On the others it is replaced.
+        holder: The first rank of the machine that has it.
+        takers: The first ranks of the machines that do not.
+
+    Raises:
+        WireError: On every rank, if its files cannot be below the folder.
+        OutputError, OSError: On every rank, if a machine cannot write it.
+    """
+    target, rank = Path(folder), dist.get_rank()
+    part = target.with_name(f"{target.name}.{secrets.token_hex(4)}{UNFINISHED}")
+    files = []
+    if rank == holder:
+        paths = sorted(path for path in target.rglob("*") if path.is_file())
+        files = [(str(path.relative_to(target)), path.stat().st_size) for path in paths]
+    listed = gathered(files)[holder]
+    with all_ranks().collective_errors():
+        for name, size in listed:
+            path = Path(name)
+            if path.is_absolute() or ".." in path.parts or type(size) is not int or size < 0:
+                raise WireError(f"rank {holder} sent a checkpoint with a file {name!r}")
+    for name, size in listed:
+        if rank == holder and size:
+            _send_file(target / name, size, takers)
+        elif rank in takers:
+            (part / name).parent.mkdir(parents=True, exist_ok=True)
+            _receive_file(part / name, size, holder)
+    with all_ranks().collective_errors():
+        if rank in takers:
+            shutil.rmtree(target, ignore_errors=True)
+            os.replace(part, target)
+
+
 def _row(entry: IndexEntry) -> Row:
     return (entry.session, entry.step, entry.rank, entry.world, entry.size, entry.crc)
 
@@ -95,8 +156,12 @@ def _device() -> torch.device:
 
 
 def _send(entry: IndexEntry, takers: list[int]) -> None:
-    data = np.memmap(entry.path, dtype=np.uint8, mode="r")
-    for at in range(0, entry.size, _CHUNK_BYTES):
+    _send_file(entry.path, entry.size, takers)
+
+
+def _send_file(path: Path, size: int, takers: list[int]) -> None:
+    data = np.memmap(path, dtype=np.uint8, mode="r")
+    for at in range(0, size, _CHUNK_BYTES):
         chunk = torch.from_numpy(np.array(data[at : at + _CHUNK_BYTES])).to(_device())
         for taker in takers:
             dist.send(chunk, taker)
@@ -106,14 +171,18 @@ def _receive(row: Row, source: int, folder: RecordFolder) -> None:
     """Write a record that another machine sends, and list it. Raises WireError unless it is the announced one."""
     session, step, rank, _, size, crc = row
     part = folder.path / f"step-{step}-rank-{rank}.safetensors{UNFINISHED}"
-    with part.open("wb") as file:
-        for at in range(0, size, _CHUNK_BYTES):
-            chunk = torch.empty(min(_CHUNK_BYTES, size - at), dtype=torch.uint8, device=_device())
-            dist.recv(chunk, source)
-            file.write(chunk.cpu().numpy().data)
+    _receive_file(part, size, source)
     record = Record.open(part)
     if (record.info.session, record.info.step, record.info.rank, record.crc) != (session, step, rank, crc):
         part.unlink()
         raise WireError(f"rank {source} has sent another record than that of rank {rank} after step {step}")
     os.replace(part, folder.path / record.info.file_name)
     folder.add(Record.open(folder.path / record.info.file_name))
+
+
+def _receive_file(path: Path, size: int, source: int) -> None:
+    with path.open("wb") as file:
+        for at in range(0, size, _CHUNK_BYTES):
+            chunk = torch.empty(min(_CHUNK_BYTES, size - at), dtype=torch.uint8, device=_device())
+            dist.recv(chunk, source)
+            file.write(chunk.cpu().numpy().data)

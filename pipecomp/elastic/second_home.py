@@ -202,7 +202,7 @@ class SecondHome:
         homes = enumerate(self.plan.homes)
         common = [set(answers[rank]["own"]) & set(answers[home]["held"][rank]) for rank, home in homes]
         complete = sorted(set.intersection(*common))
-        self.folder.complete = complete
+        self.folder.set_complete(complete)
         # On a second home whose disk is full nothing becomes complete, and yet records must not pile up elsewhere.
         wanted = {*complete[-_KEPT:], *self._taken[-_KEPT:]}
         if self._taken:

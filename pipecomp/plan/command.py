@@ -367,7 +367,7 @@ def plan(
     possible = search.layouts(request.nodes, request.stages, len(profile.blocks))
     for K, replicas in search.divisible(possible, options.batch, options.micro_batch):
         slowdowns = request.stage_slowdowns(K)
-        split = _balanced(model, profile, K, tie=options.tie, slowdowns=slowdowns)
+        split = choose_cuts(model, profile, K, tie=options.tie, slowdowns=slowdowns)
         network = network_of(K, 0)
         layout: dict[str, Any] = {"plan": split, "replicas": replicas, "tied": tied_values(model, split)}
         layout |= {"profile": profile, "dtype": request.dtype, "slowdowns": slowdowns}
@@ -401,7 +401,7 @@ def plan(
     return result
 
 
-def _balanced(model: Any, profile: Profile, stages: int, *, tie: bool, slowdowns: Sequence[float]) -> SplitPlan:
+def choose_cuts(model: Any, profile: Profile, stages: int, *, tie: bool, slowdowns: Sequence[float]) -> SplitPlan:
     """Plan cuts by operations, which are the same in every call, or by seconds if these are surely better."""
     by_seconds = balanced(model, profile, stages, tie=tie, slowdowns=slowdowns)
     if profile.spread == (1.0, 1.0):
@@ -467,6 +467,8 @@ def as_json(result: report.PlanResult, network: LinkNetwork, names: Sequence[str
         "cuts": list(p.job.plan.cuts),
         "parameters": list(p.job.plan.parameters),
         "stage_s": [list(pair) for pair in p.job.stage_seconds()],
+        "slowdowns": list(p.job.slowdowns),
+        "shared_cores": [asdict(shared) for shared in p.job.shared_cores],
         "links": links,
         "bits": [list(p.config.activations.bits(k)) for k in range(len(links))],
         "chosen": as_row(p),

@@ -135,6 +135,9 @@ class TrainOptions:
         "Go on without a lost rank or machine; by default with several --peers.",
         "--elastic/--no-elastic",
     ] = None
+    rebalance: Annotated[
+        bool, "Cut the model anew for a machine that became slow, if steps get at least 10 % faster.", "--rebalance"
+    ] = False
     evaluate: Annotated[Path | None, "Held-out text, evaluated after each epoch.", "--eval"] = None
     column: Annotated[list[str] | None, "OLD=NEW renames a column of --data, NAME has the text; may be repeated."] = (
         None

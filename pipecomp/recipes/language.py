@@ -38,6 +38,7 @@ def fine_tune(
     configure: Callable[[argparse.Namespace, Any, int, int], tuple[dict[str, Any], Sequence[int]]] | None = None,
     schedule: Callable[[int, Any], Any] | None = None,
     finish: Callable[[Any, str], None] | None = None,
+    on_step: Callable[[Sequence[Mapping[str, Any]]], None] | None = None,
 ) -> None:
     """Run a recipe on this rank, from text to saved model.
 
@@ -54,6 +55,7 @@ def fine_tune(
             --deepspeed_config. Called on every rank.
         schedule: See `run.Workload`.
         finish: Takes the model and the folder of --save once that is written; called on every rank.
+        on_step: See `run.Workload`.
 
     Raises:
         PipecompError: On every rank, if one has an error.
@@ -101,6 +103,7 @@ def fine_tune(
             cuts=cuts,
             config=ds_config,
             schedule=schedule,
+            on_step=on_step,
         ),
     )
     if finish is not None:

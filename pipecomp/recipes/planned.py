@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,30 +32,33 @@ from pipecomp.data.formats import parse_columns
 from pipecomp.data.loading import FILES, read_texts
 from pipecomp.distributed import rendezvous
 from pipecomp.distributed.collectives import broadcast, gathered, while_others_wait
-from pipecomp.distributed.launch_env import restarts
+from pipecomp.distributed.launch_env import machine_names, restarts
 from pipecomp.distributed.placement import machine, usable_cores
 from pipecomp.distributed.preemption import say_here
 from pipecomp.distributed.rendezvous import check_processes
 from pipecomp.elastic import RECORDS
-from pipecomp.elastic.recovery import recover
+from pipecomp.elastic.recovery import find_lost_step, recover, share_checkpoint
 from pipecomp.errors import ConfigError, DataError, require, writable
 from pipecomp.netlab.software import throttle_to
 from pipecomp.plan.command import run_plan
+from pipecomp.plan.new_cut import CutPlanner, describe_machines, fit_links
 from pipecomp.plan.options import PlanOptions, TrainOptions
 from pipecomp.plan.report import precision_sections
 from pipecomp.recipes import language, lora, run, text
 from pipecomp.recipes.chat import JOINED, ChatData
+from pipecomp.recipes.machine_watch import MachineWatch, read_candidates, visiting_machines
 from pipecomp.recipes.resume import OVERWRITE, check_no_results, lock_folder
 from pipecomp.recipes.steps import warmup_decay
 from pipecomp.report.recorder import CHECKPOINTS, PLAN, SAMPLE
 from pipecomp.stages.partition.merging import merge_adapter
-from pipecomp.trainer.checkpoints import STATE_FILE, last_good, list_checkpoints, remove_after
+from pipecomp.trainer.checkpoints import STATE_FILE, folder_of, last_good, list_checkpoints, remove_after
 from pipecomp.utils.files import UNFINISHED, atomic_write, atomic_write_text
 from pipecomp.utils.units import format_count
 
 _BATCH_KEYS = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _CONFIG_FILE = "ds_config.json"
 _RESTARTS_FILE, _FRUITLESS = "restarts.json", 4
+RECUT = "recut"  # in a plan: the checkpoints of this machine are of another cut
 OPTIONS_FILE = "run.yaml"  # of --config
 DEFAULT_BATCH = 32  # samples per step; fewer for a short text
 FEWEST_STEPS = 50  # of a run whose batch is chosen here
@@ -83,12 +87,13 @@ def main(options: TrainOptions, *, dry_run: bool = False) -> None:
         if dry_run:
             predict_run(options, args, model, size, samples)
             sys.exit(0)
-        made = plan_run(options, args, model, size, samples)
+        made = plan_run(options, args, model, size, samples, watch)
         with rendezvous.all_ranks().collective_errors(), writable("--out", args.out):
             if first_sample:
                 atomic_write_text(Path(args.out) / SAMPLE, json.dumps(first_sample) + "\n")
         return made
 
+    watch: list[MachineWatch] = []  # on rank 0 of a run that goes on without lost machines
     first_sample: list[Segment] = []  # on rank 0
 
     def load(args: argparse.Namespace, tokenizer: Any, size: int, vocabulary: int) -> language.Samples:
@@ -122,6 +127,7 @@ def main(options: TrainOptions, *, dry_run: bool = False) -> None:
             samples=load,
             configure=configure,
             schedule=warmup_decay,
+            on_step=lambda stats: watch[0].end_step(stats) if watch else None,
             **adapter,
         )
     except ConfigError as error:
@@ -196,7 +202,12 @@ def translate_error(error: ConfigError, folder: str) -> ConfigError:
 
 
 def plan_run(
-    options: TrainOptions, args: argparse.Namespace, model: Any, size: int, samples: int
+    options: TrainOptions,
+    args: argparse.Namespace,
+    model: Any,
+    size: int,
+    samples: int,
+    watch: list[MachineWatch] | None = None,
 ) -> tuple[dict[str, Any], list[int]]:
     """Plan the run, or read the plan of the run that resumes, and write its configuration to a file for people.
 
@@ -206,6 +217,7 @@ def plan_run(
         model: The model's Hugging Face configuration, or the model with its adapter.
         size: Tokens per sample.
         samples: Samples of the training data.
+        watch: Receives, on rank 0 of a run that goes on without lost machines, what looks after its machines.
 
     Returns:
         DeepSpeed's configuration, and the model's cuts.
@@ -252,12 +264,23 @@ def plan_run(
         if earlier is not None:  # the machines have changed: new cuts, but the settings of the run's start
             start = earlier.get("start", earlier["config"])
             alone = {**made["config"], **{key: start[key] for key in _BATCH_KEYS if key in start}}
-            made |= {"config": start if stages > 1 else alone, "start": start}
+            made |= {"config": fit_links(start, stages) if stages > 1 else alone, "start": start}
+    made.pop(RECUT, None)
+    machines = len(set(ranks.all_gather_object(machine())))
+    home = choose_second_home(options, machines, world)
+    names = machine_names(world) if options.elastic and stages == world else []
+    if names:
+        before = (earlier or {}).get("machines")
+        made["machines"] = (
+            {**before, "names": names} if made is earlier and before else describe_machines(made, names, before)
+        )
+        room = smallest_memory()
+        if first and watch is not None and (home != "off" or world == 1):  # others could not get the state
+            planner = CutPlanner(made, plan_options, 1e9 * room)
+            watch.append(watch_machines(options, folder, planner, world // len(set(names))))
     with ranks.collective_errors(), writable("--out", folder):
         if first_here:  # any machine may be lost
             write_here(folder / PLAN, made, dist.get_rank())
-    machines = len(set(ranks.all_gather_object(machine())))
-    home = choose_second_home(options, machines, world)
     ds_config = deepspeed_config(options, made["config"], folder, home)
     if first:
         saved = None if options.adapter is None else model.adapter.config
@@ -269,6 +292,21 @@ def plan_run(
             used = options.to_yaml(stages=len(made["cuts"]) - 1, batch=batch, lr=options.rate)
             atomic_write_text(folder / OPTIONS_FILE, used)
     return ds_config, made["cuts"]
+
+
+def watch_machines(options: TrainOptions, folder: Path, planner: CutPlanner, each: int) -> MachineWatch:
+    """Return what looks, on rank 0, for machines that wait to take part and for slow ones. each: ranks per machine."""
+
+    def write_plan(made: Mapping[str, Any]) -> None:
+        write_here(folder / PLAN, {**made, RECUT: True}, 0)
+
+    return MachineWatch(
+        planner,
+        lambda: [*read_candidates(folder), *visiting_machines(each)],
+        each=each,
+        rebalance=options.rebalance,
+        write_plan=write_plan,
+    )
 
 
 def write_here(path: Path, content: Any, rank: int) -> None:
@@ -333,15 +371,19 @@ def go_on_without_lost(folder: Path) -> None:
     """
     first_here, ranks = os.environ.get("LOCAL_RANK", "0") == "0", rendezvous.all_ranks()
     earlier, kept = find_plan(folder), -1
-    if earlier is not None and len(earlier["cuts"]) - 1 == dist.get_world_size():
+    if earlier is not None and len(earlier["cuts"]) - 1 == dist.get_world_size() and RECUT not in earlier:
         with contextlib.suppress(ConfigError):  # a machine that has taken another's place lacks its files
             saved, _ = last_good("--out", str(folder / CHECKPOINTS), None)
             kept = -1 if saved is None else int(saved.rpartition("-")[2])
+    elif earlier is not None and len(earlier["cuts"]) == 2 < 1 + dist.get_world_size():
+        kept = share_single(folder / CHECKPOINTS)
     step = recover(folder / RECORDS, folder / CHECKPOINTS, after=kept)
     if step is not None:
         remove_after(str(folder / CHECKPOINTS), step, None)  # those have the files of the machines that are left only
     reached = max(kept, 0) if step is None else step
-    number = restarts()
+    number, lost = restarts(), find_lost_step(folder / RECORDS, after=reached)
+    if lost is not None:
+        check_not_lost(folder, lost, reached, (earlier or {}).get("machines", {}).get("names", []))
     if dist.get_rank() == 0 and number:
         say_here(f"restart {number}: goes on after step {reached}")
     path, before = folder / _RESTARTS_FILE, []
@@ -356,6 +398,49 @@ def go_on_without_lost(folder: Path) -> None:
         if first_here:
             folder.mkdir(parents=True, exist_ok=True)
             write_here(path, steps, dist.get_rank())
+
+
+def share_single(checkpoints: Path) -> int:
+    """Bring the newest checkpoint of a run that was on one machine to all machines of this start.
+
+    Every rank must call this. Returns its step; -1 if there is none.
+    """
+    first_here = os.environ.get("LOCAL_RANK", "0") == "0"
+    found = [step for step, path in list_checkpoints(str(checkpoints)) if (path / STATE_FILE).is_file()]
+    machines = [
+        [rank, steps] for rank, steps in enumerate(gathered(found if first_here else None)) if steps is not None
+    ]
+    newest = max((step for _, steps in machines for step in steps), default=-1)
+    lacking = [rank for rank, steps in machines if newest not in steps]
+    if newest >= 0 and lacking:
+        holder = next(rank for rank, steps in machines if newest in steps)
+        share_checkpoint(folder_of(str(checkpoints), newest), holder, lacking)
+    return newest
+
+
+def check_not_lost(folder: Path, lost: tuple[int, list[int]], reached: int, names: Sequence[str]) -> None:
+    """Report that the newest complete state went with its machines.
+
+    Args:
+        folder: Of the run.
+        lost: Its step, and the ranks whose records are missing.
+        reached: The step from which the run can go on; 0 if there is none.
+        names: The machine of each rank in the start that was lost, empty if unknown.
+
+    Raises:
+        ConfigError: On every rank, if there is no earlier state to go on from.
+    """
+    step, missing = lost
+    listed = ", ".join(f"rank {rank}" + (f" on {names[rank]}" if rank < len(names) else "") for rank in missing)
+    gone = f"the records of {listed} after step {step} are on none of these machines"
+    hint = (
+        "A record is on its own machine and on its second home; both were lost. Bring one of them back, and start the "
+        "same command again. --overwrite starts over"
+    )
+    with rendezvous.all_ranks().collective_errors():
+        require(reached > 0, "--out", str(folder), f"a folder with a complete state: {gone}", hint)
+    if dist.get_rank() == 0:
+        say_here(f"{gone}: the run goes on from an earlier state, {step - reached} steps before")
 
 
 def check_unused(options: TrainOptions, folder: Path) -> None:

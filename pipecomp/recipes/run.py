@@ -198,6 +198,7 @@ class Workload:
         period: Interval of evaluations, for reports.
         is_compared: The data are compared, or only some ranks have them.
         save_parts: Writes the part of a stage into a folder; None for a from_pretrained folder.
+        on_step: Called after every step with all ranks' `comm_stats`.
     """
 
     model: Any
@@ -222,6 +223,7 @@ class Workload:
     period: str = "epoch"
     is_compared: bool = False
     save_parts: Callable[[Any, str], None] | None = None
+    on_step: Callable[[Sequence[Mapping[str, Any]]], None] | None = None
 
     def save(self, engine: TrainingEngine, folder: str) -> None:
         """Write the trained model. Every rank must call this."""

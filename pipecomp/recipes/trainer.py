@@ -337,6 +337,8 @@ class RecipeTrainer(PipelineTrainer):
         values = {name: record[name] for name in ("step", "epoch", "loss", "lr", "per_s", "step_s")}
         traffic = Traffic.of(stats)
         self._console.step(**values, traffic=traffic, stats=stats)
+        if self._work.on_step is not None and stats:
+            self._work.on_step(stats)
         if self._work.held_out is None and self._run.plan.ends_epoch(record["step"]):
             self._console.epoch(record["step"], record["epoch"], None, traffic)
 

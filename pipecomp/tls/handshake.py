@@ -28,6 +28,7 @@ HANDSHAKE_S = 30.0  # for everything that the other end sends until it is admitt
 _REPLY_S = 10.0  # for the other end to take the reply
 JOIN, PEER, RELAY, RESUME = "join", "peer", "relay", "again"  # purposes of a connection
 REPORT = "report"  # of the reason why the connecting rank gives up
+MEMBERS = "members"  # of a machine that asks for the members of the next start
 _PADDING = "." * 10_000  # more than a packet of 9000 bytes
 _REASON_CHARACTERS = 1000
 
@@ -134,8 +135,9 @@ class RankInfo(NamedTuple):
 class IncomingConnection(NamedTuple):
     """An authenticated connection that waits for `accept` or `reject`.
 
-    rank: the connecting rank. purpose: JOIN, PEER, RELAY, RESUME or REPORT. to: for RELAY, the rank to be connected to.
-    received: frames that the connecting rank has. reason: for REPORT.
+    rank: the connecting rank. purpose: JOIN, PEER, RELAY, RESUME, REPORT or MEMBERS. to: for RELAY, the rank to be
+    connected to. received: frames that the connecting rank has. reason: for REPORT. For MEMBERS, rank is the lowest one
+    in the machine's certificate.
     """
 
     rank: int
@@ -229,6 +231,8 @@ def receive_request(
         credentials.check_peer(peer)
         credentials.merge_revocations(message.get("revoked"))
         credentials.check_peer(peer)  # once more: the peer's own list may revoke it
+        if message.get("purpose") == MEMBERS and MEMBERS in purposes and message.get("version") == VERSION:
+            return IncomingConnection(min(peer.ranks), MEMBERS, -1, 0, stream)
         rank = credentials.check_rank(peer, message.get("rank"))
         purpose, to, received = message.get("purpose"), message.get("to"), _frame_count(message)
         version, world = message.get("version"), message.get("world")

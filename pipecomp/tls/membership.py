@@ -4,6 +4,10 @@ After a loss each machine looks for the leader: the first machine, in the order 
 connections. A later one leads if none is found in time. The leader waits for the others, and tells all of them the
 result. It needs more than half of the machines of the last start, or half of them with the first one of these; so a
 network that is cut in two makes one run, not two.
+
+A machine that was not part of the last start visits the run's addresses until it is taken in: rank 0 answers while
+training goes on, the leader between two starts. It takes the place of a lost machine, or a new one if the ranks have
+asked for more.
 """
 
 from __future__ import annotations
@@ -13,19 +17,21 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from pipecomp.errors import KeysError, LinkError, LinkTimeoutError, PipecompError, WireError
 from pipecomp.tls.certificates import MachineIdentity, format_ranks
 from pipecomp.tls.frames import VERSION
-from pipecomp.tls.handshake import HANDSHAKE_S, Credentials, reject
+from pipecomp.tls.handshake import HANDSHAKE_S, MEMBERS, Credentials, reject
 from pipecomp.tls.listener import Address, Listener
 from pipecomp.tls.stream import SecureStream
 
-_PURPOSE = "members"
 _LEAD_S = 20.0  # for each machine that could lead before this one
 _GATHER_S = 15.0  # the leader waits that long for machines of the last start
 _CONNECT_S, _RETRY_S, _SEND_S = 3.0, 0.5, 10.0
+_VISIT_S = 2.0  # between two visits of a run that goes on
+_ENDED_S = 60.0  # after which a run has ended whose machines are there and do not listen
 _MAX_MACHINES = 1024
 
 
@@ -52,9 +58,10 @@ class MembershipConfig:
         place: Of this machine, from 0, in the order of the invitations.
         procs: Ranks per machine; machine P's certificate names ranks from P * procs on.
         addresses: Of the machines that listen, by place.
-        before: The places that took part in the last start.
+        before: The places that took part in the last start; () if this machine did not.
         number: Of the next start.
         listen: Where this machine listens; None if it does not, and so cannot lead.
+        wanted: Machines of the next start, if there are so many; 0 for as many as in the last one.
     """
 
     place: int
@@ -63,6 +70,23 @@ class MembershipConfig:
     before: tuple[int, ...]
     number: int
     listen: Address | None
+    wanted: int = 0
+
+
+class RunningError(LinkError):
+    """Training goes on without this machine. book: addresses of the run's machines, by place."""
+
+    def __init__(self, book: dict[int, Address]) -> None:
+        super().__init__("the run goes on without this machine")
+        self.book = book
+
+
+class RunEndedError(LinkTimeoutError):
+    """The run that this machine waited for has ended."""
+
+
+class NoRunError(LinkTimeoutError):
+    """No machine of the run has answered."""
 
 
 def is_enough(present: Sequence[int], before: Sequence[int]) -> bool:
@@ -77,32 +101,61 @@ def is_enough(present: Sequence[int], before: Sequence[int]) -> bool:
 
 
 def agree_on_members(
-    config: MembershipConfig, credentials: Credentials, *, wait_s: float, say: Callable[[str], None] = lambda text: None
+    config: MembershipConfig,
+    credentials: Credentials,
+    *,
+    wait_s: float,
+    first_s: float | None = None,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Membership:
     """Agree with the other machines who takes part in the next start; every machine that is left calls this.
 
     Args:
         config: What this machine knows.
         credentials: Its keys.
-        wait_s: Limit for the whole.
+        wait_s: Limit for the whole, without the time in which training goes on without this machine.
+        first_s: Limit for the first answer; None for `wait_s`.
         say: Prints a line.
 
     Returns:
         The same on every machine that takes part.
 
     Raises:
-        LinkTimeoutError: Too few machines are left, or none of them can be reached.
+        LinkTimeoutError: Too few machines are left, or none of them can be reached; NoRunError, a subclass, if none has
+            answered within `first_s`; RunEndedError, another one, if training went on and has ended.
         KeysError: The keys of this machine cannot be used.
     """
     began = time.monotonic()
-    earlier = [place for place in sorted(config.addresses) if place < config.place]
-    later = [place for place in sorted(config.addresses) if place > config.place]
-    counts = ""
-    while (passed_s := time.monotonic() - began) < wait_s:
+    limit_s = wait_s if first_s is None else first_s
+    counts, refused = "", True
+    answered: float | None = None  # when training went on without this machine first
+    problems: dict[int, str] = {}
+    while True:
+        passed_s, running = time.monotonic() - began, False
+        earlier = [place for place in sorted(config.addresses) if place < config.place]
+        later = [place for place in sorted(config.addresses) if place > config.place]
         for place in [*earlier, *later]:
-            with contextlib.suppress(OSError, EOFError, PipecompError):
-                return _follow(config, credentials, config.addresses[place], place, wait_s - passed_s)
-        if config.listen is not None and passed_s >= len(earlier) * _LEAD_S:
+            try:
+                return _follow(config, credentials, config.addresses[place], place, max(0.0, wait_s - passed_s))
+            except RunningError as error:
+                began, limit_s, running, refused = time.monotonic(), wait_s, True, True
+                if answered is None:
+                    answered = began
+                    say("the run goes on; this machine waits until it is taken in")
+                left_out = began - answered > _ENDED_S  # before, the others may not have noticed its loss
+                before = () if left_out else config.before
+                config = replace(config, addresses={**config.addresses, **error.book}, before=before)
+            except (OSError, EOFError, PipecompError) as error:
+                refused = refused and isinstance(error, ConnectionRefusedError)
+                problems[place] = getattr(error, "strerror", None) or str(error)
+        if running:
+            time.sleep(_VISIT_S)
+            continue
+        if answered is not None and refused and not config.before and passed_s >= _ENDED_S:
+            raise RunEndedError("the run has ended: no machine of it listens any more")
+        if passed_s >= limit_s:
+            break
+        if config.listen is not None and config.before and passed_s >= len(earlier) * _LEAD_S:
             leader = _Leader(config, credentials)
             found = leader.gather(min(_GATHER_S, wait_s - passed_s))
             if found is not None:
@@ -112,12 +165,14 @@ def agree_on_members(
             counts = leader.counts()
         time.sleep(_RETRY_S)
     if counts:
-        raise LinkTimeoutError(f"too few machines are left after {wait_s:g} s: {counts}")
-    raise LinkTimeoutError(f"no machine of the run was found within {wait_s:g} s: {_known(config)}")
-
-
-def _known(config: MembershipConfig) -> str:
-    return ", ".join(f"machine {place + 1} at {address}" for place, address in sorted(config.addresses.items()))
+        hint = "Start the same command again on the others; the run goes on from their newest complete state"
+        raise LinkTimeoutError(f"too few machines are left after {wait_s:g} s: {counts}. {hint}")
+    kind = NoRunError if answered is None and first_s is not None else LinkTimeoutError
+    known = ", ".join(
+        f"machine {place + 1} at {address} ({problems.get(place, 'this machine')})"
+        for place, address in sorted(config.addresses.items())
+    )
+    raise kind(f"no machine of the run was found within {limit_s:g} s: {known}")
 
 
 def _follow(
@@ -131,7 +186,7 @@ def _follow(
         _check_place(peer, leader, config.procs)
         stream.send_json(
             {
-                "purpose": _PURPOSE,
+                "purpose": MEMBERS,
                 "version": VERSION,
                 "place": config.place,
                 "number": config.number,
@@ -145,6 +200,10 @@ def _follow(
     if "error" in reply:
         raise LinkError(str(reply["error"])[:300])
     credentials.merge_revocations(reply.get("revoked"))
+    if "running" in reply:
+        if reply["running"] is not True:
+            raise LinkError("the run's first start waits for its machines")
+        raise RunningError(_read_book(reply.get("book")))
     places, number = reply.get("places"), reply.get("number")
     if not (
         isinstance(places, list)
@@ -157,6 +216,16 @@ def _follow(
     ):
         raise WireError("the leader sent no list of machines")
     return Membership(tuple(places), address, number)
+
+
+def _read_book(book: object) -> dict[int, Address]:
+    """Return the addresses of machines by place. Raises WireError for anything else."""
+    if not isinstance(book, dict) or len(book) > _MAX_MACHINES:
+        raise WireError("the run sent no addresses of its machines")
+    try:
+        return {int(place): Address.parse(str(address), "book") for place, address in book.items()}
+    except (ValueError, PipecompError) as error:
+        raise WireError(f"the run sent invalid addresses: {error}") from error
 
 
 def _check_place(peer: MachineIdentity, place: object, procs: int) -> int:
@@ -195,17 +264,24 @@ class _Leader:
         listener = Listener(config.listen, self._authenticate)
         try:
             with self._changed:
-                self._changed.wait_for(lambda: set(config.before) <= set(self._present()), wait_s)
+                wanted = config.wanted or len(config.before)
+                self._changed.wait_for(
+                    lambda: set(config.before) <= set(self._present()) and len(self._present()) >= wanted, wait_s
+                )
                 self._decided = True
                 streams, number = dict(self._streams), self._number
         finally:
             listener.close()
         told = [place for place, stream in sorted(streams.items()) if _is_there(stream)]
-        places = (config.place, *told)
-        enough = is_enough(places, config.before)
+        enough = is_enough((config.place, *told), config.before)
+        stay = [place for place in config.before if place in told]
+        others = [place for place in told if place not in stay]
+        places = (config.place, *stay, *others[: max(0, wanted - len(stay) - 1)])
         for place, stream in streams.items():
-            if enough and place in told:
-                self._tell(stream, places, number)
+            if enough and place in places:
+                self._tell(stream, {"places": list(places), "number": number})
+            elif enough and place in told:
+                self._tell(stream, {"running": True, "book": {}})
             stream.close()
         return Membership(places, config.addresses[config.place], number) if enough else None
 
@@ -217,12 +293,11 @@ class _Leader:
     def _present(self) -> list[int]:
         return [self._config.place, *sorted(self._streams)]
 
-    def _tell(self, stream: SecureStream, places: tuple[int, ...], number: int) -> None:
+    def _tell(self, stream: SecureStream, answer: dict[str, Any]) -> None:
         """Send the result. A machine that is gone by now is missed in the next start."""
         with contextlib.suppress(OSError, EOFError):
             stream.sock.settimeout(_SEND_S)
-            revoked = self._credentials.revocation_list
-            stream.send_json({"places": list(places), "number": number, "revoked": revoked})
+            stream.send_json({**answer, "revoked": self._credentials.revocation_list})
 
     def _authenticate(self, sock: socket.socket) -> Callable[[], None]:
         stream, peer = self._credentials.secure(sock, server=True, within_s=HANDSHAKE_S)
@@ -230,7 +305,7 @@ class _Leader:
         self._credentials.check_peer(peer)
         self._credentials.merge_revocations(message.get("revoked"))
         self._credentials.check_peer(peer)
-        if message.get("purpose") != _PURPOSE or message.get("version") != VERSION:
+        if message.get("purpose") != MEMBERS or message.get("version") != VERSION:
             reject(stream, "this machine waits for the others of its run between two starts")
             raise LinkError(f"machine {peer.machine!r} sends {message.get('purpose')!r} between two starts")
         place, number = _check_place(peer, message.get("place"), self._config.procs), message.get("number")

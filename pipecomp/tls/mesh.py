@@ -33,6 +33,8 @@ _TIMEOUT_S = 120.0
 _LAST_S = 5.0  # rank 0 gives the others to close first
 _READY_S = 180.0
 _MAX_LOGGED = 5  # rejected connections
+_VISIT_S = 15.0  # age of a visit of a machine that still waits
+_MAX_VISITORS = 64
 
 
 class JoinConfig(NamedTuple):
@@ -53,7 +55,8 @@ class JoinConfig(NamedTuple):
 class Mesh:
     """This rank's connections to all others; `connect_mesh` makes it.
 
-    Attributes: connections: by rank. routes: by rank, DIRECT or RELAYED. store: torch's, shared by all ranks.
+    Attributes: connections: by rank. routes: by rank, DIRECT or RELAYED. store: torch's, shared by all ranks. book: of
+    rank 0, the addresses of the run's machines by place, for machines that wait to take part.
     """
 
     def __init__(self, config: JoinConfig, credentials: Credentials) -> None:
@@ -72,6 +75,8 @@ class Mesh:
         self._complete = self._closed = False  # all ranks have joined; no further rank is admitted
         self._peer_listeners: list[PeerListener] = []  # of rank 0
         self._rejected = 0
+        self.book: dict[str, str] = {}
+        self._visits: dict[int, float] = {}  # by lowest certified rank: when it was here last
         self._problem: LinkError | None = None  # of a rank that could not join
         self._streams: dict[int, int] = {}
 
@@ -131,10 +136,10 @@ class Mesh:
             self._complete = True
 
     def _authenticate(self, sock: socket.socket) -> Callable[[], None]:
-        purposes = (handshake.JOIN, handshake.RELAY, handshake.RESUME, handshake.REPORT)
+        purposes = (handshake.JOIN, handshake.RELAY, handshake.RESUME, handshake.REPORT, handshake.MEMBERS)
         incoming = handshake.receive_request(sock, self._own, purposes)
         rank, to = incoming.rank, incoming.to
-        if incoming.purpose in (handshake.RESUME, handshake.REPORT):
+        if incoming.purpose in (handshake.RESUME, handshake.REPORT, handshake.MEMBERS):
             return self._resume(incoming)
         if incoming.purpose == handshake.RELAY:
             assert self._relay is not None
@@ -164,7 +169,9 @@ class Mesh:
         return admit
 
     def _resume(self, incoming: IncomingConnection) -> Callable[[], None]:
-        """Take a new TCP connection of a rank whose connection was cut, or its report why there is none."""
+        """Take a new TCP connection of a rank whose connection was cut, its report why there is none, or a visit."""
+        if incoming.purpose == handshake.MEMBERS:
+            return partial(self._answer_visit, incoming)
         known = self.connections.get(incoming.rank)
         if incoming.purpose == handshake.REPORT:
             return partial(self._take_report, incoming)
@@ -175,6 +182,25 @@ class Mesh:
             self._reject(incoming, why)
         accept = partial(handshake.accept, incoming, self._own)
         return lambda: known.resumable.replace(incoming.stream, incoming.received, accept)
+
+    def _answer_visit(self, incoming: IncomingConnection) -> None:
+        """Note a machine that waits to take part, and answer whether this start has begun without it."""
+        certified = self._own.credentials.certified  # empty in the run's first start
+        began = self._complete or bool(certified) or incoming.rank >= self.world
+        with self._changed:
+            if began and (incoming.rank in self._visits or len(self._visits) < _MAX_VISITORS):
+                self._visits[incoming.rank] = time.monotonic()
+        revoked = self._own.credentials.revocation_list
+        incoming.stream.send_json({"running": began, "book": self.book, "revoked": revoked})
+        incoming.stream.close()
+
+    def visitors(self) -> list[int]:
+        """Return the lowest certified ranks of the machines that wait to take part, which are none of this start."""
+        certified = self._own.credentials.certified or tuple(range(self.world))
+        oldest = time.monotonic() - _VISIT_S
+        with self._changed:
+            self._visits = {rank: at for rank, at in self._visits.items() if at > oldest}
+            return [rank for rank in self._visits if rank not in certified]
 
     def _take_report(self, incoming: IncomingConnection) -> None:
         """End the connection to a rank, or the joining, for the reason that the rank has reported."""

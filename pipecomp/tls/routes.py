@@ -207,7 +207,8 @@ class Routes:
         first: Rank 0's address.
         listen: Address to listen at; None: this rank does not listen.
         host: This machine's address towards rank 0, published if `listen` means all interfaces.
-        on_resume: Takes connections and reports of ranks that were connected before; returns the continuation.
+        on_resume: Takes connections and reports of ranks that were connected before, and visits of machines that wait
+            to take part; returns the continuation.
     """
 
     def __init__(
@@ -301,7 +302,7 @@ class Routes:
         return inner, reply.received
 
     def _authenticate(self, sock: socket.socket) -> Callable[[], None]:
-        purposes = (handshake.PEER, handshake.RESUME, handshake.REPORT)
+        purposes = (handshake.PEER, handshake.RESUME, handshake.REPORT, handshake.MEMBERS)
         incoming = handshake.receive_request(sock, self._own, purposes)
         if incoming.purpose != handshake.PEER:
             return self._on_resume(incoming)

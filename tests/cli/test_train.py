@@ -216,7 +216,7 @@ def test_only_a_dry_run_shows_commands(tmp_path, monkeypatch):
     checked = []
     monkeypatch.setattr("pipecomp.distributed.ssh_launcher.check_hosts", checked.append)
     monkeypatch.setattr("pipecomp.distributed.ssh_launcher.launch_ranks", lambda ranks: 0)
-    monkeypatch.setattr("pipecomp.distributed.elastic_launcher.launch_elastic", lambda *given: 0)
+    monkeypatch.setattr("pipecomp.distributed.elastic_launcher.launch_elastic", lambda *given, **more: 0)
     write_text(tmp_path / "text.txt")
     given = ["train", "--model", "gpt2", "--data", "text.txt", "--peers", "198.51.100.1,198.51.100.2"]
     text = told(*given)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from pipecomp.distributed import elastic_launcher
-from pipecomp.distributed.elastic_launcher import LOCAL, Roster, launch_elastic, silent_hosts
-from pipecomp.distributed.launch_env import RESTARTS, restarts
-from pipecomp.distributed.preemption import LOST_STATUS, REQUEUE_STATUS
+from pipecomp.distributed.elastic_launcher import JOIN, LOCAL, Roster, launch_elastic, silent_hosts
+from pipecomp.distributed.launch_env import CANDIDATES, MACHINES, RESTARTS, machine_names, restarts
+from pipecomp.distributed.preemption import LOST_STATUS, RECUT_STATUS, REQUEUE_STATUS
 from pipecomp.distributed.supervisor import Ended
 from pipecomp.errors import ConfigError
 from tests.limits import HANG_S
@@ -36,16 +37,26 @@ class TestRoster:
     def test_all_lost(self):
         assert Roster.start(["a", "b"]).without({"a", "b"}).hosts == ()
 
-    def test_a_machine_that_returns_takes_an_open_place_or_is_a_spare(self):
+    def test_a_machine_that_comes_is_a_spare(self):
         small = Roster.start(["a", "b", "c"]).without({"a", "b"})
-        back = small.with_returned({"a", "b"})
-        assert (back.hosts, back.spares, back.lost) == (("c", "a", "b"), (), ())
-        replaced = Roster.start(["a", "b"], ["c"]).without({"b"}).with_returned({"b"})
-        assert (replaced.hosts, replaced.spares, replaced.lost) == (("a", "c"), ("b",), ())
+        back = small.with_spares(["b", "new", "c"])
+        assert (back.hosts, back.spares, back.lost) == (("c",), ("b", "new"), ("a",))
 
-    def test_one_that_did_not_return_stays_lost(self):
-        found = Roster.start(["a", "b", "c"]).without({"b", "c"}).with_returned({"c"})
-        assert (found.hosts, found.lost) == (("a", "c"), ("b",))
+    def test_a_new_cut_takes_spares_beyond_those_of_the_start(self):
+        whole = Roster.start(["a", "b"], ["c"]).with_spares(["d", "e"])
+        assert whole.candidates() == ("d", "e")
+        grown = whole.grown(1)
+        assert (grown.hosts, grown.spares) == (("a", "b", "d"), ("c", "e"))
+        assert grown.grown(0) == grown
+
+    def test_with_fewer_machines_than_at_the_start_every_spare_is_needed(self):
+        small = Roster.start(["a", "b"], ["c"]).without({"a", "c"}).with_spares(["c"])
+        assert small.candidates() == ("c",)
+
+    def test_machines_with_which_the_run_does_not_go_on(self):
+        before = Roster.start(["a", "b"])
+        after = before.with_spares(["c"]).grown(1).without_newcomers(before)
+        assert (after.hosts, after.spares, after.refused) == (("a", "b"), (), ("c",))
 
     @pytest.mark.parametrize("spares", [["a"], ["c", "c"]])
     def test_a_spare_that_takes_part_already(self, spares):
@@ -74,6 +85,25 @@ KILLED, ERROR = 128 + signal.SIGKILL, 1
 )
 def test_which_ends_are_losses(statuses, stopped, loss):
     assert Ended(next(filter(None, statuses), 0), statuses, stopped, frozenset({1})).is_loss is loss
+
+
+@pytest.mark.parametrize(
+    ("statuses", "stopped", "more"),
+    [
+        ((RECUT_STATUS, RECUT_STATUS), False, 0),
+        ((RECUT_STATUS + 2, RECUT_STATUS + 2, None), False, 2),
+        ((KILLED, RECUT_STATUS + 1), False, 1),
+        ((RECUT_STATUS + 1, ERROR), False, None),
+        ((RECUT_STATUS + 1, RECUT_STATUS + 1), True, None),
+        ((REQUEUE_STATUS, REQUEUE_STATUS), False, None),
+        ((LOST_STATUS, KILLED), False, None),
+        ((0, 0), False, None),
+    ],
+)
+def test_which_ends_ask_for_more_machines(statuses, stopped, more):
+    ended = Ended(next(filter(None, statuses), 0), statuses, stopped)
+    assert ended.more == more
+    assert more is None or not ended.is_loss
 
 
 def program(folder: Path, text: str):
@@ -143,22 +173,101 @@ def test_an_error_of_the_run_itself_is_no_loss(tmp_path, status):
     assert starts(tmp_path) == ["0-0-2", "0-1-2"]
 
 
-def test_a_machine_that_answers_again_gets_its_place_back(tmp_path, monkeypatch, capfd):
-    """The ranks are asked to save and to end; then there are as many as at the start."""
+# Rank 0 asks for a new cut once it is told of a candidate, as `MachineWatch` does; the others wait for the end.
+ASKS = f"""
+import json
+told = pathlib.Path("run", {CANDIDATES!r})
+while True:
+    found = json.loads(told.read_text()) if told.exists() else {{{{"start": -1}}}}
+    if found["start"] == restarts and found["names"]:
+        sys.exit({RECUT_STATUS} + len(found["names"]))
+    time.sleep(0.02)
+""".replace("{{", "{").replace("}}", "}")
+
+
+def requests(rank: int, *hosts: str, wait_s: float = 0.0) -> str:
+    """Lines of a program: a rank asks the launcher to let hosts join."""
+    lines = "".join(f"{host}\n" for host in hosts)
+    return f"if rank == {rank}:\n time.sleep({wait_s})\n pathlib.Path('run', {JOIN!r}).open('a').write({lines!r})\n"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """The working directory; starts are noted in a folder there."""
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(elastic_launcher, "_LOOK_S", 0.1)
+    monkeypatch.setattr(elastic_launcher, "_READ_S", 0.05)
+    (tmp_path / "starts").mkdir()
+    return tmp_path
+
+
+def test_a_machine_that_answers_again_is_taken_in_when_the_ranks_ask_for_it(folder, capfd):
     asked = []
 
     def silent(hosts):
         asked.append(tuple(hosts))
         return {HERE[1]: "down"} if len(asked) < 3 else {}
 
-    until_asked = (
-        f"def saved(*_): sys.exit(75)\nsignal.signal(signal.SIGTERM, saved)\nrestarts == 1 and time.sleep({HANG_S})\n"
-    )
-    assert launch_elastic(program(tmp_path, KILLED_ONCE + until_asked), Roster.start(HERE), 1, silent) == 0
-    assert starts(tmp_path)[3:] == ["1-0-2", "1-1-2", "2-0-3", "2-1-3", "2-2-3"]
+    text = KILLED_ONCE + "restarts == 2 and sys.exit(0)\n" + ASKS
+    run = program(folder / "starts", text)
+    assert launch_elastic(run, Roster.start(HERE), 1, silent, out=Path("run")) == 0
+    assert starts(folder / "starts")[3:] == ["1-0-2", "1-1-2", "2-0-3", "2-1-3", "2-2-3"]
     assert asked[1:] == [(HERE[1],)] * (len(asked) - 1)
-    assert "127.0.0.2 answers again. Restart 2: 3 stages" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "127.0.0.2 answers again: a spare" in said
+    assert "127.0.0.2 takes part. Restart 2: 3 stages on 127.0.0.1, 127.0.0.3, 127.0.0.2" in said
+
+
+def test_a_new_machine_joins(folder, capfd):
+    """One that does not answer is named; a line may be given again."""
+    answers = {SPARE: ["no route", None]}
+
+    def silent(hosts):
+        return {host: why for host in hosts if (why := answers.get(host, [None])[0]) and answers[host].pop(0)}
+
+    text = "restarts == 1 and sys.exit(0)\n" + requests(0, SPARE) + requests(1, SPARE, HERE[0], wait_s=0.5)
+    run = program(folder / "starts", text + ASKS)
+    assert launch_elastic(run, Roster.start(HERE[:2]), 1, silent, out=Path("run")) == 0
+    assert starts(folder / "starts") == ["0-0-2", "0-1-2", "1-0-3", "1-1-3", "1-2-3"]
+    said = capfd.readouterr().err
+    assert "another machine joins with: echo HOST >> run/join.txt" in said
+    assert "127.0.0.4 cannot join: no route" in said
+    assert "127.0.0.4 joins: a spare" in said
+    assert "127.0.0.1 cannot join: it takes part already" in said
+
+
+def test_spare_machines_of_the_start_stay_spare(folder):
+    """Rank 0 is not told of them."""
+    text = f"time.sleep(0.5)\nrank == 0 and sys.exit(pathlib.Path('run', {CANDIDATES!r}).exists())\n"
+    run = program(folder / "starts", text)
+    assert launch_elastic(run, Roster.start(HERE, [SPARE]), 1, lambda hosts: {}, out=Path("run")) == 0
+
+
+def test_a_new_cut_of_the_same_machines(folder, capfd):
+    text = f"restarts == 0 and sys.exit({RECUT_STATUS})\n"
+    assert launch_elastic(program(folder / "starts", text), Roster.start(HERE[:2]), 1, out=Path("run")) == 0
+    assert starts(folder / "starts") == ["0-0-2", "0-1-2", "1-0-2", "1-1-2"]
+    assert "a new cut. Restart 1: 2 stages on 127.0.0.1, 127.0.0.2" in capfd.readouterr().err
+
+
+def test_a_run_goes_on_without_a_machine_that_cannot_take_part(folder, capfd):
+    """Such as one with other data, which every rank refuses."""
+    text = "restarts == 1 and sys.exit(1)\nrestarts == 2 and sys.exit(0)\n"
+    run = program(folder / "starts", text + requests(0, SPARE) + ASKS)
+    assert launch_elastic(run, Roster.start(HERE[:2]), 1, lambda hosts: {}, out=Path("run")) == 0
+    assert starts(folder / "starts")[2:] == ["1-0-3", "1-1-3", "1-2-3", "2-0-2", "2-1-2"]
+    assert "the run did not go on with 127.0.0.4. Restart 2: 2 stages on 127.0.0.1, 127.0.0.2" in capfd.readouterr().err
+
+
+def test_rank_0_on_another_machine_is_told_there(folder, monkeypatch):
+    told = []
+    monkeypatch.setattr(elastic_launcher, "is_this_machine", lambda host: False)
+    monkeypatch.setattr(elastic_launcher, "try_login", lambda host, line: told.append((host, line)))
+    assert elastic_launcher.write_file("there", Path("my run/x.json"), "it's") is None
+    [(host, line)] = told
+    assert host == "there"
+    assert subprocess.run(["sh", "-c", line], check=True).returncode == 0
+    assert (folder / "my run" / "x.json").read_text() == "it's"
 
 
 def test_silent_hosts_are_those_that_ssh_does_not_reach(monkeypatch):
@@ -173,3 +282,10 @@ def test_the_number_of_restarts(monkeypatch):
     assert restarts() == 0
     monkeypatch.setenv(RESTARTS, "3")
     assert restarts() == 3
+
+
+def test_the_names_of_the_machines(monkeypatch):
+    monkeypatch.delenv(MACHINES, raising=False)
+    assert machine_names(2) == []
+    monkeypatch.setenv(MACHINES, "a,b")
+    assert machine_names(4) == ["a", "a", "b", "b"]

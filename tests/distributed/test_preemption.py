@@ -14,7 +14,14 @@ import psutil
 import pytest
 
 from pipecomp.distributed import launch_env
-from pipecomp.distributed.preemption import LAUNCHER_GONE, REQUEUE_STATUS, Interrupted, Interruption
+from pipecomp.distributed.preemption import (
+    LAUNCHER_GONE,
+    NEW_CUT,
+    RECUT_STATUS,
+    REQUEUE_STATUS,
+    Interrupted,
+    Interruption,
+)
 from pipecomp.errors import ConfigError
 from tests.limits import HANG_S
 
@@ -344,3 +351,18 @@ def test_a_name_that_is_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PIPECOMP_LAUNCHER", text)
         with pytest.raises(ConfigError, match="PIPECOMP_LAUNCHER: got "):
             launch_env._own()
+
+
+def test_ranks_that_ask_for_a_new_cut_end_with_the_number_of_machines() -> None:
+    asking = Interruption()
+    asking.ask_for_new_cut(2)
+    others = Interruption()
+    assert others.decide([0, 0]) is None
+    assert others.decide([0, asking.wanted]) == NEW_CUT
+    assert others._status == RECUT_STATUS + 2
+    stopped = Interruption()
+    assert stopped.decide([asking.wanted, signal.SIGTERM]) == "SIGTERM on rank 1", "a signal comes first"
+    assert stopped._status == REQUEUE_STATUS
+    stopped.ask(signal.SIGTERM, why="test")
+    stopped.ask_for_new_cut(1)
+    assert stopped.wanted == signal.SIGTERM

@@ -14,7 +14,7 @@ from pipecomp.distributed.local_launcher import run_ranks
 from pipecomp.distributed.rendezvous import join_processes
 from pipecomp.elastic.index import RecordFolder
 from pipecomp.elastic.record import Record
-from pipecomp.elastic.recovery import recover
+from pipecomp.elastic.recovery import find_lost_step, recover, share_checkpoint
 from tests.elastic.test_records import contents, info
 from tests.limits import HANG_S
 
@@ -38,6 +38,20 @@ def recovered(rank: int, world: int, note: Any, machines: list[str], each: int =
     step = recover(machine / "second-home", machine / "checkpoints", after=after)
     dist.barrier()  # rank 0 serves the store
     return step
+
+
+def lost(rank: int, world: int, note: Any, machines: list[str], after: int) -> Any:
+    os.environ["LOCAL_RANK"] = "0"
+    join_processes()
+    found = find_lost_step(Path(machines[rank]) / "second-home", after=after)
+    dist.barrier()
+    return found
+
+
+def shared(rank: int, world: int, note: Any, machines: list[str]) -> None:
+    join_processes()
+    share_checkpoint(Path(machines[rank]) / "checkpoint-7", 1, [0, 2])
+    dist.barrier()
 
 
 def files(machine: Path) -> dict[str, bytes]:
@@ -105,3 +119,36 @@ def test_nothing_newer_or_too_little_left(machines: list[Path]) -> None:
     assert run_ranks(2, recovered, two, 1, 4, timeout_s=HANG_S) == {0: None, 1: None}
     assert run_ranks(1, recovered, two[:1], timeout_s=HANG_S) == {0: None}
     assert not (machines[0] / "checkpoints").exists()
+
+
+def test_a_state_that_went_with_two_machines_is_named(machines: list[Path]) -> None:
+    """Rank 1's record was on its own machine and on the third one; both are gone."""
+    for rank, machine in enumerate(machines):
+        folder = RecordFolder(machine / "second-home" / f"rank-{rank}")
+        folder.complete = [2, 4]
+        folder.bind(4, str(machine / "checkpoint-4"))
+    assert run_ranks(1, lost, [str(machines[0])], 0, timeout_s=HANG_S) == {0: (4, [1])}
+    assert run_ranks(1, lost, [str(machines[0])], 4, timeout_s=HANG_S) == {0: None}, "the run goes on from there"
+    both = [str(machine) for machine in machines[1:]]
+    assert run_ranks(2, lost, both, 0, timeout_s=HANG_S) == dict.fromkeys(range(2), None), "nothing is missing"
+
+
+def test_a_state_that_was_never_complete_is_not_missed(machines: list[Path]) -> None:
+    """A machine was lost before its first record had arrived."""
+    assert run_ranks(1, lost, [str(machines[0])], -1, timeout_s=HANG_S) == {0: None}
+
+
+def test_the_checkpoint_of_a_single_machine_is_brought_to_others(tmp_path: Path) -> None:
+    places = [tmp_path / name for name in "abc"]
+    content = {"trainer_state.json": b"{}", "deepspeed/model.pt": os.urandom(5_000_000), "deepspeed/empty": b""}
+    for name, data in content.items():
+        path = places[1] / "checkpoint-7" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    (places[2] / "checkpoint-7").mkdir(parents=True)
+    (places[2] / "checkpoint-7" / "old").touch()
+    run_ranks(3, shared, [str(place) for place in places], timeout_s=HANG_S)
+    for place in places:
+        found = {str(p.relative_to(place / "checkpoint-7")): p for p in place.rglob("*") if p.is_file()}
+        assert {name: path.read_bytes() for name, path in found.items()} == content
+        assert [path.name for path in place.iterdir()] == ["checkpoint-7"]

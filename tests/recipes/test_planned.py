@@ -306,3 +306,17 @@ def test_machines_write_the_plan_of_a_shared_folder_at_once(tmp_path, monkeypatc
     planned.write_here(tmp_path / PLAN, {"cuts": [0, 1]}, 0)
     assert [path.name for path in tmp_path.iterdir()] == [planned.PLAN]
     assert json.loads((tmp_path / planned.PLAN).read_text()) == {"cuts": [0, 1]}
+
+
+def test_a_state_that_is_lost_ends_the_run_with_what_is_missing(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(planned.rendezvous, "all_ranks", lambda: AllRanks(0, 1, torch.distributed.HashStore()))
+    monkeypatch.setattr(planned.dist, "get_rank", lambda: 0)
+    with pytest.raises(ConfigError) as caught:
+        planned.check_not_lost(tmp_path, (40, [1, 2]), 0, ["host1", "host2"])
+    told = str(caught.value)
+    assert "the records of rank 1 on host2, rank 2 after step 40 are on none of these machines" in told
+    assert "Bring one of them back, and start the same command again. --overwrite starts over" in told
+    planned.check_not_lost(tmp_path, (40, [1]), 30, [])
+    said = capfd.readouterr().err
+    assert "the records of rank 1 after step 40 are on none of these machines" in said
+    assert "goes on from an earlier state, 10 steps before" in said

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import socket
+import threading
+import time
 from dataclasses import replace
 
 import pytest
 
-from pipecomp.errors import LinkTimeoutError
+from pipecomp.errors import LinkTimeoutError, WireError
 from pipecomp.tls import membership
+from pipecomp.tls import mesh as mesh_module
 from pipecomp.tls.handshake import Credentials
-from pipecomp.tls.key_folder import create_keys
-from pipecomp.tls.listener import Address
-from pipecomp.tls.membership import Membership, MembershipConfig, agree_on_members, is_enough
-from tests.limits import HANG_S
+from pipecomp.tls.key_folder import create_keys, revoke_machine
+from pipecomp.tls.listener import Address, Listener
+from pipecomp.tls.membership import (
+    Membership,
+    MembershipConfig,
+    NoRunError,
+    RunEndedError,
+    agree_on_members,
+    is_enough,
+)
+from pipecomp.tls.mesh import JoinConfig, Mesh
+from tests.limits import HANG_S, until
 from tests.tls.meshes import add_machine, free_address, together
 
 
@@ -104,3 +115,124 @@ def test_what_is_no_tls_at_the_leader_s_address_is_passed_over(configs, credenti
         found = agree(configs, credentials, (1, 2))
     assert found == [Membership((1, 2), configs[1].addresses[1], 1)] * 2
     assert isinstance(found[0].address, Address)
+
+
+def visitor(config: MembershipConfig) -> MembershipConfig:
+    """A machine that did not take part in the last start."""
+    return replace(config, before=(), number=0, listen=None)
+
+
+def test_a_machine_that_waits_takes_the_place_of_a_lost_one(configs, credentials):
+    for place in (0, 1):
+        configs[place] = replace(configs[place], before=(0, 1), number=4)
+    configs[2] = visitor(configs[2])
+    assert agree(configs, credentials, (0, 2)) == [Membership((0, 2), configs[0].addresses[0], 4)] * 2
+
+
+def test_a_new_place_is_for_a_machine_that_waits_only_if_the_ranks_ask_for_it(configs, credentials):
+    for place in (0, 1):
+        configs[place] = replace(configs[place], before=(1, 0), wanted=3)
+    configs[2] = visitor(configs[2])
+    found = agree(configs, credentials, (0, 1, 2))
+    assert found == [Membership((0, 1, 2), configs[0].addresses[0], 1)] * 3
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(membership, "_VISIT_S", 0.1)
+        for place in (0, 1):
+            configs[place] = replace(configs[place], wanted=0)
+        waits = replace(configs[2], addresses={0: configs[0].addresses[0]})
+        with pytest.raises(LinkTimeoutError):
+            together(
+                [
+                    lambda: agree_on_members(configs[0], credentials[0], wait_s=HANG_S),
+                    lambda: agree_on_members(configs[1], credentials[1], wait_s=HANG_S),
+                    lambda: agree_on_members(waits, credentials[2], wait_s=2.0, first_s=2.0),
+                ]
+            )
+
+
+class TestVisits:
+    """A machine that comes while training goes on."""
+
+    @pytest.fixture
+    def run(self, credentials):
+        """Two machines of two ranks, of which the first answers at its address."""
+        at = free_address()
+        own = Credentials(credentials[0].folder, (0, 1, 2, 3))
+        mesh = Mesh(JoinConfig(0, 4, at), own)
+        mesh.book = {"0": str(at), "1": "127.0.0.1:9"}
+        mesh._listener = Listener(at, mesh._authenticate)
+        mesh._complete = True
+        yield mesh, at
+        mesh.close()
+
+    def config(self, at: Address, place: int) -> MembershipConfig:
+        return MembershipConfig(place=place, procs=2, addresses={0: at}, before=(), number=0, listen=None)
+
+    def test_rank_0_knows_who_waits(self, run, credentials, monkeypatch):
+        mesh, at = run
+        monkeypatch.setattr(membership, "_VISIT_S", 0.05)
+        said = []
+        threading.Timer(1.0, lambda: mesh.book.update({"0": "127.0.0.1:9"})).start()
+        with pytest.raises(LinkTimeoutError, match="no machine of the run") as caught:
+            agree_on_members(self.config(at, 2), credentials[2], wait_s=1.0, first_s=5.0, say=said.append)
+        assert not isinstance(caught.value, NoRunError)
+        assert mesh.visitors() == [4]
+        assert said == ["the run goes on; this machine waits until it is taken in"]
+        monkeypatch.setattr(mesh_module, "_VISIT_S", 0.0)
+        assert mesh.visitors() == []
+
+    def test_one_that_is_not_needed_until_the_end_ends_too(self, run, credentials, monkeypatch):
+        mesh, at = run
+        mesh.book = {}
+        monkeypatch.setattr(membership, "_VISIT_S", 0.05)
+        monkeypatch.setattr(membership, "_ENDED_S", 0.3)
+
+        def end() -> None:
+            until(mesh.visitors)
+            mesh._listener.close()
+
+        ending = threading.Thread(target=end)
+        ending.start()
+        with pytest.raises(RunEndedError, match="the run has ended"):
+            agree_on_members(self.config(at, 2), credentials[2], wait_s=HANG_S, first_s=HANG_S)
+        ending.join()
+
+    def test_one_of_this_start_is_no_visitor(self, run, credentials):
+        mesh, at = run
+        with pytest.raises(membership.RunningError) as caught:
+            membership._follow(self.config(at, 1), credentials[1], at, 0, 5.0)
+        assert caught.value.book == {0: at, 1: Address("127.0.0.1", 9)}
+        assert mesh.visitors() == []
+
+    def test_a_first_start_that_waits_for_its_machines_is_joined_as_usual(self, run, credentials):
+        mesh, at = run
+        mesh._complete = False
+        mesh._own = mesh._own._replace(credentials=credentials[0])
+        with pytest.raises(NoRunError, match="waits for its machines"):
+            agree_on_members(self.config(at, 1), credentials[1], wait_s=HANG_S, first_s=0.0)
+
+    def test_a_machine_of_another_run_learns_why_it_is_refused(self, run, tmp_path):
+        _, at = run
+        stranger = Credentials(create_keys(tmp_path / "other", machine="machine-3", ranks="4-5"))
+        began = time.monotonic()
+        with pytest.raises(NoRunError, match="another run"):
+            agree_on_members(self.config(at, 2), stranger, wait_s=HANG_S, first_s=1.0)
+        assert time.monotonic() - began < HANG_S
+
+    def test_a_revoked_machine_is_refused(self, run, credentials, tmp_path):
+        mesh, at = run
+        folder = create_keys(tmp_path / "first", machine="machine-1", ranks="0-1")
+        revoked = Credentials(add_machine(folder, tmp_path / "third", "machine-3", (4, 5)))
+        revoke_machine(folder.path, "machine-3")
+        mesh._own = mesh._own._replace(credentials=Credentials(folder, (0, 1, 2, 3)))
+        with pytest.raises(NoRunError, match="revoked"):
+            agree_on_members(self.config(at, 2), revoked, wait_s=HANG_S, first_s=1.0)
+        assert mesh.visitors() == []
+
+
+@pytest.mark.parametrize(
+    "book", [None, [], {"a": "127.0.0.1:1"}, {"0": "nowhere"}, {str(n): "h:1" for n in range(2000)}]
+)
+def test_addresses_that_are_none_are_refused(book):
+    with pytest.raises(WireError):
+        membership._read_book(book)

@@ -1,9 +1,10 @@
-"""`pipecomp up -- train` without a machine that is lost: the others agree, cut the model anew and go on."""
+"""`pipecomp up -- train` without a lost machine: the others agree, cut the model anew and go on. Machines that come."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from pipecomp.distributed.placement import free_port
 from tests.limits import HANG_S, until
 from tests.models import byte_pairs, gpt2, metrics
 from tests.up.test_up import Machine, up
@@ -69,3 +71,84 @@ def test_two_of_three_machines_go_on(machines: list[Machine], victim: int) -> No
         assert trained[0] > 1, "it goes on from a record"
     assert "restart 1: " in left[0].said()
     assert (left[0].folder / "run" / "model" / "config.json").is_file()
+
+
+COMMAND = [
+    "train",
+    "--model",
+    "model",
+    "--data",
+    "text.txt",
+    "--batch",
+    "4",
+    "--out",
+    "run",
+    "--epochs",
+    "999",
+    "--second-home",
+    "next",
+    "--max-steps",
+]
+
+
+def lines(machine: Machine, start: str) -> list[str]:
+    return [line for line in machine.said().splitlines() if line.startswith(start)]
+
+
+def decided(machines: list[Machine], name: str) -> bool | None:
+    """Whether a machine was taken in, None before it is decided."""
+    said = "\n".join(machine.said() for machine in machines)
+    assert "no prediction" not in said, said
+    found = [line for line in said.splitlines() if f"{name} can take part: " in line]
+    return "it is taken in" in found[0] if found else None
+
+
+@pytest.mark.ranks
+@pytest.mark.soak
+@pytest.mark.timeout(3 * HANG_S)
+def test_a_killed_rank_starts_again_and_a_third_machine_joins(machines: list[Machine]) -> None:
+    first, second, third = machines
+    up([first, second], "--machines", "2", "--no-doctor", command=[*COMMAND, str(STEPS)])
+    until(lambda: len(steps(first)) >= 20)
+    for process in psutil.Process(second.process.pid).children(recursive=True):
+        if process.environ().get("RANK") == "1":
+            process.kill()
+    until(lambda: "restart 1: machine-1, machine-2" in first.said() and len(steps(first)) >= 25)
+    [line] = lines(first, "pipecomp up --join ")
+    words = shlex.split(line)[1:]
+    third.start(words)
+    until(lambda: decided(machines[:2], "machine-3") is not None)
+    taken = decided(machines[:2], "machine-3")
+    assert "the run goes on; this machine waits until it is taken in" in third.said()
+    assert [machine.end() for machine in machines] == [0, 0, 0], "\n".join(machine.said() for machine in machines)
+    assert steps(first) == list(range(1, STEPS + 1))
+    if taken:
+        assert "restart 2: machine-1, machine-2, machine-3" in first.said()
+        assert (third.folder / "run" / "plan.json").is_file()
+    else:
+        assert "restart 2" not in first.said()
+        assert "the run has ended" in third.said()
+    codes = {words[words.index("--code") + 1] for words in map(shlex.split, lines(first, "pipecomp up --join "))}
+    assert len(codes) == 2, "the next machine gets another code"
+
+
+@pytest.mark.ranks
+@pytest.mark.soak
+@pytest.mark.timeout(3 * HANG_S)
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_machine_that_comes_back_is_a_spare_or_is_taken_in(machines: list[Machine], victim: int) -> None:
+    port = free_port()
+    pasted = up(machines, "--machines", "3", "--no-doctor", port=port, command=[*COMMAND, str(4 * STEPS)])
+    until(lambda: len(steps(machines[0])) >= 20)
+    kill(machines[victim])
+    left = [machine for machine in machines if machine is not machines[victim]]
+    until(lambda: lines(left[0], "restart 1: ") and steps(left[0])[-1] > 25)
+    if victim == 0:
+        words = shlex.split(pasted)
+        options = ["--listen", f"127.0.0.1:{port}", "--machines", "3", "--no-doctor"]
+        machines[0].start(["up", *options, *words[words.index("--") :]])
+    else:
+        machines[victim].start(shlex.split(pasted)[1:])
+    until(lambda: decided(left, f"machine-{victim + 1}") is not None)
+    assert [machine.end() for machine in machines] == [0, 0, 0], "\n".join(machine.said() for machine in machines)
+    assert steps(left[0])[-1] == 4 * STEPS
