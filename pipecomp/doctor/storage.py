@@ -118,13 +118,14 @@ def file_system(folder: Path, mounts: Iterable[tuple[str, str]]) -> str | None:
     return result
 
 
-def measure_disk(folder: Path) -> DiskSpeed:
-    """Write up to 32 MiB in at most two seconds, and read them."""
+def measure_disk(folder: Path, share: int = 1) -> DiskSpeed:
+    """Write up to 32 MiB in at most two seconds, and read them. share: Divides bytes and seconds."""
+    most, seconds = _CHUNK * max(1, _CHUNKS // share), _SECONDS / share
     block = os.urandom(_CHUNK)  # some disks compress
     file, written = folder / "speed", 0
     began = time.perf_counter()
     with open(file, "wb", buffering=0) as handle:
-        while written < _CHUNK * _CHUNKS and (not written or time.perf_counter() - began < _SECONDS):
+        while written < most and (not written or time.perf_counter() - began < seconds):
             written += handle.write(block)
             os.fsync(handle.fileno())
         write = written / (time.perf_counter() - began)
@@ -132,7 +133,7 @@ def measure_disk(folder: Path) -> DiskSpeed:
             os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     began, got = time.perf_counter(), 0
     with open(file, "rb", buffering=0) as handle:
-        while (not got or time.perf_counter() - began < _SECONDS) and (data := handle.read(_CHUNK)):
+        while (not got or time.perf_counter() - began < seconds) and (data := handle.read(_CHUNK)):
             got += len(data)
         read = got / (time.perf_counter() - began)
     file.unlink()

@@ -321,6 +321,7 @@ def _read_profile(options: PlanOptions, file: Path) -> SurveyResult:
         stored: dict[str, Any] = {
             name: math.inf if value is None else value for name, value in content.get("speeds", {}).items()
         }
+        stored |= {"disk_spread": tuple(stored["disk_spread"])} if "disk_spread" in stored else {}
         speeds = MachineSpeeds(**stored)
     except ConfigError:
         raise

@@ -61,6 +61,7 @@ from pipecomp.utils.serialization import serializable
 from pipecomp.utils.units import format_count
 
 _MIN_RUNS, _MAX_RUNS = 3, 20
+_DISK_REPEATS = 3
 _REPEATS = 5  # measurements that the runs are divided into, for their spread
 _SEVERAL = 4  # samples of the second timing, which separates the cost of a call from that of a sample
 _TIMEOUT_S = 120.0
@@ -387,13 +388,16 @@ def survey_machine(
         writable("store", store),
         tempfile.TemporaryDirectory(dir=existing_parent(store), prefix=".pipecomp-plan-") as folder,
     ):
-        disk = measure_disk(Path(folder))
+        disks = [measure_disk(Path(folder), _DISK_REPEATS) for _ in range(_DISK_REPEATS)]
+    rates = [1 / (1 / disk.read + 1 / disk.write) for disk in disks]
+    disk_bytes_s = statistics.median(rates)
     values = samples * tokens * profile.hidden
     speeds = MachineSpeeds(
         encode_values_s=values / encode_s,
         decode_values_s=values / decode_s,
         cast_values_s=values / cast_s,
-        disk_bytes_s=1 / (1 / disk.read + 1 / disk.write),
+        disk_bytes_s=disk_bytes_s,
+        disk_spread=(min(rates) / disk_bytes_s, max(rates) / disk_bytes_s),
         average=time_average(device),
         update_s_per_parameter=time_update(device),
     )
@@ -554,6 +558,7 @@ def slowest_speeds(speeds: Sequence[MachineSpeeds]) -> MachineSpeeds:
     rates = ("encode_values_s", "decode_values_s", "cast_values_s", "disk_bytes_s")
     return MachineSpeeds(
         **{rate: min(getattr(s, rate) for s in speeds) for rate in rates},
+        disk_spread=widest([s.disk_spread for s in speeds]),
         average={part: max(s.average.get(part, 0.0) for s in speeds) for part in speeds[0].average},
         update_s_per_parameter=max(s.update_s_per_parameter for s in speeds),
     )

@@ -63,6 +63,7 @@ class MachineSpeeds:
         decode_values_s: The same for decoding.
         cast_values_s: Values cast per second by other methods, to send or to receive.
         disk_bytes_s: Bytes per second of the message store's disk, each byte written once and read once.
+        disk_spread: Lowest and highest measurement of the disk, as factors of `disk_bytes_s`.
         average: Seconds per gradient value to "quantize", "reduce" and "decode".
         update_s_per_parameter: Seconds of the optimizer.
     """
@@ -71,15 +72,21 @@ class MachineSpeeds:
     decode_values_s: float = math.inf
     cast_values_s: float = math.inf
     disk_bytes_s: float = math.inf
+    disk_spread: tuple[float, float] = (1.0, 1.0)
     average: Mapping[str, float] = field(default_factory=dict)
     update_s_per_parameter: float = 0.0
 
-    def scaled(self, factor: float) -> MachineSpeeds:
-        """Return the speeds of a machine whose processor takes this many times as long; its disk stays."""
+    def scaled(self, factor: float, disk: float = 1.0) -> MachineSpeeds:
+        """Return the speeds, without spread, of a machine whose processor takes `factor` times as long.
+
+        disk: Factor of the disk's rate.
+        """
         rates = ("encode_values_s", "decode_values_s", "cast_values_s")
         return replace(
             self,
             **{rate: getattr(self, rate) / factor for rate in rates},
+            disk_bytes_s=disk * self.disk_bytes_s,
+            disk_spread=(1.0, 1.0),
             average={part: factor * seconds for part, seconds in self.average.items()},
             update_s_per_parameter=factor * self.update_s_per_parameter,
         )
@@ -162,7 +169,7 @@ class StepPrediction:
         slack: Forwards in flight that each stage has more than the next.
         wait_s: Seconds that each stage waits for packets.
         store_s: Seconds of the message store's disk per step, a lower limit of `step_s`.
-        spread: The least and the most that the measurements of compute and links allow, as factors of `step_s`.
+        spread: The least and the most that the measurements of compute, links and disk allow, as factors of `step_s`.
     """
 
     job: TrainingJob
@@ -322,15 +329,15 @@ def _spread(
     job: TrainingJob, config: Config, network: LinkNetwork, speeds: MachineSpeeds, step_s: float
 ) -> tuple[float, float]:
     """Return the factors of the steps with all that was measured at its best, and at its worst."""
-    compute, links = job.profile.spread, network.spread
-    if compute == links == (1.0, 1.0):
+    compute, links, disk = job.profile.spread, network.spread, speeds.disk_spread
+    if compute == links == disk == (1.0, 1.0):
         return compute
 
-    def at(slowness: float, rate: float) -> float:
+    def at(slowness: float, rate: float, disk_rate: float) -> float:
         made = replace(job, profile=job.profile.scaled(slowness))
-        return predict(made, config, network.scaled(rate), speeds.scaled(slowness)).step_s / step_s
+        return predict(made, config, network.scaled(rate), speeds.scaled(slowness, disk_rate)).step_s / step_s
 
-    return min(1.0, at(compute[0], links[1])), max(1.0, at(compute[1], links[0]))
+    return min(1.0, at(compute[0], links[1], disk[1])), max(1.0, at(compute[1], links[0], disk[0]))
 
 
 def best_in_flight(step: StepSpec, network: LinkNetwork, setting: str | int = "auto") -> tuple[int, SimulatedStep]:

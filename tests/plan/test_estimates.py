@@ -81,6 +81,16 @@ def test_where_a_link_is_the_limit_its_spread_counts_and_not_that_of_compute():
     assert found.spread == pytest.approx((1 / 1.25, 1 / 0.8), rel=0.01)
 
 
+def test_where_the_disk_is_the_limit_its_spread_counts():
+    sections = {"activations": {"method": "aqsgd", "forward_bits": 4, "backward_bits": 8}, "store": {"path": "m"}}
+    config = Config.from_dict(sections)
+    speeds = MachineSpeeds(disk_bytes_s=10.0, disk_spread=(0.8, 1.25))
+    found = predict(noisy(), config, FREE, speeds)
+    assert found.step_s == found.store_s
+    assert found.spread == pytest.approx((1 / 1.25, 1 / 0.8), rel=0.01)
+    assert predict(noisy(), config, FREE, MachineSpeeds()).spread == pytest.approx((0.9, 1.2)), "else it does not"
+
+
 def test_links_have_the_spread_of_the_one_that_differs_most():
     rows = [[LinkMeasurement(1e8, 1e8, 0.0, (0.9, 1.0))], [LinkMeasurement(1e8, 1e8, 0.0, (1.0, 1.1))]]
     assert network_of(rows).spread == (0.9, 1.1)

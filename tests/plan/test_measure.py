@@ -202,7 +202,7 @@ def test_too_long_samples_are_refused_before_anything_is_measured(monkeypatch, t
 
 
 def test_a_full_disk_is_an_error_that_names_it(monkeypatch, tmp_path):
-    def full(folder):
+    def full(folder, share):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(measure, "measure_disk", full)
@@ -217,7 +217,7 @@ def test_links_are_timed_with_what_a_plan_sends(monkeypatch, tmp_path, one_pass,
     timed = []
     monkeypatch.setattr(measure, "time_link", lambda config, *size: timed.append(config) or (1.0, 1.0))
     monkeypatch.setattr(measure, "time_model", lambda *given, **more: SimpleNamespace(hidden=4))
-    monkeypatch.setattr(measure, "measure_disk", lambda folder: SimpleNamespace(read=1.0, write=1.0))
+    monkeypatch.setattr(measure, "measure_disk", lambda folder, share: SimpleNamespace(read=1.0, write=1.0))
     monkeypatch.setattr(measure, "time_average", lambda device: MachineSpeeds().average)
     survey_machine(GPT2Config(), 8, torch.float32, 2, tmp_path, one_pass=one_pass)
     sent, cast = timed
@@ -227,6 +227,18 @@ def test_links_are_timed_with_what_a_plan_sends(monkeypatch, tmp_path, one_pass,
     assert a.backward_method == ("direct" if one_pass else "delta")
     errors = (8, 8) if one_pass else (ConstantError(error=0.025), ConstantError(error=0.05))
     assert (a.forward_bits, a.backward_bits) == errors, "choosing bits takes time, too"
+
+
+def test_the_disk_is_measured_several_times(monkeypatch, tmp_path):
+    rates = iter([4.0, 1.0, 2.0])
+    monkeypatch.setattr(measure, "time_link", lambda config, *size: (1.0, 1.0))
+    monkeypatch.setattr(measure, "time_model", lambda *given, **more: SimpleNamespace(hidden=4))
+    monkeypatch.setattr(
+        measure, "measure_disk", lambda folder, share: SimpleNamespace(**dict.fromkeys(("read", "write"), next(rates)))
+    )
+    monkeypatch.setattr(measure, "time_average", lambda device: MachineSpeeds().average)
+    speeds = survey_machine(GPT2Config(), 8, torch.float32, 2, tmp_path).speeds
+    assert (speeds.disk_bytes_s, speeds.disk_spread) == (1.0, (0.5, 2.0)), "a byte is written and read"
 
 
 def test_a_bfloat16_stage_with_float32_adapters_is_timed():
