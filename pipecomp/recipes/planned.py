@@ -252,7 +252,8 @@ def plan_run(
         if options.batch is None:  # the number of epochs may have changed
             micro, accumulation = batch_sizes(earlier["config"], world // stages)
             batch = micro * accumulation * (world // stages)
-    if earlier is not None and len(earlier["cuts"]) - 1 == stages:
+    names = machine_names(world) if options.elastic and stages == world else []
+    if earlier is not None and len(earlier["cuts"]) - 1 == stages and suits(earlier, names):
         made = earlier
     else:
         memory = None if earlier is None else smallest_memory()
@@ -268,7 +269,6 @@ def plan_run(
     made.pop(RECUT, None)
     machines = len(set(ranks.all_gather_object(machine())))
     home = choose_second_home(options, machines, world)
-    names = machine_names(world) if options.elastic and stages == world else []
     if names:
         before = (earlier or {}).get("machines")
         made["machines"] = (
@@ -292,6 +292,11 @@ def plan_run(
             used = options.to_yaml(stages=len(made["cuts"]) - 1, batch=batch, lr=options.rate)
             atomic_write_text(folder / OPTIONS_FILE, used)
     return ds_config, made["cuts"]
+
+
+def suits(made: Mapping[str, Any], names: Sequence[str]) -> bool:
+    """Return whether the machines of a start may keep a plan's cuts: a new cut is for its machines in their order."""
+    return RECUT not in made or made["machines"]["names"] == list(names)
 
 
 def watch_machines(options: TrainOptions, folder: Path, planner: CutPlanner, each: int) -> MachineWatch:
@@ -565,10 +570,11 @@ def read_plan(folder: Path) -> dict[str, Any] | None:
 
 
 def find_plan(folder: Path) -> dict[str, Any] | None:
-    """Return the plan that the first of the machines with one has; None without one. Every rank must call this."""
+    """Return the first machine's plan, or one with a new cut; None if there is none. Every rank must call this."""
     with rendezvous.all_ranks().collective_errors():
         own = read_plan(folder) if os.environ.get("LOCAL_RANK", "0") == "0" else None
-    return next(filter(None, gathered(own)), None)
+    plans = [made for made in gathered(own) if made is not None]
+    return next((made for made in plans if RECUT in made), plans[0] if plans else None)
 
 
 def check_plan(made: dict[str, Any] | None, folder: Path, stages: int | None, world: int) -> dict[str, Any]:

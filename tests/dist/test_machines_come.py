@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from pipecomp.distributed.elastic_launcher import JOIN
+from pipecomp.distributed.placement import free_port
 from pipecomp.report.recorder import PLAN
 from tests.limits import HANG_S, until
 from tests.models import byte_pairs, gpt2, metrics, write_text
@@ -24,6 +25,7 @@ from tests.recipes.recipe_runs import ROOT
 pytestmark = [pytest.mark.ranks, pytest.mark.soak, pytest.mark.timeout(3 * HANG_S)]
 HOSTS = ("127.0.0.1", "127.0.0.2")
 BLOCKS, WIDTH, STEPS = 8, 128, 60
+QUIET = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
 # Imported by every Python process with this folder in its search path: minutes would take too long here.
 SHORT = "import pipecomp.recipes.machine_watch as watch\nwatch.WINDOW_S = 8.0\n"
 
@@ -60,7 +62,7 @@ class Run:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "pipecomp.cli", "train", *words],
             cwd=folder,
-            env={**os.environ, "PYTHONPATH": path, "PWD": str(folder), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+            env={**os.environ, "PYTHONPATH": path, "PWD": str(folder), "MASTER_PORT": str(free_port()), **QUIET},
             stdout=self.log,
             stderr=subprocess.STDOUT,
         )

@@ -320,3 +320,15 @@ def test_a_state_that_is_lost_ends_the_run_with_what_is_missing(tmp_path, monkey
     said = capfd.readouterr().err
     assert "the records of rank 1 after step 40 are on none of these machines" in said
     assert "goes on from an earlier state, 10 steps before" in said
+
+
+def test_a_new_cut_is_for_its_machines_in_their_order(monkeypatch, tmp_path):
+    cut = {"cuts": [0, 3, 4], "machines": {"names": ["a", "b"]}, planned.RECUT: True}
+    assert planned.suits(cut, ["a", "b"])
+    assert not planned.suits(cut, ["b", "a"])
+    assert planned.suits({"cuts": [0, 2, 4]}, ["b", "a"])
+    older = {"cuts": [0, 2, 4], "machines": {"names": ["a", "b"]}}
+    monkeypatch.setattr(planned.rendezvous, "all_ranks", lambda: AllRanks(0, 1, torch.distributed.HashStore()))
+    for plans, found in (([None, older, cut], cut), ([None, older], older), ([None], None)):
+        monkeypatch.setattr(planned, "gathered", lambda own, plans=plans: plans)
+        assert planned.find_plan(tmp_path) == found
