@@ -127,7 +127,8 @@ def agree_on_members(
     """
     began = time.monotonic()
     limit_s = wait_s if first_s is None else first_s
-    counts, refused = "", True
+    counts = ""
+    heard = began  # when a machine last did anything else than refuse connections
     answered: float | None = None  # when training went on without this machine first
     problems: dict[int, str] = {}
     while True:
@@ -138,7 +139,8 @@ def agree_on_members(
             try:
                 return _follow(config, credentials, config.addresses[place], place, max(0.0, wait_s - passed_s))
             except RunningError as error:
-                began, limit_s, running, refused = time.monotonic(), wait_s, True, True
+                began, limit_s, running = time.monotonic(), wait_s, True
+                heard = began
                 if answered is None:
                     answered = began
                     say("the run goes on; this machine waits until it is taken in")
@@ -146,12 +148,13 @@ def agree_on_members(
                 before = () if left_out else config.before
                 config = replace(config, addresses={**config.addresses, **error.book}, before=before)
             except (OSError, EOFError, PipecompError) as error:
-                refused = refused and isinstance(error, ConnectionRefusedError)
+                if not isinstance(error, ConnectionRefusedError):
+                    heard = time.monotonic()
                 problems[place] = getattr(error, "strerror", None) or str(error)
         if running:
             time.sleep(_VISIT_S)
             continue
-        if answered is not None and refused and not config.before and passed_s >= _ENDED_S:
+        if answered is not None and not config.before and time.monotonic() - heard >= _ENDED_S:
             raise RunEndedError("the run has ended: no machine of it listens any more")
         if passed_s >= limit_s:
             break

@@ -188,8 +188,11 @@ class TestVisits:
         monkeypatch.setattr(membership, "_ENDED_S", 0.3)
 
         def end() -> None:
+            """As a run ends: for a moment connections are accepted and closed."""
             until(mesh.visitors)
             mesh._listener.close()
+            with socket.create_server(at) as closing:
+                closing.accept()[0].close()
 
         ending = threading.Thread(target=end)
         ending.start()
