@@ -188,7 +188,7 @@ def _connect(
     mesh = current_mesh()
     if mesh is not None:
         mesh.set_timeout(settings.transport.timeout_s)
-    transports = open_transports(engine, settings.transport.timeout_s, throttle_to)
+    transports = open_transports(engine, settings.transport.timeout_s, throttle_to, settings.transport.streams)
     if engine.local is not None:
         engine.local.give_way(transports.values())
 

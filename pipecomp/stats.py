@@ -12,7 +12,7 @@ from typing import Any
 DIRECTIONS = ("forward", "backward", "evaluation")
 WEIGHTS = "weights"  # group name of the weights that replicas with a partitioned optimizer gather from each other
 _MEANS = ("mean_bits", "relative_error", "store_hit_rate")
-_NOT_CUMULATIVE = ("rank", "stage", "replica", "in_flight", "store_bytes", "local_steps")
+_NOT_CUMULATIVE = ("rank", "stage", "replica", "in_flight", "streams", "store_bytes", "local_steps")
 
 
 @dataclass(slots=True)

@@ -87,10 +87,10 @@ def sockets_of_groups(rank: int, world: int, note: Any) -> tuple[dict, int]:
 
     dist.init_process_group("gloo")
     groups = neighbour_groups([[0, 1, 2]], HANG_S)
-    counts = {pair: len(neighbours.sockets) for pair, neighbours in groups.items()}
+    counts = {pair: len(neighbours.sockets) for pair, (neighbours,) in groups.items()}
     left = 0
     if rank < 2:
-        group, sockets = groups[0, 1]
+        group, sockets = groups[0, 1][0]
         transport = GlooTransport(group, timeout_s=HANG_S, sockets=sockets)
         before = sum(map(acknowledged, sockets))
         if rank == 0:

@@ -125,6 +125,8 @@ class Config(Section):
         }
         if self.store.clusters is None:
             values["store"].pop("clusters")
+        if self.transport.streams == "auto":
+            values["transport"].pop("streams")
         if not self.elastic.active:
             values.pop("elastic")
         if self.layout == STAGES_ACROSS:

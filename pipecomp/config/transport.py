@@ -22,6 +22,8 @@ class TransportConfig(Section):
         data_timeout_s: seconds after which a rank that waits for its own data ends the run, in a callback, at a disk or
             in reading the model three times as long; None for no limit.
         keys: this machine's folder of keys, for "tls"; None: PIPECOMP_KEYS.
+        streams: TCP connections of a link that its packets are spread over, for long lines that one does not fill;
+            "auto" measures at the start.
         trusted_network: allow "gloo" at an address that is reachable from the internet.
     """
 
@@ -32,6 +34,9 @@ class TransportConfig(Section):
     timeout_s: int | float = Field(default=120.0, ge=1, le=86400, description="seconds from 1 to 86400")
     data_timeout_s: int | float | None = Field(
         default=DATA_TIMEOUT_S, ge=1, le=86400, description="null or seconds from 1 to 86400"
+    )
+    streams: Annotated[int, Field(ge=1, le=8)] | Annotated[str, OneOf(("auto",))] = Field(
+        default="auto", description="'auto' or a whole number from 1 to 8"
     )
     keys: str | None = Field(default=None, min_length=1, description="null or a folder")
     trusted_network: bool = False

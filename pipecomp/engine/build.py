@@ -28,6 +28,7 @@ from pipecomp.buffers import MessageStore, StoreEnvironment, open_environment
 from pipecomp.buffers.admin import forget
 from pipecomp.checkpoint.run_id import RunIdentity, find_run, model_digest
 from pipecomp.config import Config
+from pipecomp.distributed.collectives import gathered
 from pipecomp.distributed.consistency import AllRanks
 from pipecomp.distributed.placement import own_gpu, ranks_on_gpu
 from pipecomp.engine.deepspeed_patches import existing_device, long_group_timeouts, quiet
@@ -43,18 +44,16 @@ from pipecomp.rank_layout import RankLayout
 from pipecomp.stages import Source, build_stage, default_loss
 from pipecomp.stages.link.clusters import BLOCK
 from pipecomp.stages.link.endpoint import LinkReceiver, LinkSender
-from pipecomp.stages.link.gloo import GlooTransport, neighbour_groups
 from pipecomp.stages.link.layout import Boundary
 from pipecomp.stages.link.links import Links
+from pipecomp.stages.link.neighbors import open_neighbors
 from pipecomp.stages.link.packet import PacketLimits
-from pipecomp.stages.link.tls import TlsTransport
 from pipecomp.stages.link.transport import PacerTo, Transport, unpaced
 from pipecomp.stages.partition.modules import ModuleStage
 from pipecomp.stages.partition.planning import SplitPlan
 from pipecomp.stages.partition.precision import HALF
 from pipecomp.stages.partition.quantization import state_names
 from pipecomp.stages.partition.stage import Stage
-from pipecomp.tls.process_group import BACKEND, current_mesh
 from pipecomp.utils.activity import local_activity
 
 _log = logging.getLogger(__name__)
@@ -416,33 +415,23 @@ def quantized_adam(
 # -- links
 
 
-def open_transports(engine: PipelineEngine, timeout_s: float, pacer_to: PacerTo = unpaced) -> dict[str, Transport]:
+def open_transports(
+    engine: PipelineEngine, timeout_s: float, pacer_to: PacerTo = unpaced, streams: int | str = 1
+) -> dict[str, Transport]:
     """Connect to the stages before and after this one; every rank must call this.
 
     Args:
         engine: Gives the place of this rank in the pipeline.
         timeout_s: How long a transport waits for a packet.
         pacer_to: Gives the pacer of the link to a rank, which simulates a slow network.
+        streams: TCP connections of each link; "auto" measures.
 
     Returns:
         Transports by "to_previous" and "to_next"; at the ends of the pipeline one of them is missing.
     """
-    grid, stage = engine.grid, engine.stage_id
-    all_pipelines = pipelines(grid)
-    mesh = current_mesh() if dist.get_backend() == BACKEND else None
-    groups = neighbour_groups(all_pipelines, timeout_s) if mesh is None else {}
-    ranks = all_pipelines[grid.data_parallel_id]
-    transports: dict[str, Transport] = {}
-    for name, index in {"to_previous": stage - 1, "to_next": stage}.items():
-        if 0 <= index < grid.pipe_parallel_size - 1:
-            peer = ranks[index + (name == "to_next")]
-            pacer = pacer_to(peer)
-            if mesh is not None:
-                transports[name] = TlsTransport(mesh, peer, timeout_s=timeout_s, pacer=pacer)
-            else:
-                group, sockets = groups[ranks[index], ranks[index + 1]]
-                transports[name] = GlooTransport(group, timeout_s=timeout_s, pacer=pacer, sockets=sockets)
-    return transports
+    return open_neighbors(
+        pipelines(engine.grid), timeout_s=timeout_s, streams=streams, gather=gathered, pacer_to=pacer_to
+    ).transports
 
 
 def open_links(

@@ -541,7 +541,7 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine, EngineState):
             is compressed, of waits alone. "seconds": by part, see `stats.Seconds`. "steps". "store_bytes": of the
             store's file, or of its values in memory. "in_flight": micro-batches that may be in flight. "micro_batches":
             the last step's seconds by micro-batch. "local_steps": see `LocalTraining.stats`, with local steps.
-            "second_home": see `SecondHome.stats`, with a second home.
+            "second_home": see `SecondHome.stats`, with a second home. "streams": TCP connections by link.
         """
         return self.reporting.stats(self.global_steps)
 

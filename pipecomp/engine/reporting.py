@@ -99,6 +99,7 @@ class Reporting:
             "seconds": asdict(self._seconds),
             "in_flight": self._control.in_flight.value,
             "micro_batches": self.trace.micro_batches(),
+            "streams": {f"{end.index}->{end.index + 1}": end.transport.streams for end in self.links},
             "store_bytes": 0 if environment is None else environment.size_bytes(),
             **({} if self._local is None else {"local_steps": self._local.stats()}),
             **({} if self.second_home is None else {"second_home": self.second_home.stats()}),

@@ -47,15 +47,13 @@ from pipecomp.plan.search import aqsgd_sections, constant_error_bits
 from pipecomp.plan.simulation import Channel, LinkNetwork, SharedCores, between_replicas
 from pipecomp.rank_layout import RankLayout
 from pipecomp.stages.link.endpoint import LinkReceiver, LinkSender, Position
-from pipecomp.stages.link.gloo import GlooTransport, neighbour_groups
 from pipecomp.stages.link.layout import Layout
-from pipecomp.stages.link.tls import TlsTransport
+from pipecomp.stages.link.neighbors import open_neighbors
 from pipecomp.stages.link.transport import PacerTo, Transport, loopback_pair
 from pipecomp.stages.partition.adapters import attach
 from pipecomp.stages.partition.loading import Source, build_stage, resolve
 from pipecomp.stages.partition.quantization import plain_config
 from pipecomp.stages.partition.stage import Stage
-from pipecomp.tls.mesh import Mesh
 from pipecomp.tls.process_group import BACKEND, current_mesh
 from pipecomp.utils.serialization import serializable
 from pipecomp.utils.units import format_count
@@ -447,7 +445,7 @@ def survey_ranks(
     join_processes()
     mesh = current_mesh() if dist.get_backend() == BACKEND else None
     try:
-        link = _measure_row(rank, R, length, pacer_to, mesh)
+        link = _measure_row(rank, R, length, pacer_to)
         shared = find_shared_cores(gathered(own_compute()))
         survey = None
         for members in turns(world, shared):
@@ -510,25 +508,20 @@ def slowdowns_of(profiles: Sequence[Profile]) -> tuple[float, ...]:
     return tuple(1.0 if slowest.reaches(one) else one.seconds / slowest.seconds for one in estimates)
 
 
-def _measure_row(rank: int, R: int, K: int, pacer_to: PacerTo, mesh: Mesh | None) -> LinkMeasurement | None:
+def _measure_row(rank: int, R: int, K: int, pacer_to: PacerTo) -> LinkMeasurement | None:
     """Measure this rank's link to the next of K ranks together with all others; R such rows are side by side."""
-    groups = neighbour_groups(RankLayout(K, R).pipelines(), _TIMEOUT_S) if mesh is None else {}
-
-    def transport(peer: int) -> Transport | None:
-        if not 0 <= peer < K * R:
-            return None
-        if mesh is not None:
-            return TlsTransport(mesh, peer, timeout_s=_TIMEOUT_S, pacer=pacer_to(peer))
-        group, _ = groups[min(rank, peer), max(rank, peer)]
-        return GlooTransport(group, timeout_s=_TIMEOUT_S, pacer=pacer_to(peer))
-
-    transports = [transport(rank - R), transport(rank + R)]
-    measurement = measure_links(RankLayout(K, R).place(rank)[0], *transports)
+    layout = RankLayout(K, R)
+    neighbors = open_neighbors(
+        layout.pipelines(), timeout_s=_TIMEOUT_S, streams="auto", gather=gathered, pacer_to=pacer_to
+    )
+    transports = neighbors.transports
+    stage = layout.place(rank)[0]
+    measurement = measure_links(stage, transports.get("to_previous"), transports.get("to_next"))
     dist.barrier()
-    for opened in filter(None, transports):
+    for opened in transports.values():
         opened.close()
     dist.barrier()
-    for group, _ in groups.values():
+    for group in neighbors.groups:
         # Note: torch names some groups by how many each rank has. If these stayed, a middle rank would have more than
         # those at the ends, and would wait forever for them when all replicas make a group later.
         dist.destroy_process_group(group)

@@ -4,6 +4,10 @@
 
 TLS protects frames against strangers: none can be read, changed, dropped or repeated. Frames from a rank of the run are
 checked here and by the receiver. A stream's messages travel as DATA frames, between those of other streams.
+
+A connection with several subflows, TCP connections beside each other, carries long messages in pieces over all of them.
+The first subflow carries everything else, a STRIPED frame at the beginning of each such message among it; the others
+carry STRIPE and ACK frames only. With one subflow there are neither STRIPED, STRIPE nor SUBFLOWS frames.
 """
 
 from __future__ import annotations
@@ -14,10 +18,12 @@ from typing import NamedTuple
 
 from pipecomp.errors import WireError
 
-VERSION = 3
+VERSION = 4
+MAX_SUBFLOWS = 8
 CONTENT_BYTES = 1 << 17  # of a DATA frame: 10 ms at 100 Mbit/s, which other streams' frames wait behind it
 STORE_BYTES = 1 << 22  # of a request to the key-value store, and of its reply
 NOTICE_BYTES = 1 << 14  # 1000 characters of up to 12 bytes in JSON, and a margin
+STRIPE_UNIT = 1 << 14  # bytes of a TLS record; pieces of a striped message begin at multiples of it
 EAGER_BYTES = 1 << 16  # messages up to this length are sent before the receiver has posted its receive
 FIRST_LINK_STREAM = 1 << 60  # streams from here on belong to links; they need credit before anything is sent
 ROOM_BYTES = 1 << 28  # receive window of an open stream
@@ -26,7 +32,7 @@ HEADER_BYTES = _HEADER.size
 
 
 class FrameKind(enum.IntEnum):
-    """Kind of a frame. All kinds but DATA are sent before any DATA that waits."""
+    """Kind of a frame. All kinds but DATA and STRIPE are sent before any of these that waits."""
 
     DATA = 1  # a piece of a message
     READY = 2  # a receive of `total` bytes is posted for this stream and tag
@@ -36,6 +42,11 @@ class FrameKind(enum.IntEnum):
     STORE_REPLY = 6  # JSON: its reply
     ACK = 7  # `total` numbered frames have arrived; also the keep-alive
     CLOSE = 8  # the last frame; JSON with the reason, empty at the orderly end of a run
+    STRIPED = (
+        9  # a message of `total` bytes begins that travels in STRIPE frames; both ends count these messages from 0
+    )
+    STRIPE = 10  # a piece of the striped message number `stream`, from its byte `tag` on
+    SUBFLOWS = 11  # JSON: number of subflows, and the secret that admits further ones
 
     @property
     def numbered(self) -> bool:
@@ -49,6 +60,8 @@ _MAX_CONTENT = {
     FrameKind.STORE_REQUEST: STORE_BYTES,
     FrameKind.STORE_REPLY: STORE_BYTES,
     FrameKind.CLOSE: NOTICE_BYTES,
+    FrameKind.STRIPE: CONTENT_BYTES,
+    FrameKind.SUBFLOWS: NOTICE_BYTES,
 }
 
 

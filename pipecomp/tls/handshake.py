@@ -20,7 +20,7 @@ from cryptography import x509
 
 from pipecomp.errors import KeysError, LinkError, PipecompError, WireError, foreign_text
 from pipecomp.tls import certificates as certs
-from pipecomp.tls.frames import VERSION
+from pipecomp.tls.frames import MAX_SUBFLOWS, VERSION
 from pipecomp.tls.key_folder import AUTHORITY, MACHINE, MACHINE_KEY, REVOKED, KeyFolder
 from pipecomp.tls.stream import SecureStream, handshake_error, tls_context
 
@@ -132,12 +132,22 @@ class RankInfo(NamedTuple):
     session: str
 
 
+class SubflowId(NamedTuple):
+    """One of the TCP connections between two ranks. secret: known to these two only; empty for the first, number 0."""
+
+    number: int = 0
+    secret: str = ""
+
+
+FIRST_SUBFLOW = SubflowId()
+
+
 class IncomingConnection(NamedTuple):
     """An authenticated connection that waits for `accept` or `reject`.
 
     rank: the connecting rank. purpose: JOIN, PEER, RELAY, RESUME, REPORT or MEMBERS. to: for RELAY, the rank to be
-    connected to. received: frames that the connecting rank has. reason: for REPORT. For MEMBERS, rank is the lowest one
-    in the machine's certificate.
+    connected to. received: frames that the connecting rank has. reason: for REPORT. subflow: for RELAY, PEER and RESUME.
+    For MEMBERS, rank is the lowest one in the machine's certificate.
     """
 
     rank: int
@@ -146,16 +156,18 @@ class IncomingConnection(NamedTuple):
     received: int
     stream: SecureStream
     reason: str = ""
+    subflow: SubflowId = FIRST_SUBFLOW
 
 
 class ConnectRequest(NamedTuple):
-    """A request to connect to `rank`; purpose, to, received and reason as in IncomingConnection."""
+    """A request to connect to `rank`; the rest as in IncomingConnection."""
 
     purpose: str
     rank: int
     to: int = -1
     received: int = 0
     reason: str = ""
+    subflow: SubflowId = FIRST_SUBFLOW
 
 
 class ConnectReply(NamedTuple):
@@ -194,6 +206,8 @@ def request_connection(
     message["revoked"] = credentials.revocation_list
     if request.purpose in (JOIN, PEER):
         message["padding"] = _PADDING
+    if request.subflow.number:
+        message |= {"subflow": request.subflow.number, "secret": request.subflow.secret}
     if request.reason:
         message["reason"] = request.reason[:_REASON_CHARACTERS]
     try:
@@ -235,6 +249,7 @@ def receive_request(
             return IncomingConnection(min(peer.ranks), MEMBERS, -1, 0, stream)
         rank = credentials.check_rank(peer, message.get("rank"))
         purpose, to, received = message.get("purpose"), message.get("to"), _frame_count(message)
+        subflow = _subflow(message)
         version, world = message.get("version"), message.get("world")
         if version != VERSION:
             raise LinkError(
@@ -249,7 +264,7 @@ def receive_request(
         if not before_joining and message.get("session") != own.session:
             raise LinkError(f"rank {rank} is of another start of this run")
         reason = foreign_text(message.get("reason", ""), _REASON_CHARACTERS)
-        return IncomingConnection(rank, str(purpose), to, received, stream, reason)
+        return IncomingConnection(rank, str(purpose), to, received, stream, reason, subflow)
     except PipecompError as error:
         reject(stream, str(error))
         raise
@@ -275,3 +290,10 @@ def _frame_count(message: dict[str, Any]) -> int:
     if type(count) is not int or count < 0:
         raise WireError(f"an invalid number of received frames: {count!r}")
     return count
+
+
+def _subflow(message: dict[str, Any]) -> SubflowId:
+    number, secret = message.get("subflow", 0), message.get("secret", "")
+    if type(number) is not int or not 0 <= number < MAX_SUBFLOWS or not isinstance(secret, str):
+        raise WireError(f"an invalid number of a stream: {foreign_text(number)}, allowed: 0 to {MAX_SUBFLOWS - 1}")
+    return SubflowId(number, secret)

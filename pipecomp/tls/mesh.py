@@ -19,10 +19,11 @@ from typing import NamedTuple, NoReturn
 
 from pipecomp.errors import ConfigError, KeysError, LinkError, LinkTimeoutError, PeerLostError
 from pipecomp.tls import handshake
-from pipecomp.tls.connection import Connection, Dialer
+from pipecomp.tls.connection import Connection
 from pipecomp.tls.frames import FIRST_LINK_STREAM
 from pipecomp.tls.handshake import ConnectRequest, Credentials, IncomingConnection, RankInfo
 from pipecomp.tls.listener import ALL_INTERFACES, Address, Listener, resolve
+from pipecomp.tls.resumable import Dialer
 from pipecomp.tls.routes import DIRECT, PeerListener, Relay, Routes, connect, connect_direct, max_pending, wait_for_keys
 from pipecomp.tls.store import KeyValueTable, MeshStore, PendingRequests, address_key, ready_key
 from pipecomp.tls.stream import NoAnswerError
@@ -180,8 +181,11 @@ class Mesh:
         if known.failure is not None:
             why = f"rank {self.rank} has given up the connection to rank {incoming.rank}: {known.failure}"
             self._reject(incoming, why)
-        accept = partial(handshake.accept, incoming, self._own)
-        return lambda: known.resumable.replace(incoming.stream, incoming.received, accept)
+        try:
+            known.check_admission(incoming)
+        except LinkError as error:
+            self._reject(incoming, str(error))
+        return lambda: known.admit(incoming, partial(handshake.accept, incoming, self._own))
 
     def _answer_visit(self, incoming: IncomingConnection) -> None:
         """Note a machine that waits to take part, and answer whether this start has begun without it."""

@@ -29,7 +29,7 @@ from torch import Tensor
 from pipecomp.errors import LinkError
 from pipecomp.tls.frames import EAGER_BYTES
 from pipecomp.tls.mesh import Mesh
-from pipecomp.tls.queues import Transfer
+from pipecomp.tls.receive_queue import Transfer
 
 BACKEND = "tls"
 _PIECE_BYTES = 1 << 22

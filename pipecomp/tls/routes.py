@@ -6,6 +6,7 @@ Both ranks go through the same list of attempts and publish each outcome in the 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import socket
 import threading
 import time
@@ -18,9 +19,17 @@ import torch.distributed as dist
 
 from pipecomp.errors import KeysError, LinkTimeoutError, PeerLostError, PipecompError
 from pipecomp.tls import handshake
-from pipecomp.tls.connection import Dialer
-from pipecomp.tls.handshake import ConnectReply, ConnectRequest, Credentials, IncomingConnection, RankInfo
+from pipecomp.tls.handshake import (
+    FIRST_SUBFLOW,
+    ConnectReply,
+    ConnectRequest,
+    Credentials,
+    IncomingConnection,
+    RankInfo,
+    SubflowId,
+)
 from pipecomp.tls.listener import MAX_PENDING, Address, Listener
+from pipecomp.tls.resumable import Dialer
 from pipecomp.tls.store import KEY_PREFIX, address_key
 from pipecomp.tls.stream import NoAnswerError, SecureStream, close_socket
 from pipecomp.utils.sockets import connect_with_small_packets, describe_black_hole, unacknowledged_bytes
@@ -120,10 +129,16 @@ def _answers_small_packets(address: Address, own: RankInfo, rank: int, wait_s: f
 
 
 def connect_direct(
-    address: Address, own: RankInfo, rank: int, purpose: str, received: int, reply_s: float | None = None
+    address: Address,
+    own: RankInfo,
+    rank: int,
+    purpose: str,
+    subflow: SubflowId = FIRST_SUBFLOW,
+    received: int = 0,
+    reply_s: float | None = None,
 ) -> tuple[SecureStream, int]:
     """Connect to rank `rank` directly; return the stream and the number of frames that the rank has."""
-    request = ConnectRequest(purpose, rank, received=received)
+    request = ConnectRequest(purpose, rank, received=received, subflow=subflow)
     stream, reply = connect(address, own, request, wait_s=_DIRECT_S, reply_s=reply_s)
     return stream, reply.received
 
@@ -243,8 +258,9 @@ class Routes:
         low, high = sorted((self._own.rank, other))
         addresses = {rank: self._address(rank) for rank in (low, high)}
 
-        def relay(received: int, _: float) -> tuple[SecureStream, int]:
-            return self._connect_relayed(other, _REPLY_S, received)  # short: the other end tries again and again
+        def relay(subflow: SubflowId, received: int, _: float) -> tuple[SecureStream, int]:
+            # Short: the other end tries again and again.
+            return self._connect_relayed(other, _REPLY_S, subflow, received)
 
         for number, (source, target) in enumerate(
             pair for pair in ((high, low), (low, high)) if addresses[pair[1]] is not None
@@ -254,7 +270,7 @@ class Routes:
                 address = addresses[target]
                 assert address is not None
                 try:
-                    stream, _ = connect_direct(address, self._own, target, handshake.PEER, 0)
+                    stream, _ = connect_direct(address, self._own, target, handshake.PEER)
                 except (OSError, PipecompError):
                     self._store.set(key, "no")
                     continue
@@ -266,16 +282,19 @@ class Routes:
                 self.peer_listeners.append(listener)
                 stream = self._wait_for_incoming(other)
                 return Dialer(stream, DIRECT, (relay,), awaits_peer=True, is_gone=listener.is_gone)
-        stream, _ = self._connect_relayed(other, _ROUTE_S, 0)
+        stream, _ = self._connect_relayed(other, _ROUTE_S)
         return Dialer(stream, RELAYED, (relay,), is_gone=partial(nothing_listens, self._first))
 
-    def _connect_relayed(self, other: int, wait_s: float, received: int) -> tuple[SecureStream, int]:
+    def _connect_relayed(
+        self, other: int, wait_s: float, subflow: SubflowId = FIRST_SUBFLOW, received: int = 0
+    ) -> tuple[SecureStream, int]:
         """Connect through rank 0 within `wait_s`; return the stream and the number of frames that the other end has."""
         try:
-            request = ConnectRequest(handshake.RELAY, 0, other)  # rank 0 replies once the other end has connected
+            at_relay = SubflowId(subflow.number)  # its secret is not rank 0's business
+            request = ConnectRequest(handshake.RELAY, 0, other, subflow=at_relay)  # answered once both have connected
             outer, _ = connect(self._first, self._own, request, wait_s=_DIRECT_S, reply_s=wait_s)
             try:
-                return self._handshake_inside(outer, other, received)
+                return self._handshake_inside(outer, other, subflow, received)
             except BaseException:
                 close_socket(outer.sock)  # otherwise the next rank that comes there would be joined with it
                 raise
@@ -286,18 +305,23 @@ class Routes:
                 f"rank {self._own.rank} cannot reach rank {other}, neither directly nor through rank 0: {error}"
             ) from error
 
-    def _handshake_inside(self, outer: SecureStream, other: int, received: int) -> tuple[SecureStream, int]:
+    def _handshake_inside(
+        self, outer: SecureStream, other: int, subflow: SubflowId, received: int
+    ) -> tuple[SecureStream, int]:
         """Authenticate the other end over a connection to rank 0, which has joined it with the other end's."""
         buffered = outer.unwrap()
         if other > self._own.rank:
             incoming = handshake.receive_request(outer.sock, self._own, (handshake.PEER,), buffered)
             if incoming.rank != other:
                 raise KeysError(f"rank {incoming.rank} is at the other end")
+            number, secret = incoming.subflow
+            if number != subflow.number or not hmac.compare_digest(secret.encode(), subflow.secret.encode()):
+                raise KeysError(f"another stream of rank {other} is at the other end")
             handshake.accept(incoming, self._own, received)
             return incoming.stream, incoming.received
         within_s = handshake.HANDSHAKE_S
         inner, peer = self._own.credentials.secure(outer.sock, server=False, buffered=buffered, within_s=within_s)
-        request = ConnectRequest(handshake.PEER, other, received=received)
+        request = ConnectRequest(handshake.PEER, other, received=received, subflow=subflow)
         reply = handshake.request_connection(inner, peer, self._own, request)
         return inner, reply.received
 
@@ -341,14 +365,14 @@ class Relay:
 
     def __init__(self, own: RankInfo) -> None:
         self._own = own
-        self._waiting: dict[tuple[int, int], IncomingConnection] = {}
+        self._waiting: dict[tuple[int, int, int], IncomingConnection] = {}  # by ranks and number of the subflow
         self._lock = threading.Lock()
-        self._joined: dict[tuple[int, int], list[socket.socket]] = {}
+        self._joined: dict[tuple[int, int, int], list[socket.socket]] = {}
         self._threads: list[threading.Thread] = []
 
     def join(self, incoming: IncomingConnection) -> None:
         """Hold a rank's connection until the other rank connects, then forward bytes both ways."""
-        pair = min(incoming.rank, incoming.to), max(incoming.rank, incoming.to)
+        pair = min(incoming.rank, incoming.to), max(incoming.rank, incoming.to), incoming.subflow.number
         with self._lock:
             for sock in self._joined.pop(pair, ()):
                 close_socket(sock)  # one rank has lost the connection; closing it informs the other

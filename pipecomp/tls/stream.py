@@ -97,7 +97,7 @@ class SecureStream:
     """
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, *, server: bool, buffered: bytes = b"") -> None:
-        self.sock = sock
+        self.sock, self.server = sock, server
         self.on_timeout: Callable[[], None] | None = None  # called after each socket timeout; returns to keep waiting
         self.on_idle: Callable[[], None] | None = None  # called before waiting for more data
         self.last_received = time.monotonic()

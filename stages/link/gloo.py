@@ -1,10 +1,14 @@
-"""A transport over torch.distributed's gloo: host memory, TCP, one process group for each pair of neighbors.
+"""A transport over torch.distributed's gloo: host memory, TCP, one or more process groups for each pair of neighbors.
 
 A packet travels as frames; between packets, empty frames show that the sender is alive.
 
     frame: kind u8, 3 bytes zero, content bytes u32, bytes of the whole packet u64, CRC-32 of these u32, content
 
 Without the CRC a changed kind or length would leave a packet unfinished and its receiver waiting.
+
+With several streams frames take turns: each group is a TCP connection of its own, and frame i goes to group i mod n.
+The receiver takes them in the same order, so that neither numbers nor a place to sort them are needed. A frame STREAMS
+changes n for the frames behind it.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import threading
 import time
 import zlib
 from collections import deque
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import NamedTuple
@@ -40,9 +45,9 @@ from pipecomp.utils.sockets import has_unsent_bytes, record_sockets, shut_down_s
 #
 # The receiving thread keeps a ring of receives posted ahead of need, each for a whole frame (gloo accepts a shorter
 # message). The notice that a receive is posted travels on the same connection, behind the frames that this end sends
-# itself. So the ring is much longer than the frames under way: otherwise a slow link that carries both directions would
-# stop until the notice is through. While packets that nobody has taken fill their share of memory, the thread posts no
-# receive, except one now and then, so that the peer does not take this end for silent.
+# itself. So each group's ring is much longer than the frames under way: otherwise a slow link that carries both
+# directions would stop until the notice is through. While packets that nobody has taken fill their share of memory, the
+# thread posts no receive, except one now and then, so that the peer does not take this end for silent.
 #
 # The sending thread may wait for a packet that a GPU is still computing (`PendingPacket`). An error of either thread
 # goes to `failed`, and the next call of the training thread raises it. A failed send waits for the receiving thread's
@@ -57,8 +62,10 @@ _CRC = struct.Struct("<I")
 _RANK = struct.Struct("<i")
 _PREFIX_BYTES = _FIELDS.size + _CRC.size
 _CONTENT = FRAME_BYTES - _PREFIX_BYTES
-_DATA, _ALIVE, _ABORT, _CLOSE = range(1, 5)
+_DATA, _ALIVE, _ABORT, _CLOSE, _STREAMS, _END = range(1, 7)
 _CLOSE_SECONDS = 10.0  # limit on closing after a failure, or while nothing moves
+_AGREE_S = 10.0  # for this rank to have the groups that the peer sends over
+_MAX_AGREEMENTS = 2  # numbers of streams that the peer may be ahead
 _CUT_S = 1.0  # for gloo to notice that its socket is shut down
 
 
@@ -70,6 +77,7 @@ class GlooTransport(TransportBase):
         timeout_s: Silence after which the peer counts as lost.
         pacer: Slows down sending.
         sockets: The group's sockets, as far as they are known.
+        further: Groups for further streams, with their sockets.
     """
 
     def __init__(
@@ -79,11 +87,12 @@ class GlooTransport(TransportBase):
         timeout_s: float,
         pacer: Pacer | None = None,
         sockets: frozenset[int] = frozenset(),
+        further: Sequence[NeighborGroup] = (),
     ) -> None:
         ranks = dist.get_process_group_ranks(group)
         if len(ranks) != 2 or dist.get_rank() not in ranks:
             raise LinkError(f"a transport joins this rank ({dist.get_rank()}) and one other, not ranks {ranks}")
-        self._group, self._sockets = group, sockets
+        self._neighbor_groups = [NeighborGroup(group, sockets), *further]
         self._to = 1 - ranks.index(dist.get_rank())
         super().__init__(ranks[self._to])
         self._timeout = timedelta(seconds=timeout_s)
@@ -92,6 +101,7 @@ class GlooTransport(TransportBase):
         self._frames_sent = 0
         self._untaken_bytes = 0  # of packets in the receive queue
         self._aborted = False
+        self._their_streams: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # None at the connection's end
         self._receiver = threading.Thread(target=self._receive, name=f"pipecomp-recv-{self.peer}", daemon=True)
         self._sender = threading.Thread(target=self._send_all, name=f"pipecomp-send-{self.peer}", daemon=True)
         self._receiver.start()
@@ -103,6 +113,50 @@ class GlooTransport(TransportBase):
         self.check_open()
         self.count_queued(packet.size)
         self._outbox.put((_DATA, packet, time.monotonic()))
+
+    def add_groups(self, further: Sequence[NeighborGroup]) -> None:
+        """Take process groups of the same two ranks for further streams."""
+        with self._changed:
+            self._neighbor_groups += further
+            self._changed.notify_all()
+
+    def release_groups(self) -> list[dist.ProcessGroup]:
+        """Return the groups beyond the streams in use, which the transport no longer uses."""
+        released = [group for group, _ in self._neighbor_groups[self.streams :]]
+        del self._neighbor_groups[self.streams :]
+        return released
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The process groups, one for each stream."""
+        return [group for group, _ in self._neighbor_groups]
+
+    @property
+    def _sockets(self) -> frozenset[int]:
+        return frozenset().union(*(sockets for _, sockets in self._neighbor_groups))
+
+    def use_streams(self, count: int) -> None:
+        """Let frames take turns over the first `count` groups."""
+        if count == self.streams:
+            return
+        assert count <= len(self._neighbor_groups), "a group for each stream"
+        self.check_open()
+        self._outbox.put((_STREAMS, np.array([count], dtype=np.uint8), time.monotonic()))
+        try:
+            theirs = self._their_streams.get(timeout=self._timeout.total_seconds())
+        except queue.Empty:
+            theirs = -1
+        if theirs is None:
+            assert self._failure is not None
+            raise self._failure
+        if theirs != count:
+            says = "did not agree on streams" if theirs < 0 else f"uses {theirs} streams, this rank {count}"
+            raise LinkError(f"rank {self.peer} {says}. Give all ranks the same transport.streams")
+        self.streams = count
+
+    def failed(self, error: Exception) -> None:
+        super().failed(error)
+        self._their_streams.put(None)
 
     def recv(self) -> np.ndarray:
         packet = super().recv()
@@ -152,8 +206,9 @@ class GlooTransport(TransportBase):
     # -- sending thread
 
     def _send_all(self) -> None:
-        under_way: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        under_way: deque[tuple[dist.Work, torch.Tensor]] = deque()  # of all streams, in order
         spare = [torch.empty(FRAME_BYTES, dtype=torch.uint8) for _ in range(_SENDS)]
+        streams, turn = 1, 0
 
         def finish_one() -> None:
             work, frame = under_way.popleft()
@@ -162,6 +217,7 @@ class GlooTransport(TransportBase):
             self._frames_sent += 1
 
         def post(kind: int, content: np.ndarray, total: int, queued: float) -> None:
+            nonlocal turn
             if not spare:
                 finish_one()
             frame = spare.pop()
@@ -171,7 +227,19 @@ class GlooTransport(TransportBase):
             view[_PREFIX_BYTES:size] = content
             if self._pacer is not None:
                 self._pacer.hold(size, queued)
-            under_way.append((self._group.send([frame[:size]], self._to, _TAG), frame))
+            under_way.append((self._neighbor_groups[turn].group.send([frame[:size]], self._to, _TAG), frame))
+            turn = (turn + 1) % streams
+
+        def change_streams(count: int) -> None:
+            """Announce another number; the frames _END meet what the peer has posted for the number before."""
+            nonlocal streams, turn
+            post(_STREAMS, np.array([count], dtype=np.uint8), 1, time.monotonic())
+            for _ in range(streams * _RING - 1):
+                post(_END, np.empty(0, dtype=np.uint8), 0, time.monotonic())
+            while under_way:
+                finish_one()
+            spare[:] = [torch.empty(FRAME_BYTES, dtype=torch.uint8) for _ in range(count * _SENDS)]
+            streams, turn = count, 0
 
         refused = False
         try:
@@ -188,11 +256,17 @@ class GlooTransport(TransportBase):
                 except Exception as error:
                     self.failed(error)
                     refused = True
+                if kind == _STREAMS:
+                    change_streams(int(packet[0]))
+                    self._outbox.task_done()
+                    continue
                 if refused and kind == _DATA:  # after a failed packet only _ABORT and _CLOSE are sent
                     self._outbox.task_done()
                     continue
                 began = time.perf_counter()
-                for _ in range(_RING if kind == _CLOSE else 1):  # one _CLOSE for each posted receive of the peer
+                for _ in range(
+                    streams * _RING if kind == _CLOSE else 1
+                ):  # one _CLOSE for each posted receive of the peer
                     for at in range(0, max(1, packet.size), _CONTENT):
                         post(kind, packet[at : at + _CONTENT], packet.size, queued)
                 while under_way and (self._outbox.empty() or kind != _DATA):
@@ -212,14 +286,20 @@ class GlooTransport(TransportBase):
     # -- receiving thread
 
     def _receive(self) -> None:
-        posted: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        posted: deque[tuple[dist.Work, torch.Tensor]] = deque()  # in the order of frames
+        streams, turn = 1, 0  # turn: stream of the next receive, and of the frame that came last
 
         def post(frame: torch.Tensor) -> None:
-            posted.append((self._group.recv([frame], self._to, _TAG), frame))
+            nonlocal turn
+            posted.append((self._neighbor_groups[turn].group.recv([frame], self._to, _TAG), frame))
+            turn = (turn + 1) % streams
+
+        def post_rings() -> None:
+            for _ in range(streams * _RING):
+                post(torch.empty(FRAME_BYTES, dtype=torch.uint8))
 
         try:
-            for _ in range(_RING):
-                post(torch.empty(FRAME_BYTES, dtype=torch.uint8))
+            post_rings()
             packet, filled, began = np.empty(0, dtype=np.uint8), 0, 0.0
             while True:
                 work, frame = posted.popleft()
@@ -258,6 +338,13 @@ class GlooTransport(TransportBase):
                     while posted:
                         posted.popleft()[0].wait(self._timeout)
                     raise PeerLostError(f"rank {self.peer} has ended its run and closed the connection", self.peer)
+                elif kind == _STREAMS:
+                    streams, turn = self._announced_streams(content), 0
+                    while posted:
+                        posted.popleft()[0].wait(self._timeout)
+                    post_rings()
+                    self._their_streams.put(streams)
+                    continue
                 elif kind != _ALIVE:
                     raise WireError(f"rank {self.peer} sent a frame of unknown kind {kind}")
                 if kind == _DATA:
@@ -269,6 +356,19 @@ class GlooTransport(TransportBase):
             self.failed(self._explain(error))
         except Exception as error:
             self.failed(LinkError(f"receiving from rank {self.peer} failed: {type(error).__name__}: {error}"))
+
+    def _announced_streams(self, content: np.ndarray) -> int:
+        count = int(content[0]) if content.size == 1 else 0
+        with self._changed:  # this rank may be about to add its groups
+            self._changed.wait_for(
+                lambda: count <= len(self._neighbor_groups) or self._closing,
+                min(_AGREE_S, self._timeout.total_seconds() / 2),
+            )
+        most = len(self._neighbor_groups)
+        if not 1 <= count <= most or self._their_streams.qsize() >= _MAX_AGREEMENTS:
+            remedy = "Give all ranks the same transport.streams"
+            raise WireError(f"rank {self.peer} uses {count} streams, this rank has {most}. {remedy}")
+        return count
 
     def _wait_until_taken(self) -> None:
         """Wait if the peer runs far ahead, as in evaluation, but not so long that it takes this end for silent."""
@@ -312,20 +412,25 @@ class NeighborGroup(NamedTuple):
     sockets: frozenset[int]
 
 
-def neighbour_groups(pipelines: list[list[int]], timeout_s: float) -> dict[tuple[int, int], NeighborGroup]:
-    """Make a gloo group for every pair of neighboring ranks in every pipeline; all ranks must call it equally.
+def neighbour_groups(
+    pipelines: list[list[int]], timeout_s: float, streams: Mapping[tuple[int, int], int] | None = None
+) -> dict[tuple[int, int], list[NeighborGroup]]:
+    """Make gloo groups for every pair of neighboring ranks in every pipeline; all ranks must call it equally.
 
     Args:
         pipelines: For each replica, the global ranks of its stages in order.
         timeout_s: The groups' timeout.
+        streams: Number of groups by pair of ranks, 0 where it is missing; None: one each.
 
     Returns:
         The groups of this rank, by pair of ranks.
     """
-    mine, timeout = {}, timedelta(seconds=timeout_s)
+    mine: dict[tuple[int, int], list[NeighborGroup]] = {}
+    timeout = timedelta(seconds=timeout_s)
     for ranks in pipelines:
         for pair in itertools.pairwise(ranks):
-            made = record_sockets(partial(dist.new_group, list(pair), backend="gloo", timeout=timeout))
-            if dist.get_rank() in pair:
-                mine[pair] = NeighborGroup(*made)
+            for _ in range(1 if streams is None else streams.get(pair, 0)):
+                made = record_sockets(partial(dist.new_group, list(pair), backend="gloo", timeout=timeout))
+                if dist.get_rank() in pair:
+                    mine.setdefault(pair, []).append(NeighborGroup(*made))
     return mine

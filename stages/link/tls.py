@@ -1,4 +1,4 @@
-"""A transport over the mesh of TLS connections (pipecomp/tls): one stream for each link, both directions.
+"""A transport over the mesh of TLS connections (pipecomp/tls): one stream of messages for each link, both directions.
 
 Frames of a link and of collectives take turns on the same connection. The peer grants room for packets, and nothing is
 sent without; a packet longer than agreed, or without room, ends the connection before memory is allocated.
@@ -17,7 +17,7 @@ from pipecomp.stages.link.transport import OutgoingPacket, Pacer, TransportBase
 from pipecomp.tls.connection import Connection
 from pipecomp.tls.frames import CONTENT_BYTES, HEADER_BYTES
 from pipecomp.tls.mesh import Mesh
-from pipecomp.tls.queues import Transfer
+from pipecomp.tls.receive_queue import Transfer
 
 _RECORD_BYTES, _SEAL_BYTES = 1 << 14, 22  # of a TLS record, and its overhead
 _PACED_BYTES = 1 << 19  # held back at once, like gloo's frames
@@ -42,6 +42,7 @@ class TlsTransport(TransportBase):
         self._mesh = mesh
         self._connection: Connection = mesh.connections[peer]
         self._connection.timeout_s = timeout_s
+        self.streams = len(self._connection.subflows)
         self._stream = mesh.next_stream(peer)
         self._pacer = pacer
         self._held: queue.SimpleQueue[tuple[OutgoingPacket, float] | None] = queue.SimpleQueue()  # packet, time
@@ -61,6 +62,12 @@ class TlsTransport(TransportBase):
             threading.Thread(target=self._send_held, name=f"pipecomp-pace-{self.peer}", daemon=True).start()
         self._held.put((packet, time.monotonic()))
 
+    def use_streams(self, count: int) -> None:
+        """Spread the packets, and all long messages to this peer, over `count` TCP connections."""
+        if count != len(self._connection.subflows):
+            self._connection.use_subflows(count)
+        self.streams = count
+
     def recv(self) -> np.ndarray:
         packet = super().recv()
         self._connection.release(self._stream, packet.size)
@@ -79,6 +86,8 @@ class TlsTransport(TransportBase):
             return
         self._closing = True
         self._connection.drain(self._empty)
+        if len(self._connection.subflows) > 1:  # the notice must not overtake pieces on the other streams
+            self._connection.drain(self._connection.flush)
         self._held.put(None)
         self._connection.send_notice(self._stream, {"closed": True})
         self._connection.flush(_ABORT_S)

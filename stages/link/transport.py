@@ -72,9 +72,13 @@ class Transport(Protocol):
         on_arrival: Called with every packet on the receiving thread, before `recv` returns it.
         on_transfer: Called as `on_transfer("send" or "receive", start, end, None, bytes)` for every packet; times of
             `time.perf_counter`.
+        streams: TCP connections that packets are spread over.
+        waiting_bytes: Of packets that wait to leave.
     """
 
     peer: int
+    streams: int
+    waiting_bytes: int
     on_arrival: Callable[[np.ndarray], None] | None
     on_transfer: TransferCallback | None
 
@@ -88,6 +92,12 @@ class Transport(Protocol):
         """Block while packets of 256 MiB or more wait to leave, for callers that never wait for the peer.
 
         Raises the error that ended the connection.
+        """
+
+    def use_streams(self, count: int) -> None:
+        """Spread packets over `count` TCP connections from now on; the other end must call this with the same number.
+
+        All earlier packets of both ends must have been received. Raises LinkError if the numbers differ.
         """
 
     def sending(self) -> bool:
@@ -132,7 +142,8 @@ class TransportBase:
         self.on_transfer: TransferCallback | None = None
         self._silence_s = silence_s
         self._inbox: queue.SimpleQueue[np.ndarray | Exception] = queue.SimpleQueue()
-        self._waiting, self._waiting_bytes = 0, 0  # packets that have not left
+        self.streams = 1
+        self._waiting, self.waiting_bytes = 0, 0  # packets that have not left
         self._changed = threading.Condition()  # guards the counts above, and `_failure`
         self._failure: Exception | None = None
         self._failed = threading.Event()
@@ -150,7 +161,7 @@ class TransportBase:
 
     def wait_for_room(self) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting_bytes < ROOM_BYTES or self._failure is not None)
+            self._changed.wait_for(lambda: self.waiting_bytes < ROOM_BYTES or self._failure is not None)
         self.check_open()
 
     def limit(self, max_bytes: int) -> None:
@@ -179,7 +190,7 @@ class TransportBase:
         """Count a packet that waits to leave."""
         with self._changed:
             self._waiting += 1
-            self._waiting_bytes += size
+            self.waiting_bytes += size
 
     def finish_queued(self, outgoing: OutgoingPacket, queued: float) -> tuple[np.ndarray, float]:
         """Wait for a queued packet, which may turn out shorter than its `size`.
@@ -191,14 +202,14 @@ class TransportBase:
         packet = finish_packet(outgoing)
         ended = time.monotonic()
         with self._changed:
-            self._waiting_bytes -= size - packet.size
+            self.waiting_bytes -= size - packet.size
         return packet, ended if ended - began > _AT_ONCE_S else queued
 
     def count_left(self, size: int) -> None:
         """Count a packet that has left."""
         with self._changed:
             self._waiting -= 1
-            self._waiting_bytes -= size
+            self.waiting_bytes -= size
             self._changed.notify_all()
 
     def deliver(self, packet: np.ndarray, began: float) -> None:
@@ -228,6 +239,10 @@ class LoopbackTransport(TransportBase):
     def send(self, packet: OutgoingPacket) -> None:
         self.check_open()
         self.other.deliver(finish_packet(packet).copy(), time.perf_counter())
+
+    def use_streams(self, count: int) -> None:
+        if count != 1:
+            raise LinkError(f"a connection inside one process has 1 stream, not {count}")
 
     def sending(self) -> bool:
         return False

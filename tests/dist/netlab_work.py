@@ -52,7 +52,7 @@ def transfer(
     from pipecomp.stages.link.gloo import GlooTransport, neighbour_groups
 
     dist.init_process_group("gloo")
-    group = neighbour_groups([[0, 1]], TIMEOUT_S)[0, 1].group
+    group = neighbour_groups([[0, 1]], TIMEOUT_S)[0, 1][0].group
     transport = GlooTransport(group, timeout_s=silence_s * (2 - rank), pacer=throttle_to(1 - rank))
     dist.barrier()
     try:

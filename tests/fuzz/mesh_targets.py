@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import queue
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -20,15 +21,18 @@ from pipecomp.distributed.heartbeat import Heartbeat, HeartbeatEntry
 from pipecomp.errors import PeerLostError, PipecompError, WireError
 from pipecomp.stages.link.tls import TlsTransport
 from pipecomp.stages.link.transport import TransportBase
-from pipecomp.tls.connection import Connection
-from pipecomp.tls.frames import CONTENT_BYTES, EAGER_BYTES, FIRST_LINK_STREAM, FrameHeader, FrameKind
-from pipecomp.tls.queues import MAX_UNACKNOWLEDGED_BYTES, MAX_UNEXPECTED_BYTES, ReceiveQueue, SendQueue
+from pipecomp.tls.connection import Connection, _Subflow
+from pipecomp.tls.frames import CONTENT_BYTES, EAGER_BYTES, FIRST_LINK_STREAM, STRIPE_UNIT, FrameHeader, FrameKind
+from pipecomp.tls.receive_queue import MAX_UNEXPECTED_BYTES, ReceiveQueue
+from pipecomp.tls.send_queue import MAX_UNACKNOWLEDGED_BYTES, SendQueue
 from pipecomp.tls.store import ENTRY_BYTES, MAX_BYTES, KeyValueTable
 
-MOST_PACKET = 1 << 12
+MOST_PACKET = 1 << 15
 EXPECTED = ((1, 0, 100), (1, 0, 64), (2, 5, EAGER_BYTES + 9))  # receives that are ready: stream, tag, bytes
 _KINDS = tuple(FrameKind)
 _SIZES = (0, 1, 16, 64, 100, 4095, 4096, EAGER_BYTES, EAGER_BYTES + 9, 1 << 20, 1 << 40, (1 << 64) - 1)
+_STRIPED = (STRIPE_UNIT, STRIPE_UNIT + 5, 1 << 15, EAGER_BYTES + 9, 1 << 40)
+_PIECES = (0, 5, STRIPE_UNIT, 2 * STRIPE_UNIT, EAGER_BYTES)
 _HEAD = struct.Struct("<BBBBH")
 
 
@@ -47,27 +51,44 @@ class Stream:
 
 
 class Resumable:
-    """The part of TCP connections that a connection uses."""
+    """The part of a resumable stream that receiving uses."""
+
+    timeout_s = 0.0  # a piece of a message that has not begun is not waited for
 
     def __init__(self) -> None:
         self.received, self.last_frame = 0, 0.0
 
 
-class Receiving(Connection):
-    """The receiving half of a connection, without threads: frames come when the target says so."""
+class ReceivingSubflow(_Subflow):
+    """The receiving half of a subflow, without threads: frames come when the target says so."""
 
-    def __init__(self, called: Callable[[Connection, int, Any], None]) -> None:
-        self.peer, self.failure, self.resumable = 1, None, Resumable()  # type: ignore[assignment]
-        self._send_queue, self._receive_queue = SendQueue(), ReceiveQueue()
-        self._acknowledged, self._ack_due = 0, False
-        self._on_store_request, self._on_store_reply = called, lambda number, value: None
+    def __init__(self, connection: Connection, number: int) -> None:
+        self.number, self._connection = number, connection
+        self._send_queue, self._receive_queue = connection._send_queue, connection._receive_queue
+        self.acknowledged, self.ack_due, self.resumable = 0, False, Resumable()  # type: ignore[assignment]
 
     def take(self, data: bytes) -> Exception:
         """Return the error that ends the connection."""
         try:
-            self._receive_from(Stream(data))  # type: ignore[arg-type]
+            self.receive_from(Stream(data))  # type: ignore[arg-type]
         except (PipecompError, EOFError) as error:
             return error
+
+
+class Receiving(Connection):
+    """The receiving half of a connection of two subflows."""
+
+    def __init__(self, called: Callable[[Connection, int, Any], None]) -> None:
+        self.peer, self.failure = 1, None
+        self._send_queue, self._receive_queue = SendQueue(), ReceiveQueue()
+        self._agreements = queue.SimpleQueue()
+        self._on_store_request, self._on_store_reply = called, lambda number, value: None
+        self.subflows = [ReceivingSubflow(self, number) for number in range(2)]
+        self._send_queue.use_subflows(2)
+
+    def take(self, data: bytes) -> Exception:
+        """Return the error that ends the connection, from the first subflow."""
+        return self.subflows[0].take(data)  # type: ignore[attr-defined]
 
 
 class End(TlsTransport):
@@ -89,6 +110,11 @@ def fuzz_frames(data: bytes) -> None:
         here.send(2, 7, memoryview(bytes(EAGER_BYTES + 9)))
         here._send_queue.next_frames(0, 0.0)
         str(here.take(frames))
+        pieces = FrameHeader(FrameKind.STRIPED, 0, FIRST_LINK_STREAM + 1, 0, 2 * STRIPE_UNIT)
+        with contextlib.suppress(WireError):  # the window may be used up
+            here._receive_queue.begin_striped(pieces)
+        str(here.subflows[1].take(frames))  # type: ignore[attr-defined]
+        here._receive_queue.check_progress(60.0)
         while not end._inbox.empty():
             came = end._inbox.get()
             assert isinstance(came, Exception) or came.size <= MOST_PACKET, "a packet above the limit"
@@ -142,9 +168,14 @@ def repaired_frames(data: bytes) -> bytes:
         kind, stream, tag, total, size = _HEAD.unpack_from(data, at)
         at += _HEAD.size
         known = _KINDS[kind % len(_KINDS)]
+        if known is FrameKind.STRIPE:
+            piece, whole = _PIECES[size % len(_PIECES)], _STRIPED[total % len(_STRIPED)]
+            out += FrameHeader(known, piece, stream % 4, tag % 8 * STRIPE_UNIT // 2, whole).pack() + bytes(piece)
+            continue
         where = FIRST_LINK_STREAM + 1 if stream % 4 == 0 else stream % 4
-        length = _SIZES[total % len(_SIZES)]
-        if known in (FrameKind.READY, FrameKind.CREDIT, FrameKind.ACK):
+        lengths = _STRIPED if known is FrameKind.STRIPED else _SIZES
+        length = lengths[total % len(lengths)]
+        if known in (FrameKind.READY, FrameKind.CREDIT, FrameKind.ACK, FrameKind.STRIPED):
             out += FrameHeader(known, 0, where, tag % 8, length).pack()
             continue
         content = data[at : at + min(size % 5000, len(data) - at)]

@@ -387,9 +387,9 @@ def test_a_packet_that_turns_out_shorter_leaves_no_bytes_waiting():
     a, _ = loopback_pair()
     a.count_queued(100)
     packet, _ = a.finish_queued(Shorter(), 0.0)
-    assert a._waiting_bytes == packet.size == 60
+    assert a.waiting_bytes == packet.size == 60
     a.count_left(packet.size)
-    assert a._waiting_bytes == 0
+    assert a.waiting_bytes == 0
 
 
 def test_packets_that_have_left_are_not_kept_until_their_step_ends():

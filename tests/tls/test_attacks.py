@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipecomp.errors import LinkError, WireError
-from pipecomp.tls import handshake, queues
+from pipecomp.tls import handshake, receive_queue
 from pipecomp.tls.frames import (
     CONTENT_BYTES,
     EAGER_BYTES,
@@ -26,7 +26,7 @@ from pipecomp.tls.frames import (
 from pipecomp.tls.handshake import Credentials
 from pipecomp.tls.listener import MAX_PENDING, Address
 from pipecomp.tls.mesh import JoinConfig, connect_mesh
-from pipecomp.tls.queues import ReceiveQueue
+from pipecomp.tls.receive_queue import ReceiveQueue
 from pipecomp.tls.routes import RELAYED, connect
 from pipecomp.tls.stream import NoAnswerError
 from tests.tls.meshes import WAIT_S, close_all, free_address, keys_for, meet_all, together
@@ -341,7 +341,7 @@ def test_any_frames_take_bounded_memory(headers, receives):
             taken[0] += count
             return real(count, dtype=dtype)
 
-    queues.np, before = Counting, queues.np
+    receive_queue.np, before = Counting, receive_queue.np
     try:
         for stream, tag, size in receives:
             queue.receive(stream, tag, memoryview(bytearray(size)))
@@ -352,7 +352,7 @@ def test_any_frames_take_bounded_memory(headers, receives):
     except WireError:
         pass
     finally:
-        queues.np = before
+        receive_queue.np = before
     assert taken[0] <= len(headers) * EAGER_BYTES
 
 

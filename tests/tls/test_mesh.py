@@ -29,8 +29,9 @@ from pipecomp.tls.key_folder import create_keys, revoke_machine
 from pipecomp.tls.listener import ALL_INTERFACES, MAX_PENDING, Address
 from pipecomp.tls.mesh import JoinConfig, Mesh, connect_mesh, default_listen
 from pipecomp.tls.process_group import Collectives, MeshProcessGroup, _Work
-from pipecomp.tls.queues import ReceiveQueue, SendQueue
+from pipecomp.tls.receive_queue import ReceiveQueue
 from pipecomp.tls.routes import DIRECT, RELAYED, PeerListener, Routes, connect
+from pipecomp.tls.send_queue import SendQueue
 from pipecomp.tls.store import ENTRY_BYTES, StoreRequestError, address_key
 from pipecomp.tls.stream import NoAnswerError, SecureStream
 from tests.tls.meshes import WAIT_S, add_machine, close_all, free_address, keys_for, kill, meet_all, together
@@ -452,7 +453,7 @@ class TestStore:
         assert two[0].store.get("k") == bytes(9)
 
     def test_when_rank_0_is_gone_questions_end(self, folders, monkeypatch):
-        monkeypatch.setattr("pipecomp.tls.connection.GONE_S", 0.2)
+        monkeypatch.setattr("pipecomp.tls.resumable.GONE_S", 0.2)
         meshes = meet_all(folders[:2])
         waiting = []
 
@@ -475,7 +476,7 @@ class TestStore:
 class TestFailures:
     @pytest.mark.parametrize("gone", [0, 1])
     def test_a_lost_rank_is_told_to_all_that_wait(self, folders, monkeypatch, gone):
-        monkeypatch.setattr("pipecomp.tls.connection.GONE_S", 0.2)
+        monkeypatch.setattr("pipecomp.tls.resumable.GONE_S", 0.2)
         meshes = meet_all(folders[:2])
         there = meshes[1 - gone].connections[gone]
         transfers = [there.receive(1, 0, memoryview(bytearray(9))), there.send(1, 0, memoryview(data(LONG)))]
@@ -518,7 +519,7 @@ class TestFailures:
 
     def test_who_is_silent_and_then_listens_no_more_is_lost(self, folders, monkeypatch):
         """Not silent for the whole time of silence, which has not passed."""
-        monkeypatch.setattr("pipecomp.tls.connection.GONE_S", 0.2)
+        monkeypatch.setattr("pipecomp.tls.resumable.GONE_S", 0.2)
         meshes = meet_all(folders[:2])
         there = meshes[1].connections[0]
         meshes[0]._listener.close()
@@ -850,7 +851,7 @@ class TestWhoIsGone:
 
     def test_a_rank_whose_address_means_nothing_here_is_waited_for(self, folders, monkeypatch):
         """As behind NAT: it makes the connection, and only it can make it anew."""
-        monkeypatch.setattr("pipecomp.tls.connection.GONE_S", 0.2)
+        monkeypatch.setattr("pipecomp.tls.resumable.GONE_S", 0.2)
         meshes = meet_all(folders[:2])
         meshes[1].store.set(address_key(1), str(free_address()))
         with contextlib.suppress(AttributeError):
@@ -903,7 +904,7 @@ def allocations(monkeypatch) -> list:
     """Record what the receive queues allocate from here on, and allocate nothing."""
     took = []
     only_here = SimpleNamespace(**vars(np) | {"empty": lambda *a, **k: took.append(a)})
-    monkeypatch.setattr("pipecomp.tls.queues.np", only_here)
+    monkeypatch.setattr("pipecomp.tls.receive_queue.np", only_here)
     return took
 
 
@@ -928,7 +929,7 @@ class TestLimits:
         assert took == []
 
     def test_more_packets_than_there_is_room_for(self, two, monkeypatch):
-        monkeypatch.setattr("pipecomp.tls.queues.ROOM_BYTES", 4000)
+        monkeypatch.setattr("pipecomp.tls.receive_queue.ROOM_BYTES", 4000)
         frames = [FrameHeader(FrameKind.DATA, 0, 77, 0, 0).pack() for _ in range(20)]
         assert "a packet of 0 bytes beyond the receive window of 4000 bytes" in self.refused(two, *frames)
         assert len(two[0].connections[1]._receive_queue.sinks[77].came) == 16
@@ -940,7 +941,7 @@ class TestLimits:
         assert took == []
 
     def test_many_messages_that_nobody_asked_for(self, two, monkeypatch):
-        monkeypatch.setattr("pipecomp.tls.queues.MAX_UNEXPECTED_BYTES", 4000)
+        monkeypatch.setattr("pipecomp.tls.receive_queue.MAX_UNEXPECTED_BYTES", 4000)
         frames = [FrameHeader(FrameKind.DATA, 0, 3, tag, 0).pack() for tag in range(20)]
         assert "an unexpected message" in self.refused(two, *frames)
 
@@ -996,15 +997,15 @@ class TestLimits:
 
     @pytest.mark.parametrize(("kind", "what"), [(FrameKind.READY, "receives"), (FrameKind.CREDIT, "streams")])
     def test_endless_announcements(self, two, monkeypatch, kind, what):
-        monkeypatch.setattr("pipecomp.tls.queues.MAX_POSTED", 10)
+        monkeypatch.setattr("pipecomp.tls.send_queue.MAX_POSTED", 10)
         assert f"more than 10 {what}" in self.refused(
             two, *[FrameHeader(kind, 0, 3 + i, i, 1).pack() for i in range(11)]
         )
 
     def test_messages_and_receives_that_were_met_count_no_more(self, monkeypatch):
         """A run has millions of them."""
-        monkeypatch.setattr("pipecomp.tls.queues.MAX_UNEXPECTED_BYTES", 1000)
-        monkeypatch.setattr("pipecomp.tls.queues.MAX_POSTED", 2)
+        monkeypatch.setattr("pipecomp.tls.receive_queue.MAX_UNEXPECTED_BYTES", 1000)
+        monkeypatch.setattr("pipecomp.tls.send_queue.MAX_POSTED", 2)
         receives, sends = ReceiveQueue(), SendQueue()
         for _ in range(10):
             header = FrameHeader(FrameKind.DATA, 0, 3, 0, 0)
@@ -1125,7 +1126,7 @@ class TestStrangers:
         [
             ({"world": 3}, "rank 1 of 3 does not fit rank 0 of 2"),
             ({"session": "x"}, "another start of this run"),
-            ({"version": 2}, "rank 0 uses frame format 3, rank 1 uses 2"),
+            ({"version": 2}, "rank 0 uses frame format 4, rank 1 uses 2"),
             ({"rank": 0}, "machine 'machine-1' claims rank 0; it may be 1"),
             ({"purpose": handshake.PEER}, "rank 0 does not serve 'peer'"),
             ({"to": "1"}, "rank 0 does not serve 'relay'"),

@@ -15,8 +15,8 @@ from pipecomp.stages.link.tls import TlsTransport
 from pipecomp.tls import handshake
 from pipecomp.tls.frames import CONTENT_BYTES, EAGER_BYTES, FIRST_LINK_STREAM, FrameHeader, FrameKind
 from pipecomp.tls.process_group import Collectives
-from pipecomp.tls.queues import SendQueue
 from pipecomp.tls.routes import DIRECT, RELAYED
+from pipecomp.tls.send_queue import SendQueue
 from pipecomp.tls.stream import close_socket
 from tests.tls.meshes import WAIT_S, Trouble, close_all, keys_for, kill, meet_all, together
 
@@ -101,7 +101,7 @@ def test_a_relay_that_is_gone_is_not_waited_for(folders):
     """Two ranks have no other way to each other, and hear of it long before the time of silence is over."""
     meshes = meet_all(folders, (1, 2))
     kill(meshes[0])
-    for sock in meshes[0]._relay._joined[1, 2]:
+    for sock in meshes[0]._relay._joined[1, 2, 0]:
         close_socket(sock)
     connection = meshes[1].connections[2]
     assert connection.timeout_s >= WAIT_S
@@ -128,7 +128,7 @@ def test_a_way_through_the_relay_that_fails_leaves_no_socket(folders, monkeypatc
 
     def go(mesh, other):
         with pytest.raises(LinkTimeoutError) as raised:
-            mesh._routes._connect_relayed(other, 60.0, 0)
+            mesh._routes._connect_relayed(other, 60.0)
         errors.append(raised.value)  # which keeps all that its frames have
 
     together([lambda: go(meshes[1], 2), lambda: go(meshes[2], 1)])
@@ -182,7 +182,7 @@ class TestSendQueue:
         assert take_all(queue, queue.resume(0)) == [(0, b"before")]
 
     def test_no_more_is_kept_than_the_limit(self, monkeypatch):
-        monkeypatch.setattr("pipecomp.tls.queues.MAX_UNACKNOWLEDGED_BYTES", 3 * CONTENT_BYTES)
+        monkeypatch.setattr("pipecomp.tls.send_queue.MAX_UNACKNOWLEDGED_BYTES", 3 * CONTENT_BYTES)
         queue = SendQueue()
         queue.add_credit(1, 1 << 20)
         queue.send(1, 0, memoryview(bytes(10 * CONTENT_BYTES)))

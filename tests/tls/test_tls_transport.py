@@ -91,7 +91,7 @@ def test_a_packet_above_the_limit(ends):
 
 def test_packets_that_nobody_takes_wait_where_they_are_sent(meshes, monkeypatch):
     """A stage that runs far ahead, as in evaluation, fills no memory but its own."""
-    monkeypatch.setattr("pipecomp.tls.queues.ROOM_BYTES", 10_000)
+    monkeypatch.setattr("pipecomp.tls.receive_queue.ROOM_BYTES", 10_000)
     first, second = (TlsTransport(mesh, 1 - mesh.rank, timeout_s=30.0) for mesh in meshes)
     sent = [packet(size, i) for i, size in enumerate([2_000] * 10 + [0] * 100 + [300_000] + [2_000] * 10)]
     for p in sent:
