@@ -22,7 +22,7 @@ from benchmarks.page import Row, prose
 from benchmarks.runner import Runs, arguments, chosen, digest
 from pipecomp.bench.training import Model, untied_gpt2
 
-MODEL = Model(blocks=2, width=64, heads=2, tokens=256, samples=512)  # large activations, little to compute
+MODEL = Model(blocks=2, width=64, heads=2, tokens=32, vocabulary=64, samples=4096)  # much to send, little to compute
 MICRO_BATCHES, BANDWIDTH = 8, "1000mbit"
 LONG_S, SHORT_S = 0.1, 0.0005  # one way
 WINDOWS = {"net.ipv4.tcp_rmem": "4096 131072 6291456", "net.ipv4.tcp_wmem": "4096 16384 4194304"}

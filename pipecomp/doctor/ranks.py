@@ -39,6 +39,7 @@ from pipecomp.doctor.measure import (
     lead_path,
 )
 from pipecomp.errors import LinkTimeoutError, PipecompError
+from pipecomp.stages.link.streams import MIN_ROUND_TRIP_S
 from pipecomp.tls.mesh import Mesh
 from pipecomp.tls.process_group import BACKEND, current_mesh
 from pipecomp.utils.sockets import BLACK_HOLE
@@ -308,6 +309,7 @@ class RankSession:
 
 _MAX_PAIRS = 28  # four seconds each
 _ALL_PAIRS_RANKS = 4
+_ONE_STREAM = ", over one TCP connection: training measures whether more fill the line (transport.streams)"
 _SLOW_BIT_S, _SLOW_TRIP_S, _LOPSIDED = 1e6, 0.5, 5.0
 
 
@@ -361,7 +363,8 @@ def check_pair(
     return judge(
         check,
         f"{where}: {format_rate(out)} from {first.rank} to {second.rank}, {format_rate(back)} back, "
-        f"{format_time(measured.round_trip_s)} there and back",
+        f"{format_time(measured.round_trip_s)} there and back"
+        + (_ONE_STREAM if measured.round_trip_s > MIN_ROUND_TRIP_S else ""),
         (least < _SLOW_BIT_S, WARNING, f"1 MB takes {8e6 / least:.0f} s", few_bits),
         (most > _LOPSIDED * least, WARNING, "one direction is much slower", lopsided),
         (measured.round_trip_s > _SLOW_TRIP_S, WARNING, latency, more),

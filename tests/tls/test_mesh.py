@@ -859,10 +859,10 @@ class TestWhoIsGone:
         line, until = meshes[1].connections[0].resumable, time.monotonic() + 3.0
         dial = line._dialer.dials[0]
 
-        def late(received, reply_s):
+        def late(*arguments):
             if time.monotonic() < until:
                 raise OSError("no way yet")
-            return dial(received, reply_s)
+            return dial(*arguments)
 
         line._dialer = line._dialer._replace(dials=(late,))
         line._stream.close()
