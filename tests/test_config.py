@@ -167,6 +167,10 @@ BAD = [
     ({"gradients": {"method": "global_qsgd", "norm": 10**400}}, "gradients.norm", "2**53"),
     ({"transport": {"backend": "mpi"}}, "transport.backend", "gloo"),
     ({"transport": {"checksum": 1}}, "transport.checksum", "true or false"),
+    ({"transport": {"streams": 0}}, "transport.streams", "1 to 8"),
+    ({"transport": {"streams": 9}}, "transport.streams", "1 to 8"),
+    ({"transport": {"streams": True}}, "transport.streams", "1 to 8"),
+    ({"transport": {"streams": "many"}}, "transport.streams", "'auto'"),
     ({"transport": {"timeout_s": 0}}, "transport.timeout_s", "1 to 86400"),
     ({"transport": {"backend": "tls", "trusted_network": True}}, "transport.trusted_network", "only with"),
     ({"seed": -1}, "seed", "0 to"),
@@ -316,3 +320,8 @@ def test_digest_differs_with_any_setting_but_the_stores_place():
     assert Config.from_dict(elsewhere).digest() == base.digest()
     other = {**EXAMPLE, "activations": {**EXAMPLE["activations"], "forward_bits": 3}}
     assert Config.from_dict(other).digest() != base.digest()
+
+
+def test_streams_are_compared_only_where_they_are_given():
+    assert "streams" not in Config().shared()["transport"], "as checkpoints know it"
+    assert Config.from_dict({"transport": {"streams": 4}}).shared()["transport"]["streams"] == 4

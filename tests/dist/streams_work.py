@@ -17,7 +17,7 @@ def sent_over_streams(
     """Exchange packets with both neighbors over gloo.
 
     long: measure rates as on a long line. Returns streams by link, TCP connections of the links, and threads and
-    further TCP connections after the end, and whether rates were measured.
+    further TCP connections after the end (fewer if a rank has ended already), and whether rates were measured.
     """
     import torch.distributed as dist
 

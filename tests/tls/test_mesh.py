@@ -1182,7 +1182,9 @@ class TestStrangers:
         with ThreadPoolExecutor(1) as pool:
             pretending = pool.submit(pretend)
             with pytest.raises(KeysError, match="rank 0 is at the other end"):
-                two[1]._routes._handshake_inside(SimpleNamespace(sock=ends[0], unwrap=bytes), 2, 0)
+                two[1]._routes._handshake_inside(
+                    SimpleNamespace(sock=ends[0], unwrap=bytes), 2, handshake.FIRST_SUBFLOW, 0
+                )
             ends[0].close()
             pretending.result(WAIT_S)
 
