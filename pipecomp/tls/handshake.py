@@ -145,9 +145,9 @@ FIRST_SUBFLOW = SubflowId()
 class IncomingConnection(NamedTuple):
     """An authenticated connection that waits for `accept` or `reject`.
 
-    rank: the connecting rank. purpose: JOIN, PEER, RELAY, RESUME, REPORT or MEMBERS. to: for RELAY, the rank to be
-    connected to. received: frames that the connecting rank has. reason: for REPORT. subflow: for RELAY, PEER and RESUME.
-    For MEMBERS, rank is the lowest one in the machine's certificate.
+    rank: the connecting rank; for MEMBERS the lowest one in the machine's certificate. purpose: JOIN, PEER, RELAY,
+    RESUME, REPORT or MEMBERS. to: for RELAY, the rank to be connected to. received: frames that the connecting rank
+    has. reason: for REPORT. subflow: for RELAY, PEER and RESUME.
     """
 
     rank: int
