@@ -26,6 +26,7 @@ from rich.console import Console
 from pipecomp.config import read_json_object
 from pipecomp.config.checks import batch_sizes
 from pipecomp.distributed.consistency import AllRanks
+from pipecomp.distributed.file_transfer import share_files
 from pipecomp.distributed.rendezvous import KEYS, all_ranks, certified_ranks, start_processes
 from pipecomp.distributed.up_launcher import BOOK, REACHED, TRAIN, Checks
 from pipecomp.doctor.examination import examine
@@ -59,7 +60,9 @@ def main(arguments: Sequence[str]) -> None:
         report(f"up: {dist.get_world_size()} ranks are connected over {dist.get_backend()}{_relayed()}")
         if KEYS in os.environ:
             _write_book(all_ranks())
-        compare_files(all_ranks(), train_files(command[1]) if trains else command[1:])
+        files = train_files(command[1]) if trains else command[1:]
+        share_files(all_ranks(), input_paths(files), take=checks.take, say=lambda text: report(f"up: {text}"))
+        compare_files(all_ranks(), files)
         report("up: all ranks have the same files")
         if checks.doctor:
             problem = examine(lambda findings: _show(console, findings), store=Path("messages"), limit_s=_DOCTOR_S)
@@ -196,7 +199,8 @@ def compare_files(ranks: AllRanks, arguments: Sequence[str]) -> None:
     if differences:
         ranks.leave()
         more = f" and {len(differences) - _MAX_LISTED} more" if len(differences) > _MAX_LISTED else ""
-        raise DataError(f"the machines have different files: {'; '.join(differences[:_MAX_LISTED])}{more}")
+        hint = ". With --yes a machine takes what it lacks" if any("missing" in text for text in differences) else ""
+        raise DataError(f"the machines have different files: {'; '.join(differences[:_MAX_LISTED])}{more}{hint}")
 
 
 def input_paths(arguments: Sequence[str]) -> list[str]:

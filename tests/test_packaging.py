@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 import tests.packaging as packaging
+from pipecomp.distributed.installation import SourceFile, package_files
 
 sys.path.insert(0, str(packaging.ROOT / "scripts"))
+import check_wheels
 import import_graph as house
 
 pytestmark = pytest.mark.timeout(packaging.HANGS_S)
@@ -65,6 +70,46 @@ class TestSdist:
     def test_has_neither_records_nor_what_was_built(self, sdist):
         found = [file.name for file in sdist.rglob("*") if file.suffix in (".jsonl", ".so", ".pyc")]
         assert sorted(found) == ["throughput.jsonl", "trust.jsonl"]  # which tests read
+
+
+class TestRelease:
+    """The workflow that builds wheels, as far as it can be checked without running it."""
+
+    def test_builds_wheels_for_both_processors_and_an_sdist(self):
+        workflow = yaml.safe_load((packaging.ROOT / ".github" / "workflows" / "release.yml").read_text())
+        assert workflow[True]["push"]["tags"] == ["v*"]  # YAML reads the key "on" as true
+        jobs = workflow["jobs"]
+        assert {name.endswith("arm") for name in jobs["wheels"]["strategy"]["matrix"]["os"]} == {True, False}
+        assert jobs["publish"]["needs"] == ["wheels", "sdist"]
+        commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+        scripts = [word for line in commands for word in line.split() if word.startswith("scripts/")]
+        assert scripts == ["scripts/check_wheels.py"]
+        assert all((packaging.ROOT / script).is_file() for script in scripts)
+
+    def test_wheels_are_those_of_every_python(self):
+        project = tomllib.loads((packaging.ROOT / "pyproject.toml").read_text())
+        built = re.findall(r"cp3(\d+)-", project["tool"]["cibuildwheel"]["build"])
+        assert project["project"]["requires-python"] == f">=3.{built[0]}"
+        assert list(map(int, built)) == list(range(int(built[0]), int(built[0]) + len(built)))
+
+    def test_a_wheel_without_kernels_or_modules_is_refused(self, tmp_path):
+        name = "pipecomp-0.1.0-cp311-cp311-manylinux_2_28_x86_64.whl"
+        files = {file.path: file for file in package_files(native=False)}
+        files["pipecomp/kernels/_native.so"] = SourceFile("pipecomp/kernels/_native.so", data=b"code")
+        assert check_wheels.problems(self.wheel(tmp_path / name, files)) == []
+        for left_out in ("pipecomp/kernels/_native.so", "pipecomp/errors.py", "pipecomp/recipe_files/README.md"):
+            some = {path: file for path, file in files.items() if path != left_out}
+            assert len(check_wheels.problems(self.wheel(tmp_path / name, some))) == 1, left_out
+        (tmp_path / name).unlink()
+        self.wheel(tmp_path / "pipecomp-0.1.0-cp311-cp311-linux_x86_64.whl", files)
+        assert check_wheels.main([str(tmp_path)]) == 1, "other systems do not take it"
+
+    @staticmethod
+    def wheel(path: Path, files: dict[str, SourceFile]) -> Path:
+        with zipfile.ZipFile(path, "w") as archive:
+            for file in files.values():
+                archive.writestr(file.path, file.data if file.source is None else file.source.read_bytes())
+        return path
 
 
 PAGE = (

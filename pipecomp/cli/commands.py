@@ -1,4 +1,4 @@
-"""The command line: `pipecomp init | train | up | assemble | demo | … | netlab | plan | report | store | bench`.
+"""The command line: `pipecomp init | train | up | peers | … | netlab | plan | report | store | bench`.
 
 Errors are one line; exit status 1.
 """
@@ -29,6 +29,7 @@ from pipecomp.cli.common import (
     takes_options,
     write_json,
 )
+from pipecomp.cli.peers import agree_to_copies, peers_app
 from pipecomp.cli.train import init, read_train_options, train
 from pipecomp.errors import require
 from pipecomp.plan.options import PlanOptions
@@ -46,6 +47,7 @@ keys_app = typer.Typer(no_args_is_help=True, help="Manage a run's keys and certi
 store_app = typer.Typer(no_args_is_help=True, help="Inspect, check and clean a message store.")
 app.add_typer(keys_app, name="keys")
 app.add_typer(store_app, name="store")
+app.add_typer(peers_app, name="peers")
 app.add_typer(bench, name="bench")
 app.command()(init)
 app.command()(train)
@@ -305,6 +307,9 @@ def up(
     doctor: Annotated[bool, option("Check machines and links first.", "--doctor/--no-doctor")] = True,
     plan: Annotated[bool, option("Predict steps from measurements first.", "--plan/--no-plan")] = True,
     anyway: Annotated[bool, option("Train even if the doctor finds problems.", "--anyway")] = False,
+    yes: Annotated[
+        bool, option("Take files that are missing here from other machines without asking.", "--yes")
+    ] = False,
 ) -> None:
     """Start a run on several machines over TLS: keys, doctor, plan, comparison of files, and training.
 
@@ -336,7 +341,10 @@ def up(
     else:
         at = at if re.search(r":\d+$", at) else f"{at}:{_UP_PORT}"
         reached = Address.parse(address or at, "at" if address is None else "address")
-    train = read_train_options(command[1:]) if command[:1] == [up_launcher.TRAIN] else None
+    trains = command[:1] == [up_launcher.TRAIN]
+    comes = at is not None or join is not None
+    train = read_train_options(command[1:], lacking=comes or yes) if trains else None
+    yes = yes or agree_to_copies(train)
     several = machines > 1 or join is not None
     elastic = train is not None and (several if train.elastic is None else train.elastic)
     if train is not None:
@@ -349,7 +357,7 @@ def up(
         train=None if train is None else replace(train, elastic=elastic or None).to_json(),
         elastic=elastic,
     )
-    checks = up_launcher.Checks(doctor=doctor, plan=plan, anyway=anyway)
+    checks = up_launcher.Checks(doctor=doctor, plan=plan, anyway=anyway, take=yes)
     if join is not None:
         require(elastic, "join", join, "with train, and without --no-elastic")
         if fingerprint is not None and code is not None:

@@ -123,6 +123,11 @@ def train(
     dry_run: Annotated[
         bool, option("Print each machine's command without running it, and the predicted duration.", "--dry-run")
     ] = False,
+    yes: Annotated[bool, option("Set up other machines that lack something without asking.", "--yes")] = False,
+    packages: Annotated[
+        str, option("Packages of machines that are set up: from an index they reach, copied from here, or auto.")
+    ] = "auto",
+    remote_folder: Annotated[str, option("Folder for all that is set up there, from its home.")] = ".pipecomp",
     config: ConfigOption = None,
 ) -> None:
     """Fine-tune a language model on a text with several processes or machines: measure, plan, explain, train.
@@ -133,15 +138,22 @@ def train(
 
     pipecomp train --model llama --data text.txt --lora 16 --merge
 
-    Each peer needs the same Python, working directory and files, and must accept
-    this machine's ssh connections without a password; --dry-run prints the
+    Each peer must accept this machine's ssh connections without a password. One
+    that lacks Python packages, pipecomp or files gets them after a question;
+    `pipecomp peers remove` removes them. --dry-run prints the
     commands to run on them by hand instead, and measures this machine to predict
     how long the training takes. Under a launcher (torchrun, srun)
     every process runs this command with --out and becomes one rank.
     """
     from pipecomp.distributed.elastic_launcher import LOCAL, Roster, launch_elastic
     from pipecomp.distributed.launch_env import read_launch
-    from pipecomp.distributed.ssh_launcher import assign_ranks, check_hosts, launch_ranks, working_directory
+    from pipecomp.distributed.ssh_launcher import (
+        LackingError,
+        assign_ranks,
+        check_hosts,
+        launch_ranks,
+        working_directory,
+    )
     from pipecomp.report.recorder import default_folder
     from pipecomp.utils.processes import python_module_command
 
@@ -173,10 +185,25 @@ def train(
         if launch_ranks(assign_ranks(measured, 1 if hosts else len(ranks))):
             print_status("No duration is predicted: the training would fail in the same way.")
         return
-    if any(rank.host for rank in ranks):
+    placed = None
+    if any(rank.host for rank in ranks) or spares:
+        from pipecomp.cli.peers import input_paths, may_lack, set_up_peers
+
         places = [f"rank {rank.rank} on {rank.host or 'this machine'}" for rank in ranks]
         print_status(f"Starting {', '.join(places)}.")
-        check_hosts(ranks)
+        ranks = [replace(rank, needs=tuple(input_paths(own))) for rank in ranks]
+        lacks = bool(spares) or may_lack(rank.host for rank in ranks if rank.host)
+        try:
+            if not lacks:
+                check_hosts(ranks)
+        except LackingError:
+            lacks = True
+        if lacks:
+            placed = set_up_peers(own, ranks, spares, packages=packages, remote_folder=remote_folder, yes=yes)
+            ranks = placed.place(ranks)
+            if (results := placed.results(ranks[0])) is not None:
+                print_status(f"Results will be in {results}.")
+            check_hosts(ranks)
     print_status("Measuring with 1 process." if len(ranks) == 1 else f"Measuring between {len(ranks)} processes.")
     if not elastic:
         raise typer.Exit(launch_ranks(ranks))
@@ -184,7 +211,11 @@ def train(
     def command_for(world: int) -> list[str]:
         return python_module_command(_RANK_PROGRAM, replace(own, stages=world).to_json())
 
-    raise typer.Exit(launch_elastic(command_for, roster, len(ranks) // len(roster.hosts), out=own.out))
+    each = len(ranks) // len(roster.hosts)
+    if placed is None or not placed.plans:
+        raise typer.Exit(launch_elastic(command_for, roster, each, out=own.out))
+    there = {"silent": placed.silent, "write": placed.write, "place": placed.place}
+    raise typer.Exit(launch_elastic(command_for, roster, each, out=own.out, **there))
 
 
 def check_started(options: TrainOptions, hint: str) -> None:
@@ -210,8 +241,10 @@ def describe_second_home(options: TrainOptions, ranks: int) -> str:
     return "second home: the run prints after how many steps the state of each machine is copied"
 
 
-def read_train_options(words: Sequence[str]) -> TrainOptions:
+def read_train_options(words: Sequence[str], *, lacking: bool = False) -> TrainOptions:
     """Read the arguments of `pipecomp train` for a launcher that starts each rank itself.
+
+    lacking: Data may be missing here, to be taken from another machine.
 
     Raises:
         ConfigError: A value is wrong, or says how ranks are started.
@@ -232,15 +265,15 @@ def read_train_options(words: Sequence[str]) -> TrainOptions:
             raise
     options = replace(found[0], elastic=None)
     check_started(options, "Each machine starts its own processes")
-    check_sources(options)
+    check_sources(options, lacking=lacking)
     return found[0]
 
 
-def check_sources(options: TrainOptions) -> None:
+def check_sources(options: TrainOptions, *, lacking: bool = False) -> None:
     """Raise ConfigError for files and folders that are no training data; names of data sets are left to the ranks."""
     from pipecomp.data import find_sources  # imports torch, which takes seconds
 
     for key, paths in (("--data", options.data), ("--eval", [options.evaluate] if options.evaluate else [])):
         for path in paths:
-            if path.exists() or path.suffix:
+            if path.exists() or (path.suffix and not lacking):
                 find_sources(path, key)

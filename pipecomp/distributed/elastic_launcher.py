@@ -13,13 +13,15 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from pipecomp.distributed.launch_env import CANDIDATES, MACHINES, RESTARTS
 from pipecomp.distributed.ssh_launcher import (
+    RankCommand,
     assign_ranks,
     is_this_machine,
     try_login,
@@ -107,19 +109,25 @@ class Roster:
         return replace(self, hosts=stay, refused=(*self.refused, *(host for host in self.hosts if host not in stay)))
 
 
-def silent_hosts(hosts: Iterable[str]) -> dict[str, str]:
-    """Return the hosts that this machine cannot log in to, and why."""
+def silent_hosts(hosts: Iterable[str], folders: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
+    """Return the hosts that this machine cannot log in to, and why.
+
+    folders: Working directories of hosts that have another one than this process.
+    """
     others = [host for host in dict.fromkeys(hosts) if host != LOCAL and not is_this_machine(host)]
     if not others:
         return {}
-    line = f"cd {working_directory()}"
+    lines = [f"cd {shlex.quote(folders.get(host, working_directory()))}" for host in others]
     with ThreadPoolExecutor(len(others)) as pool:
-        answers = dict(zip(others, pool.map(lambda host: try_login(host, line), others), strict=True))
+        answers = dict(zip(others, pool.map(try_login, others, lines), strict=True))
     return {host: why for host, why in answers.items() if why is not None}
 
 
-def write_file(host: str, path: Path, text: str) -> str | None:
-    """Write a file on a host, below the run's working directory; return why that failed, None if it has succeeded."""
+def write_file(host: str, path: Path, text: str, folder: str | None = None) -> str | None:
+    """Write a file on a host, below the run's working directory; return why that failed, None if it has succeeded.
+
+    folder: The working directory there; None for that of this process.
+    """
     if host == LOCAL or is_this_machine(host):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -128,7 +136,7 @@ def write_file(host: str, path: Path, text: str) -> str | None:
             return write_error(error, str(path))
         return None
     part = path.with_name(f"{path.name}{UNFINISHED}")
-    words = [f"cd {shlex.quote(working_directory())}", f"mkdir -p {shlex.quote(str(path.parent))}"]
+    words = [f"cd {shlex.quote(folder or working_directory())}", f"mkdir -p {shlex.quote(str(path.parent))}"]
     words += [f"printf %s {shlex.quote(text)} > {shlex.quote(str(part))}"]
     words += [f"mv {shlex.quote(str(part))} {shlex.quote(str(path))}"]
     return try_login(host, " && ".join(words))
@@ -233,6 +241,7 @@ def launch_elastic(
     *,
     out: Path | None = None,
     write: Callable[[str, Path, str], str | None] = write_file,
+    place: Callable[[list[RankCommand]], list[RankCommand]] = lambda ranks: ranks,
 ) -> int:
     """Start the ranks, and start them again on the machines that answer after one is lost, or with those that come.
 
@@ -243,6 +252,7 @@ def launch_elastic(
         silent: See `silent_hosts`.
         out: The run's folder, relative to the working directory of all machines; None if no machine can join.
         write: See `write_file`.
+        place: Changes the commands of ranks on machines that were set up.
 
     Returns:
         0, or the status of the rank that failed first in the last start.
@@ -261,7 +271,7 @@ def launch_elastic(
         world = each * len(roster.hosts)
         hosts = () if roster.hosts == (LOCAL,) else roster.hosts
         variables = {RESTARTS: str(number), MACHINES: ",".join(roster.hosts)}
-        ranks = assign_ranks(command(world), world, hosts, variables)
+        ranks = place(assign_ranks(command(world), world, hosts, variables))
         with Arrivals(roster, number, out, seen, silent, write) as arrivals:
             ended = watch_ranks(ranks, grace_s=_GRACE_S, go_on=_ADVICE, meanwhile=arrivals.look)
         earlier, before = before, roster

@@ -1,7 +1,7 @@
 """A program launched as the ranks of a run, on this machine and on others over ssh.
 
-Hosts get equal numbers of consecutive ranks in the given order. Other machines need the same Python and the same
-working directory, and must let this one log in without a password.
+Hosts get equal numbers of consecutive ranks in the given order. Other machines must let this one log in without a
+password, and have the same Python and the same working directory, unless `pipecomp.distributed.bring_up` sets them up.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pipecomp.errors import ConfigError, require
 PORT = 29500  # default MASTER_PORT for several machines, as of other launchers
 # Routers drop idle connections, and only the first rank prints for hours. ServerAliveCountMax is an hour: how long a
 # link may be down is for the run to decide, not for ssh.
-_SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=30", "-o", "ServerAliveCountMax=120")
+SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=30", "-o", "ServerAliveCountMax=120")
 _LOOKUP_S, _WARN_S, _GRACE_S = 10.0, 5.0, 60.0
 # Prefixes of variables that other machines get. None of them names a network interface or device of this machine.
 _FORWARDED = ("PIPECOMP_", "HF_", "TRACKIO_", "MLFLOW_", "WANDB_", "DS_ACCELERATOR", "PYTHONPATH")
@@ -36,12 +36,21 @@ _LOCAL_ONLY = ("PIPECOMP_LISTEN", LAUNCHER)
 
 @dataclass(frozen=True, kw_only=True)
 class RankCommand:
-    """The command of one rank. host: None for this machine. variables: what a launcher sets, RANK among them."""
+    """The command of one rank.
+
+    Attributes:
+        host: None for this machine.
+        variables: Those that a launcher sets, RANK among them.
+        folder: Working directory on the host; None for that of this process.
+        needs: Files and folders that must be there.
+    """
 
     rank: int
     host: str | None
     command: tuple[str, ...]
     variables: Mapping[str, str] = field(default_factory=dict)
+    folder: str | None = None
+    needs: tuple[str, ...] = ()
 
     def shell_line(self, folder: str, environment: Mapping[str, str], *, from_stdin: bool = False) -> str:
         """Write the shell command that starts the rank on its host.
@@ -64,9 +73,9 @@ class RankCommand:
         label = f"rank {self.rank}"
         if self.host is None:
             return ProcessSpec(label=label, command=self.command, environment={**os.environ, **self.variables})
-        line = self.shell_line(working_directory(), os.environ, from_stdin=True)
+        line = self.shell_line(self.folder or working_directory(), os.environ, from_stdin=True)
         exports = os.fsencode(export_commands(os.environ))
-        return ProcessSpec(label=label, command=[*_SSH, self.host, line], environment=os.environ, input=exports)
+        return ProcessSpec(label=label, command=[*SSH, self.host, line], environment=os.environ, input=exports)
 
 
 def forwarded_variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -105,7 +114,7 @@ def assign_ranks(
         >>> [rank.host for rank in assign_ranks(["python", "train.py"], 2)]
         [None, None]
     """
-    places = [_without_brackets(host) for host in hosts] or [""]
+    places = [host_name(host) for host in hosts] or [""]
     valid = all(places) and not any(place.startswith("-") for place in places)  # "-" starts an option of ssh
     require(valid or not hosts, "--peers", ",".join(hosts), "host names with commas between them")
     require(len(set(places)) == len(places), "--peers", ",".join(hosts), "each host once; --stages sets the ranks")
@@ -176,8 +185,8 @@ def is_this_machine(host: str) -> bool:
     return any(address in own or is_loopback(address) for address in _resolve(_hostname(host)))
 
 
-def _without_brackets(host: str) -> str:
-    """A host without the brackets of an IPv6 address, which ssh does not take."""
+def host_name(host: str) -> str:
+    """Return a host without the brackets of an IPv6 address, which ssh does not take."""
     user, at, name = host.rpartition("@")
     return f"{user}{at}{without_brackets(name)}"
 
@@ -190,7 +199,7 @@ def _hostname(host: str) -> str:
 
 def _ssh_hostname(host: str) -> str | None:
     try:
-        done = subprocess.run([*_SSH, "-G", host], capture_output=True, text=True, timeout=_LOOKUP_S, check=False)
+        done = subprocess.run([*SSH, "-G", host], capture_output=True, text=True, timeout=_LOOKUP_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
     settings = (line.split() for line in done.stdout.splitlines())
@@ -216,6 +225,12 @@ _SSH_REMEDIES = {
     "CONNECT": "Its connection to this machine fails: open the port here for HOST, or set MASTER_PORT to an open one",
 }
 _CHECK_S = 12.0  # for the login to another machine
+_LACKS = """import importlib.util, os, sys
+lacks = [] if importlib.util.find_spec("pipecomp") else ["pipecomp"]
+lacks += [path for path in sys.argv[3:] if not os.path.exists(path)]
+if lacks:
+    sys.exit(f"No such file or package: {', '.join(lacks)}")
+"""
 _CONNECT = """import socket, sys
 try:
     socket.create_connection((sys.argv[1], int(sys.argv[2])), 6).close()
@@ -224,10 +239,15 @@ except OSError as error:
 """
 
 
+class LackingError(ConfigError):
+    """A machine lacks Python, pipecomp or files, and can be logged in to."""
+
+
 def check_hosts(ranks: Sequence[RankCommand]) -> None:
-    """Log in to every other machine; if rank 0 runs here, try the way back to its port.
+    """Log in to every other machine and look for what its ranks need; if rank 0 runs here, try the way to its port.
 
     Raises:
+        LackingError: Something is missing there.
         ConfigError: After 15 s at most, with the host, ssh's reason and what to try.
     """
     hosts = list(dict.fromkeys(rank.host for rank in ranks if rank.host))
@@ -238,36 +258,55 @@ def check_hosts(ranks: Sequence[RankCommand]) -> None:
     first = ranks[0]
     master, port = first.variables.get("MASTER_ADDR", ""), int(first.variables.get("MASTER_PORT", 0))
     with contextlib.ExitStack() as opened:
-        check = "pass"
+        check = _LACKS
         if first.host is None:
             try:
                 opened.enter_context(socket.create_server(("", port), backlog=128))
             except OSError as error:
                 allowed = f"a port that is free here ({error.strerror})"
                 raise ConfigError("MASTER_PORT", port, allowed, "An earlier run may still use it") from error
-            check = _CONNECT
-        words = shlex.join([ranks[-1].command[0], "-c", check, master, str(port)])
-        line = f"cd {shlex.quote(working_directory())} && {words}"
+            check = _LACKS + _CONNECT
+        lines = {}
+        for rank in ranks:
+            flags = ["-P"] if "-P" in rank.command else []
+            words = shlex.join([rank.command[0], *flags, "-c", check, master, str(port), *rank.needs])
+            words = (
+                shlex.join(["env", *(f"{k}={v}" for k, v in rank.variables.items() if k == "PYTHONPATH")]) + f" {words}"
+            )
+            lines[rank.host] = f"cd {shlex.quote(rank.folder or working_directory())} && {words}"
         with ThreadPoolExecutor(len(hosts)) as pool:
-            for host, problem in zip(hosts, pool.map(lambda host: try_login(host, line), hosts), strict=True):
-                if problem is not None:
-                    tries = [text for words, text in _SSH_REMEDIES.items() if words in problem]
-                    remedy = (tries or ["Look whether the machine is up and reachable, and try ssh HOST true"])[0]
-                    allowed = f"a machine that this one can log in to ({problem.replace('CONNECT ', '')})"
-                    raise ConfigError("--peers", host, allowed, remedy.replace("HOST", host))
+            answers = list(pool.map(lambda host: _run_there(host, lines[host]), hosts))
+        found = [(host, status, problem) for host, (status, problem) in zip(hosts, answers, strict=True) if status]
+        for host, status, problem in sorted(found, key=lambda answer: answer[1] != SSH_FAILED):
+            lacks = status != SSH_FAILED and "CONNECT" not in problem
+            raise login_error(host, problem, LackingError if lacks else ConfigError)
+
+
+def login_error(host: str, problem: str, kind: type[ConfigError] = ConfigError) -> ConfigError:
+    """Return the error for a host that this machine cannot log in to, or that lacks something, with what to try."""
+    tries = [text for words, text in _SSH_REMEDIES.items() if words in problem]
+    remedy = (tries or ["Look whether the machine is up and reachable, and try ssh HOST true"])[0]
+    allowed = f"a machine that this one can log in to ({problem.replace('CONNECT ', '')})"
+    return kind("--peers", host, allowed, remedy.replace("HOST", host))
 
 
 def try_login(host: str, line: str) -> str | None:
     """Run a line on a host, for 12 s at most; return the last line of its error, None if it succeeds."""
-    command = [*_SSH, host, line]
+    status, problem = _run_there(host, line)
+    return problem if status else None
+
+
+def _run_there(host: str, line: str) -> tuple[int, str]:
+    """Run a line on a host, for 12 s at most; return its status and the last line of its error."""
+    command = [*SSH, host, line]
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_CHECK_S, check=False
         )
     except subprocess.TimeoutExpired:
-        return f"no answer within {_CHECK_S:g} s"
+        return SSH_FAILED, f"no answer within {_CHECK_S:g} s"
     said = [text for text in done.stderr.splitlines() if text.strip()]
-    return None if done.returncode == 0 else (said or [f"exit status {done.returncode}"])[-1].strip()
+    return done.returncode, (said or [f"exit status {done.returncode}"])[-1].strip()
 
 
 def launch_ranks(ranks: Sequence[RankCommand]) -> int:

@@ -43,11 +43,17 @@ _REMOTE = ("192.0.2.1", "2001:db8::1")  # reserved for documentation
 
 @dataclass(frozen=True, kw_only=True)
 class Checks:
-    """Checks before training. anyway: train in spite of problems that the doctor finds."""
+    """Checks before training.
+
+    Attributes:
+        anyway: Train in spite of problems that the doctor finds.
+        take: Copy files that this machine lacks from the others.
+    """
 
     doctor: bool = True
     plan: bool = True
     anyway: bool = False
+    take: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -358,7 +364,7 @@ def _run_ranks(
     say: Callable[[str], None],
 ) -> tuple[Ended, int]:
     """Start this machine's ranks of one start, and wait for them; returns also the highest status of all."""
-    checks = checks if start.number == 0 else Checks(doctor=False, plan=False)
+    checks = checks if start.number == 0 else Checks(doctor=False, plan=False, take=checks.take)
     program = run.command if run.train is None else (TRAIN, run.train)
     command = python_module_command("pipecomp.up", json.dumps(asdict(checks)), *program)
     certified = [number * run.procs + local for number in start.places for local in range(run.procs)]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
 import tests.packaging as packaging
+
+sys.path.insert(0, str(packaging.ROOT / "scripts"))
+import check_wheels
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(packaging.HANGS_S * 3)]
 
@@ -42,7 +46,9 @@ class TestCompiled:
 
     def test_a_wheel(self, source, tmp_path):
         empty = packaging.Empty(tmp_path)
-        empty.install(packaging.wheel(source, tmp_path))
+        wheel = packaging.wheel(source, tmp_path)
+        assert check_wheels.problems(wheel, platform="linux") == []
+        empty.install(wheel)
         empty.works(empty.folder, "native")
 
     def test_an_editable_install(self, source, tmp_path):

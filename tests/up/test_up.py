@@ -253,6 +253,7 @@ def up(
     port: int | None = None,
     at: str = "127.0.0.1",
     command: Sequence[str] | None = None,
+    more: Sequence[str] = (),
 ) -> str:
     """Start the first one, paste on each other one what it prints; returns the last such line."""
     first, *others = machines
@@ -268,7 +269,7 @@ def up(
             assert first.process.poll() is None, first.said()
             found = [line for line in first.said().splitlines() if line.startswith("pipecomp up --at ")]
             time.sleep(0.05)
-        machine.start(shlex.split(found[number])[1:])
+        machine.start(["up", *more, *shlex.split(found[number])[2:]])
     return found[-1]
 
 
@@ -315,6 +316,39 @@ def test_other_data_on_one_machine_is_named_before_anything_is_trained(machines:
         assert told in machine.said()
         assert "Traceback" not in machine.said()
         assert "training begins" not in machine.said()
+
+
+@pytest.mark.ranks
+@pytest.mark.soak
+@pytest.mark.timeout(HANG_S)
+def test_a_machine_takes_the_files_that_it_lacks(machines: tuple[Machine, Machine]) -> None:
+    first, second = machines
+    save_model(first.folder / "model", first.folder / "text.txt")
+    (second.folder / "text.txt").unlink()
+    train = ["train", "--model", "model", "--data", "text.txt", "--max-steps", "2", "--batch", "4", "--out", "run"]
+    up(machines, "--no-doctor", command=train, more=["--yes"])
+    assert [first.end(), second.end()] == [0, 0], first.said() + second.said()
+    assert "up: copying model (" in first.said()
+    assert digest(first.folder / "model") == digest(second.folder / "model")
+    assert digest(first.folder / "text.txt") == digest(second.folder / "text.txt")
+
+
+def test_files_that_are_missing_are_taken_after_a_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    started: list[up_launcher.Checks] = []
+    monkeypatch.setattr(up_launcher, "join_run", lambda *_, **__: None)
+    monkeypatch.setattr(up_launcher, "start_ranks", lambda run, keys, listen, checks, say: started.append(checks) or 0)
+    line = ["up", "--at", "127.0.0.1:1", "--fingerprint", "f", "--code", "c"]
+    train = ["--", "train", "--model", "gpt2", "--data", "text.txt", "--out", "run"]
+    refused = CliRunner().invoke(app, [*line, *train])
+    assert refused.exit_code == 1
+    assert "--yes: got False" in refused.output
+    assert "Missing here: text.txt" in " ".join(refused.output.split())
+    assert started == []
+    assert CliRunner().invoke(app, [*line, "--yes", *train]).exit_code == 0
+    (tmp_path / "text.txt").write_text("a text")
+    assert CliRunner().invoke(app, [*line, *train]).exit_code == 0
+    assert [checks.take for checks in started] == [True, False]
 
 
 @pytest.mark.ranks

@@ -1,0 +1,860 @@
+"""Machines without pipecomp brought to a run over ssh: asked what they have, decided, and given what they lack.
+
+One question per machine, a shell script on standard input, tells its Pythons, platform, package index, and the digests
+of what an earlier start has left in its folder. A machine on which the launcher's own Python imports pipecomp, with
+the same folder and files, is left as it is. The others get an environment with the versions of this installation,
+pipecomp itself, and the files of the run, all below one folder (`pipecomp.distributed.peer_agent`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from pipecomp.distributed import peer_agent
+from pipecomp.distributed.installation import (
+    NAME,
+    Installation,
+    SourceFile,
+    hash_all,
+    name_of,
+    package_files,
+    parse_version,
+)
+from pipecomp.distributed.ssh_launcher import SSH, export_commands, login_error
+from pipecomp.errors import ConfigError, foreign_text, require
+from pipecomp.utils.files import atomic_write_text
+from pipecomp.utils.units import format_count, format_size
+
+FOLDER = ".pipecomp"  # in the home of the other machine, and of this one
+PACKAGES = ("auto", "index", "here")
+TORCH_INDEX = "TORCH_INDEX_URL"  # of CPU wheels, as for `make setup`
+OLDEST = (3, 11)
+_BOOK = "peers.json"  # in FOLDER of this machine: the folder on each machine that was set up
+_LOGIN_S, _QUESTION_S = 12.0, 60.0
+_MOST_BYTES = 256 << 20  # of an answer
+_CHUNK = 1 << 20
+_PROGRESS_S = 5.0
+_MOST_PYTHONS = 16
+_INDEX_BYTES = {False: 3 << 30, True: 12 << 30}  # free space for packages of an index, without and with CUDA
+_OWN_PACKAGES = re.compile(r"(nvidia|cuda)-|triton$")  # torch's wheel for the machine names its own
+_INDEX_VARIABLES = re.compile(
+    r"(PIP_(INDEX_URL|EXTRA_INDEX_URL|TRUSTED_HOST|NO_INDEX)|UV_(INDEX|INDEX_URL|DEFAULT_INDEX|EXTRA_INDEX_URL))"
+)
+_TEST = "import torch, deepspeed, transformers, datasets, pipecomp.recipes.planned"
+
+
+def agent_source() -> str:
+    """Return the program that runs on another machine."""
+    return Path(peer_agent.__file__).read_text(encoding="utf-8")
+
+
+# -- the question
+
+# Each answer is a line "pipecomp KEY VALUE"; other lines are the login's.
+_QUESTION = r"""
+exec 2>/dev/null
+say() { printf 'pipecomp %s\n' "$*"; }
+say begin
+cd "$HOME" || cd /
+case $root in /*) ;; *) root=$PWD/$root ;; esac
+say root "$root"
+say system "$(uname -s) $(uname -m)"
+say libc "$(getconf GNU_LIBC_VERSION)"
+gpu=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader | head -n 1)
+[ -n "$gpu" ] || { [ -e /dev/nvidiactl ] && gpu=unknown; }
+[ -z "$gpu" ] || say gpu "$gpu"
+there=$root
+while [ ! -e "$there" ]; do there=$(dirname "$there"); done
+say free "$(df -Pk "$there" | tail -n 1 | awk '{print $4}')"
+uv=
+for word in uv "$HOME/.local/bin/uv" "$HOME/.cargo/bin/uv"; do
+    uv=$(command -v "$word") && break
+done
+[ -z "$uv" ] || say uv "$uv"
+found=
+for word in "$same" python3.11 python3 python3.12 python3.13 python3.14 \
+    "$([ -z "$uv" ] || "$uv" python find --no-project ">=3.11")"; do
+    path=$(command -v "$word") || continue
+    case " $found " in *" $path "*) continue ;; esac
+    found="$found $path"
+    told=$("$path" -c 'import sys, sysconfig; print(*sys.version_info[:2], sysconfig.get_config_var("SOABI"))')
+    [ -z "$told" ] || say python "$told $path"
+done
+(eval "$exports"; cd / && "$same" -P -c "$test" && say imports)
+(eval "$exports"; cd "$folder" && "$same" $flags -c "$test" && say as-here)
+(cd "$folder" && say folder && eval "set -- $inputs" && for path; do [ -e "$path" ] || say lacks "$path"; done)
+if [ -f "$root/agent.py" ]; then
+    for path in "$root"/environments/*/bin/python $found; do
+        "$path" "$root/agent.py" check "$root" && break
+    done
+fi
+if ! ls "$root"/environments/*/bin/python >/dev/null; then
+    eval "$indexes"
+    for path in $found; do
+        "$path" -m pip --version >/dev/null || continue
+        place=$(mktemp -d)
+        timeout 15 "$path" -m pip download -q --no-deps --no-cache-dir --no-input --timeout 4 --retries 0 \
+            -d "$place" "$probe" >/dev/null && say index
+        rm -rf "$place"
+        break
+    done
+    [ -z "$uv" ] || { echo "$probe" | timeout 15 "$uv" pip compile -q --no-cache - >/dev/null && say index; }
+fi
+say end
+"""
+
+
+@dataclass(frozen=True)
+class PeerPython:
+    """A Python of another machine."""
+
+    version: tuple[int, int]
+    soabi: str
+    path: str
+
+
+@dataclass(frozen=True)
+class PeerAnswer:
+    """What another machine has.
+
+    Attributes:
+        root: Folder for what it lacks.
+        system, machine, libc: Its platform.
+        free_bytes: Room at the root.
+        pythons: Its Pythons.
+        uv: Path of uv.
+        gpu: It has an NVIDIA driver.
+        index: It reaches a package index.
+        imports: This machine's Python is at the same path there, and imports pipecomp.
+        as_here: It does so in the same folder.
+        inputs: The same folder has all input files.
+        state: As of `peer_agent.check`.
+    """
+
+    root: str
+    system: str = "Linux"
+    machine: str = ""
+    libc: tuple[int, ...] = ()
+    free_bytes: int = 0
+    pythons: tuple[PeerPython, ...] = ()
+    uv: str | None = None
+    gpu: bool = False
+    index: bool = False
+    imports: bool = False
+    as_here: bool = False
+    inputs: bool = False
+    state: Mapping[str, Any] = field(default_factory=dict)
+
+    def has(self, kind: str, name: str) -> bool:
+        """Return whether an environment or a copy of pipecomp is complete."""
+        return name in self.state.get(kind, [])
+
+    def tree(self, place: str) -> Mapping[str, str]:
+        """Return the digests of the unchanged files in a tree."""
+        found = self.state.get("trees", {}).get(place, {})
+        return found if isinstance(found, dict) else {}
+
+
+def question(
+    python: Sequence[str], folder: str, inputs: Sequence[str], root: str, environment: Mapping[str, str], probe: str
+) -> bytes:
+    """Write the question.
+
+    Args:
+        python: This machine's Python and its options.
+        folder: Working directory.
+        inputs: Paths of the input files.
+        root: Folder on the other machine, from its home unless absolute.
+        environment: Variables of this process.
+        probe: A small pinned package to ask an index for.
+    """
+    values = {
+        "same": python[0],
+        "flags": " ".join(python[1:]),
+        "folder": folder,
+        "root": root,
+        "probe": probe,
+        "inputs": shlex.join(inputs),
+        "exports": export_commands(environment),
+        "indexes": "".join(f"export {key}={shlex.quote(value)}\n" for key, value in index_variables(environment)),
+        "test": "import importlib.util as u, sys; sys.exit(u.find_spec('pipecomp') is None)",
+    }
+    lines = [f"{key}={shlex.quote(value)}\n" for key, value in values.items()]
+    return os.fsencode("".join(lines) + _QUESTION)
+
+
+def index_variables(environment: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return the variables that name package indexes for pip and uv."""
+    return [(key, value) for key, value in environment.items() if _INDEX_VARIABLES.fullmatch(key)]
+
+
+def parse_answer(host: str, text: str) -> PeerAnswer:
+    """Read the answer to a question. Raises ConfigError for one that is incomplete or makes no sense."""
+    values: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        word, _, rest = line.partition(" ")
+        if word == NAME:
+            key, _, value = rest.partition(" ")
+            values.setdefault(key, []).append(value.strip())
+
+    def first(key: str) -> str:
+        return values.get(key, [""])[0]
+
+    pythons = []
+    for line in values.get("python", [])[:_MOST_PYTHONS]:
+        match = re.fullmatch(r"(\d{1,3}) (\d{1,3}) (\S+) (/[^\0]+)", line)
+        if match:
+            pythons.append(PeerPython((int(match[1]), int(match[2])), match[3], match[4]))
+    root, (system, _, machine) = first("root"), first("system").partition(" ")
+    if "end" not in values or not re.fullmatch(r"/[^\0-\x1f\x7f:]+", root) or ".." in root.split("/"):
+        shown = foreign_text(text.strip()[-200:]) or "nothing"
+        raise ConfigError("--peers", host, "a machine whose shell runs sh scripts", f"It answers: {shown}")
+    try:
+        state = json.loads(first("state") or "{}")
+    except ValueError:
+        state = {}
+    valid = isinstance(state, dict) and state.get("format") == peer_agent.FORMAT
+    state = {
+        **{
+            key: state.get(key)
+            for key in (peer_agent.ENVIRONMENTS, peer_agent.PACKAGES)
+            if valid and _names(state, key)
+        },
+        "trees": state["trees"] if valid and isinstance(state.get("trees"), dict) else {},
+        "index": valid and state.get("index") is True,
+    }
+    free = first("free")
+    return PeerAnswer(
+        root=root,
+        system=system,
+        machine=machine,
+        libc=parse_version(first("libc")),
+        free_bytes=int(free) << 10 if free.isdecimal() and len(free) < 16 else 0,
+        pythons=tuple(pythons),
+        uv=first("uv") if first("uv").startswith("/") else None,
+        gpu="gpu" in values,
+        index="index" in values or state["index"] is True,
+        imports="imports" in values,
+        as_here="as-here" in values,
+        inputs="folder" in values and "lacks" not in values,
+        state=state,
+    )
+
+
+def _names(state: Mapping[str, Any], key: str) -> bool:
+    return isinstance(state.get(key), list) and all(isinstance(name, str) for name in state[key])
+
+
+def ask(host: str, asked: bytes) -> PeerAnswer:
+    """Ask a machine.
+
+    Raises:
+        ConfigError: After 12 s without a login, or 60 s without an answer; with ssh's reason and what to try.
+    """
+    process = subprocess.Popen(
+        [*SSH, host, "exec sh -s"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    try:
+        out, err = process.communicate(asked, timeout=_LOGIN_S)
+    except subprocess.TimeoutExpired as waited:
+        begun = f"{NAME} begin".encode() in (waited.output or b"")
+        try:
+            if not begun:
+                raise
+            out, err = process.communicate(timeout=_QUESTION_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            limit = _QUESTION_S if begun else _LOGIN_S
+            raise login_error(host, f"no answer within {limit:g} s") from None
+    text = out[:_MOST_BYTES].decode(errors="replace")
+    if process.returncode and f"{NAME} begin" not in text:
+        said = [line.strip() for line in err.decode(errors="replace").splitlines() if line.strip()]
+        raise login_error(host, (said or [f"exit status {process.returncode}"])[-1])
+    return parse_answer(host, text)
+
+
+# -- the decision
+
+
+@dataclass(frozen=True)
+class InputFiles:
+    """Files of a run.
+
+    Attributes:
+        given: As the command line names it; several machines may have it at the same path.
+        files: Their content, and where they go in the working directory.
+        place: Tree, if it is not the working directory: the hub's folder.
+    """
+
+    given: str
+    files: tuple[SourceFile, ...]
+    place: str | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return sum(file.size for file in self.files)
+
+
+@dataclass(frozen=True)
+class EnvironmentPlan:
+    """An environment for another machine.
+
+    Attributes:
+        name: Its folder; another one for other versions.
+        python: The Python that it is made of; None: uv brings one.
+        from_index: Its packages come from an index, not from here.
+        native: This machine's compiled kernels run there.
+        note: For people.
+    """
+
+    name: str
+    python: PeerPython | None
+    from_index: bool
+    native: bool
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class PeerPlan:
+    """What a machine gets.
+
+    Attributes:
+        host: As for ssh.
+        answer: What it has.
+        environment: None: its own, as here.
+        package: Name of the copy of pipecomp; None: its own.
+        work: Working directory; None: the same as here.
+        lacking: Files to copy, by tree.
+        labels: The files, for people.
+        offline: Models of the hub are copies.
+    """
+
+    host: str
+    answer: PeerAnswer
+    environment: EnvironmentPlan | None
+    package: str | None
+    work: str | None
+    lacking: Mapping[str, Sequence[SourceFile]]
+    labels: Sequence[str] = ()
+    offline: bool = False
+
+    @property
+    def makes_environment(self) -> bool:
+        """True if the environment is not complete."""
+        return self.environment is not None and not self.answer.has(peer_agent.ENVIRONMENTS, self.environment.name)
+
+    @property
+    def complete(self) -> bool:
+        """True if the machine lacks nothing."""
+        return not self.makes_environment and not any(self.lacking.values())
+
+    @property
+    def python(self) -> str | None:
+        """Python of the ranks; None for the same path as here."""
+        if self.environment is None:
+            return None
+        return f"{self.answer.root}/{peer_agent.ENVIRONMENTS}/{self.environment.name}/bin/python"
+
+    @property
+    def folder(self) -> str | None:
+        """Working directory of the ranks; None for the same as here."""
+        return None if self.work is None else f"{self.answer.root}/{self.work}"
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Variables of the ranks."""
+        if self.package is None:
+            return {}
+        hub = f"{self.answer.root}/{peer_agent.HUB}"
+        own = {"PYTHONPATH": f"{self.answer.root}/{peer_agent.PACKAGES}/{self.package}", "PYTHONNOUSERSITE": "1"}
+        offline = {"HF_HUB_OFFLINE": "1"} if self.offline else {}
+        caches = {"HF_HOME": hub, "HF_HUB_CACHE": f"{hub}/hub", "HF_DATASETS_CACHE": f"{hub}/datasets"}
+        return {**own, **caches, **offline}
+
+
+def choose_environment(host: str, answer: PeerAnswer, here: Installation, packages: str) -> EnvironmentPlan:
+    """Choose the environment of a machine.
+
+    Args:
+        host: As for ssh.
+        answer: What it has.
+        here: This installation.
+        packages: "here": copied; "index": from a package index; "auto": from an index if it reaches one.
+
+    Raises:
+        ConfigError: It has no Python, another system, or neither an index nor this platform.
+    """
+    system = f"{answer.system} on {answer.machine}"
+    require(answer.system == "Linux", "--peers", host, "a machine with Linux", f"It has {foreign_text(system, 80)}")
+    usable = sorted(
+        (python for python in answer.pythons if python.version >= OLDEST),
+        key=lambda python: (python.version != here.minor, python.version),
+    )
+    same = [python for python in usable if python.soabi == here.soabi]
+    has = ", ".join(f"Python {'.'.join(map(str, python.version))}" for python in answer.pythons[:4]) or "no Python"
+    platform_fits = answer.machine == here.machine and bool(answer.libc) and answer.libc >= (2, 28)
+    fits = bool(same) and platform_fits
+    native = platform_fits and answer.libc >= here.libc
+    minor = ".".join(map(str, here.minor))
+    wanted = f"Linux, {here.machine} and Python {minor} as here (it has {answer.machine}, {has})"
+    copied = EnvironmentPlan(name_of("here", here.soabi, here.records), same[0] if same else None, False, native)
+    if fits and answer.gpu and "+cpu" in here.pins.get("torch", ""):
+        copied = EnvironmentPlan(
+            copied.name, copied.python, False, native, "its GPU is not used: torch here has no CUDA"
+        )
+    best = usable[0] if usable else None
+    version = best.version if best else here.minor
+    name = name_of("index", version, answer.machine, answer.gpu, here.pins)
+    native = native and version == here.minor and (best is None or best.soabi == here.soabi)
+    indexed = EnvironmentPlan(name, best, True, native)
+    if packages == "here":
+        require(fits, "--packages", packages, f"index for {host}, or a machine with {wanted}")
+        return copied
+    for plan in (indexed, copied) if packages == "auto" else ():
+        if answer.has(peer_agent.ENVIRONMENTS, plan.name):
+            return plan
+    if packages == "auto" and fits and not answer.index:
+        return copied
+    if not usable and answer.uv is None:
+        remedy = f"Install Python {minor} or uv there"
+        raise ConfigError("--peers", host, f"a machine with Python 3.11 or newer, or uv (it has {has})", remedy)
+    reaches = answer.index or packages == "index"
+    require(reaches, "--peers", host, f"a machine that reaches a package index, or has {wanted}")
+    return indexed
+
+
+def make_plan(
+    host: str,
+    answer: PeerAnswer,
+    here: Installation,
+    *,
+    packages: str,
+    work: str,
+    inputs: Sequence[InputFiles],
+    own: Callable[[bool], tuple[str, list[SourceFile]]],
+) -> PeerPlan:
+    """Decide what a machine gets. Files that it has with the same content are not copied.
+
+    Args:
+        host: As for ssh.
+        answer: What it has.
+        here: This installation.
+        packages: See `choose_environment`.
+        work: Working directory below the root.
+        inputs: Files of the run.
+        own: Returns a name and the files of pipecomp, with the compiled kernels or without.
+
+    Raises:
+        ConfigError: It cannot take part, or has too little room.
+    """
+    as_is = answer.as_here and answer.inputs
+    environment = None if answer.imports or as_is else choose_environment(host, answer, here, packages)
+    lacking: dict[str, Sequence[SourceFile]] = {}
+    labels: list[str] = []
+    package = None
+    if environment is not None:
+        package, files = own(environment.native)
+        if not answer.has(peer_agent.PACKAGES, package):
+            lacking[f"{peer_agent.PACKAGES}/{package}"] = files
+            labels.append(f"{NAME} ({format_size(sum(file.size for file in files))})")
+    moves, offline = not answer.inputs, False
+    for item in inputs:
+        if item.place is None and not moves:
+            continue
+        if item.place is not None and (environment is None or answer.index):  # the machine asks the hub
+            continue
+        place = item.place or work
+        offline = offline or item.place is not None
+        kept = answer.tree(place)
+        left = [file for file in item.files if kept.get(file.path) != file.digest]
+        if left:
+            lacking[place] = [*lacking.get(place, ()), *left]
+            labels.append(f"{item.given} ({format_size(sum(file.size for file in left))})")
+    plan = PeerPlan(host, answer, environment, package, work if moves else None, lacking, labels, offline)
+    _check_room(plan, here)
+    return plan
+
+
+def copied_files(plan: PeerPlan, here: Installation) -> list[SourceFile]:
+    """Return the files that a plan copies; those with the same content as one that is there are not sent."""
+    files = [file for tree in plan.lacking.values() for file in tree]
+    if plan.makes_environment and plan.environment is not None and not plan.environment.from_index:
+        files += here.environment_files
+    return files
+
+
+def _check_room(plan: PeerPlan, here: Installation) -> None:
+    size = sum(file.size for file in copied_files(plan, here))
+    if plan.makes_environment and plan.environment is not None and plan.environment.from_index:
+        size += _INDEX_BYTES[plan.answer.gpu]
+    free, root = plan.answer.free_bytes, plan.answer.root
+    allowed = f"a machine with {format_size(size)} of free disk for {root} ({format_size(free)} are free)"
+    require(plan.complete or size <= free, "--peers", plan.host, allowed, "Or another place: --remote-folder FOLDER")
+
+
+def describe_plan(plan: PeerPlan, here: Installation) -> str:
+    """Describe a plan in a line."""
+    parts = []
+    environment = plan.environment
+    if environment is not None and plan.makes_environment:
+        version = environment.python.version if environment.python else here.minor
+        brought = "" if environment.python else ", which uv brings,"
+        count = format_count(len(here.pins), "package")
+        size = format_size(sum(file.size for file in here.environment_files)) if not environment.from_index else ""
+        kind = "CUDA" if plan.answer.gpu else "CPU"
+        origin = f"from its package index ({kind} wheels)" if environment.from_index else f"copied from here ({size})"
+        parts.append(f"Python {'.'.join(map(str, version))}{brought} with {count} {origin}")
+    parts += plan.labels
+    note = f"; {environment.note}" if environment is not None and environment.note else ""
+    return f"{plan.host}: {', '.join(parts)}, in {plan.answer.root}{note}"
+
+
+# -- the conversation with a machine
+
+
+class PeerSession:
+    """The program of `peer_agent` on another machine.
+
+    Args:
+        host: As for ssh.
+        python: Words of the shell that start its Python.
+        request: The request.
+
+    Attributes:
+        sent_bytes: Bytes that were sent.
+    """
+
+    def __init__(self, host: str, python: str, request: Mapping[str, Any]) -> None:
+        self.host, self.sent_bytes = host, 0
+        source = agent_source().encode()
+        start = shlex.quote(f"import sys; exec(compile(sys.stdin.buffer.read({len(source)}), 'agent', 'exec'))")
+        line = f"exec sh -c {shlex.quote(f'{python} -c {start}')}"
+        self._process = subprocess.Popen(
+            [*SSH, host, line], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        self._errors: list[str] = []
+        threading.Thread(target=self._read_errors, daemon=True).start()
+        self.write(source + json.dumps(request).encode() + b"\n")
+        for line in self._lines():
+            if line == peer_agent.READY:
+                return
+        raise self.error("it ends")
+
+    @property
+    def _stdout(self) -> IO[bytes]:
+        assert self._process.stdout is not None, "a pipe"
+        return self._process.stdout
+
+    def _read_errors(self) -> None:
+        assert self._process.stderr is not None, "a pipe"
+        for line in self._process.stderr:
+            self._errors = [*self._errors[-4:], line.decode(errors="replace").strip()]
+
+    def _lines(self) -> Iterator[str]:
+        while line := self._stdout.readline(_MOST_BYTES):
+            yield line.decode(errors="replace").rstrip("\n")
+
+    def write(self, data: bytes) -> None:
+        """Send bytes. Raises ConfigError if the program has ended."""
+        assert self._process.stdin is not None, "a pipe"
+        try:
+            self._process.stdin.write(data)
+            self._process.stdin.flush()
+        except OSError:
+            for message in self.messages():
+                if "error" in message:
+                    raise self.error(str(message["error"])) from None
+            raise self.error("the connection ended") from None
+        self.sent_bytes += len(data)
+
+    def messages(self) -> Iterator[dict[str, Any]]:
+        """Yield the answers until the end."""
+        for line in self._lines():
+            try:
+                message = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(message, dict):
+                yield message
+
+    def error(self, why: str) -> ConfigError:
+        """Return the error that names the machine."""
+        said = next((line for line in reversed(self._errors) if line), "")
+        reason = foreign_text(why if not said or why != "it ends" else said)
+        return ConfigError("--peers", self.host, f"a machine that can be set up ({reason})")
+
+    def result(self, say: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
+        """Wait for the end and return the result. Raises ConfigError for the machine's error."""
+        for message in self.messages():
+            if "say" in message:
+                say(f"{self.host}: {foreign_text(message['say'])}")
+            elif "error" in message:
+                raise self.error(str(message["error"]))
+            elif isinstance(message.get("done"), dict):
+                return dict(message["done"])
+        raise self.error("it ends" if self._errors else "the connection ended; the same command goes on from there")
+
+    def close(self) -> None:
+        """Close the connection."""
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                with suppress(OSError):
+                    stream.close()
+        try:
+            self._process.wait(5.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+@contextmanager
+def open_session(host: str, python: str, request: Mapping[str, Any]) -> Iterator[PeerSession]:
+    """Yield a session, and close it."""
+    session = PeerSession(host, python, request)
+    try:
+        yield session
+    finally:
+        session.close()
+
+
+def set_up(plan: PeerPlan, here: Installation, environment: Mapping[str, str], say: Callable[[str], None]) -> int:
+    """Give a machine what it lacks. What an interrupted copy has left is not sent again.
+
+    Args:
+        plan: The plan.
+        here: This installation.
+        environment: Variables of this process, some of which name package indexes.
+        say: Prints a line.
+
+    Returns:
+        Bytes sent.
+
+    Raises:
+        ConfigError: The machine's error, such as a full disk, or a lost connection.
+    """
+    files = copied_files(plan, here)
+    hash_all(files)
+    by_digest = {file.digest: file for file in files}
+    request = {
+        "do": "provide",
+        "root": plan.answer.root,
+        "agent": agent_source(),
+        "index": plan.answer.index,
+        "files": {digest: file.size for digest, file in by_digest.items()},
+        "trees": {
+            place: [[file.path, file.digest, file.mode] for file in tree] for place, tree in plan.lacking.items()
+        },
+        "package": plan.package,
+        "environment": _environment_request(plan, here, environment),
+    }
+    with open_session(plan.host, agent_python(plan, here), request) as session:
+        for message in session.messages():
+            if "error" in message:
+                raise session.error(str(message["error"]))
+            if isinstance(message.get("wanted"), list):
+                _send(session, message["wanted"], by_digest, say)
+                break
+        session.result(say)
+        return session.sent_bytes
+
+
+def agent_python(plan: PeerPlan, here: Installation) -> str:
+    """Return the shell's words that start a Python on the machine."""
+    chosen = plan.environment.python if plan.environment is not None else None
+    usable = [python for python in plan.answer.pythons if python.version >= OLDEST]
+    if chosen is None and plan.environment is None and usable:
+        chosen = usable[0]
+    if chosen is not None:
+        return f"exec {shlex.quote(chosen.path)}"
+    uv, version = shlex.quote(str(plan.answer.uv)), ".".join(map(str, here.minor))
+    return f'{uv} python install -q {version} 1>&2 && exec "$({uv} python find --no-project {version})"'
+
+
+def _environment_request(plan: PeerPlan, here: Installation, environment: Mapping[str, str]) -> dict[str, Any] | None:
+    chosen = plan.environment
+    if chosen is None:
+        return None
+    entries = [] if chosen.from_index or not plan.makes_environment else here.environment_files
+    variables = {} if plan.answer.gpu else {"DS_ACCELERATOR": "cpu"}
+    return {
+        "name": chosen.name,
+        "entries": [[file.path, file.digest, file.mode] for file in entries],
+        "requirements": requirements(here.pins, plan.answer.gpu, environment) if chosen.from_index else [],
+        "variables": variables | (dict(index_variables(environment)) if chosen.from_index else {}),
+        "uv": plan.answer.uv,
+        "compile": not chosen.native,
+        "test": _TEST,
+    }
+
+
+def requirements(pins: Mapping[str, str], gpu: bool, environment: Mapping[str, str]) -> list[list[list[str]]]:
+    """Return the arguments of pip, step by step, each with alternatives.
+
+    The ordinary wheel of torch for Linux has CUDA. Without a GPU the CPU wheel comes first, where an index has it.
+    """
+    version = pins["torch"].partition("+")[0]
+    other = ["--extra-index-url", environment[TORCH_INDEX]] if environment.get(TORCH_INDEX) else []
+    ordinary = [f"torch=={version}", *(other if gpu else [])]
+    torch = [ordinary] if gpu else [[f"torch=={version}+cpu", *other], ordinary]
+    rest = [f"{name}=={pin}" for name, pin in pins.items() if name != "torch" and not _OWN_PACKAGES.match(name)]
+    # DeepSpeed is built from source, which asks for these where it runs.
+    return [torch, [rest]]
+
+
+def _send(session: PeerSession, wanted: list[Any], files: Mapping[str, SourceFile], say: Callable[[str], None]) -> None:
+    """Send the contents that a machine lacks, in its order."""
+    try:
+        listed = [(str(digest), int(offset)) for digest, offset in wanted]
+    except (TypeError, ValueError):
+        raise session.error("its answer makes no sense") from None
+    asked = all(digest in files and 0 <= offset <= files[digest].size for digest, offset in listed)
+    if not asked or len({digest for digest, _ in listed}) != len(listed):
+        raise session.error("it asks for files that were not offered")
+    total, done, deflate = sum(files[digest].size - offset for digest, offset in listed), 0, zlib.compressobj(1)
+    said = time.monotonic()
+    pending = bytearray()
+    for digest, offset in listed:
+        for chunk in _chunks(files[digest], offset):
+            pending += deflate.compress(chunk)
+            done += len(chunk)
+            if len(pending) >= _CHUNK:
+                session.write(bytes(pending))
+                pending.clear()
+            if time.monotonic() > said + _PROGRESS_S:
+                said = time.monotonic()
+                say(f"{session.host}: {format_size(done)} of {format_size(total)}")
+    session.write(bytes(pending) + deflate.flush())
+
+
+def _chunks(file: SourceFile, offset: int) -> Iterator[bytes]:
+    if file.source is None:
+        yield file.data[offset:]
+        return
+    left = file.size - offset
+    with file.source.open("rb") as opened:
+        opened.seek(offset)
+        while left:
+            chunk = opened.read(min(_CHUNK, left))
+            require(chunk, "file", str(file.source), "a file that does not change while it is copied")
+            left -= len(chunk)
+            yield chunk
+
+
+# -- all machines of a run
+
+
+def bring_up(
+    hosts: Sequence[str],
+    spares: Sequence[str],
+    asked: bytes,
+    *,
+    packages: str,
+    work: str,
+    inputs: Callable[[], Sequence[InputFiles]],
+    agree: Callable[[list[str]], None],
+    say: Callable[[str], None],
+) -> dict[str, PeerPlan]:
+    """Bring machines to a run.
+
+    Args:
+        hosts: The other machines.
+        spares: Those that take the places of lost ones; one that does not answer is left out.
+        asked: From `question`.
+        packages: See `choose_environment`.
+        work: Working directory below the root.
+        inputs: Returns the files of the run.
+        agree: Takes lines that say what is made where, and raises an error unless it may be.
+        say: Prints a line.
+
+    Returns:
+        The plans of the machines that do not run everything as here, by host.
+
+    Raises:
+        ConfigError: A machine cannot be reached or set up.
+    """
+    with ThreadPoolExecutor(len(hosts) + len(spares)) as pool:
+        asking = {host: pool.submit(ask, host, asked) for host in (*hosts, *spares)}
+        answers = {host: asking[host].result() for host in hosts}
+        for host in spares:
+            try:
+                answers[host] = asking[host].result()
+            except ConfigError as error:
+                say(f"spare machine left out: {error}")
+        others = {host: answer for host, answer in answers.items() if not (answer.as_here and answer.inputs)}
+        if not others:
+            return {}
+        here, found = Installation(), inputs()
+        copies: dict[bool, tuple[str, list[SourceFile]]] = {}
+
+        def own(native: bool) -> tuple[str, list[SourceFile]]:
+            if native not in copies:
+                files = package_files(native=native)
+                hash_all(files)
+                copies[native] = name_of("package", [[file.path, file.digest] for file in files]), files
+            return copies[native]
+
+        plans = {
+            host: make_plan(host, answer, here, packages=packages, work=work, inputs=found, own=own)
+            for host, answer in others.items()
+        }
+        todo = [plan for plan in plans.values() if not plan.complete]
+        if todo:
+            agree([describe_plan(plan, here) for plan in todo])
+            began = time.monotonic()
+            sent = pool.map(lambda plan: set_up(plan, here, os.environ, say), todo)
+            total = format_size(sum(sent))
+            say(f"{', '.join(plan.host for plan in todo)}: ready after {time.monotonic() - began:.0f} s, {total} sent")
+        remember({plan.host: plan.answer.root for plan in plans.values()})
+    return plans
+
+
+# -- the machines that were set up
+
+
+def book_path() -> Path:
+    """Return the file that lists the machines which were set up from here."""
+    return Path.home() / FOLDER / _BOOK
+
+
+def known_peers() -> dict[str, str]:
+    """Return the folder on each machine that was set up from here."""
+    try:
+        found = json.loads(book_path().read_text(encoding="utf-8"))
+        return {str(host): str(root) for host, root in found.items()}
+    except (OSError, ValueError, AttributeError):
+        return {}
+
+
+def remember(roots: Mapping[str, str], gone: Sequence[str] = ()) -> None:
+    """Add machines to the list, and take others out of it."""
+    before = known_peers()
+    after = {host: root for host, root in {**before, **roots}.items() if host not in gone}
+    if after != before:
+        book_path().parent.mkdir(parents=True, exist_ok=True)
+        atomic_write_text(book_path(), json.dumps(after, indent=2) + "\n")
+
+
+def request_of(host: str, root: str, request: Mapping[str, Any]) -> dict[str, Any]:
+    """Carry out a request without files on a machine: "measure" or "remove". Raises ConfigError."""
+    fallback = shlex.quote(f"{root}/{peer_agent.ENVIRONMENTS}")
+    python = (
+        f"for python in {fallback}/*/bin/python python3 python3.11 python3.12 python3.13; do "
+        'command -v "$python" >/dev/null && break; done; exec "$python"'
+    )
+    with open_session(host, python, {**request, "root": root}) as session:
+        return session.result()
