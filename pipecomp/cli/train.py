@@ -214,8 +214,10 @@ def train(
     each = len(ranks) // len(roster.hosts)
     if placed is None or not placed.plans:
         raise typer.Exit(launch_elastic(command_for, roster, each, out=own.out))
-    there = {"silent": placed.silent, "write": placed.write, "place": placed.place}
-    raise typer.Exit(launch_elastic(command_for, roster, each, out=own.out, **there))
+    status = launch_elastic(
+        command_for, roster, each, placed.silent, out=own.out, write=placed.write, place=placed.place
+    )
+    raise typer.Exit(status)
 
 
 def check_started(options: TrainOptions, hint: str) -> None:
