@@ -269,10 +269,9 @@ def check_hosts(ranks: Sequence[RankCommand]) -> None:
         lines = {}
         for rank in ranks:
             flags = ["-P"] if "-P" in rank.command else []
-            words = shlex.join([rank.command[0], *flags, "-c", check, master, str(port), *rank.needs])
-            words = (
-                shlex.join(["env", *(f"{k}={v}" for k, v in rank.variables.items() if k == "PYTHONPATH")]) + f" {words}"
-            )
+            path = rank.variables.get("PYTHONPATH", os.environ.get("PYTHONPATH"))  # as the ranks get it
+            given = ["env", f"PYTHONPATH={path}"] if path else []
+            words = shlex.join([*given, rank.command[0], *flags, "-c", check, master, str(port), *rank.needs])
             lines[rank.host] = f"cd {shlex.quote(rank.folder or working_directory())} && {words}"
         with ThreadPoolExecutor(len(hosts)) as pool:
             answers = list(pool.map(lambda host: _run_there(host, lines[host]), hosts))
