@@ -337,7 +337,7 @@ def test_files_that_are_missing_are_taken_after_a_question(tmp_path: Path, monke
     monkeypatch.chdir(tmp_path)
     started: list[up_launcher.Checks] = []
     monkeypatch.setattr(up_launcher, "join_run", lambda *_, **__: None)
-    monkeypatch.setattr(up_launcher, "start_ranks", lambda run, keys, listen, checks, say: started.append(checks) or 0)
+    monkeypatch.setattr(up_launcher, "start_ranks", lambda *given, **_: started.append(given[3]) or 0)
     line = ["up", "--at", "127.0.0.1:1", "--fingerprint", "f", "--code", "c"]
     train = ["--", "train", "--model", "gpt2", "--data", "text.txt", "--out", "run"]
     refused = CliRunner().invoke(app, [*line, *train])
