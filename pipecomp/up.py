@@ -35,6 +35,7 @@ from pipecomp.errors import DataError, LinkTimeoutError, PeerLostError, Pipecomp
 from pipecomp.netlab.software import throttle_to
 from pipecomp.plan.command import run_plan
 from pipecomp.plan.options import PlanOptions, TrainOptions
+from pipecomp.rank_layout import STAGES_ACROSS
 from pipecomp.tls.process_group import current_mesh
 from pipecomp.tls.routes import RELAYED
 from pipecomp.utils.files import atomic_write_text
@@ -147,6 +148,7 @@ def _plan(console: Console, command: Sequence[str]) -> None:
                 tokens=int(block) if block else None,
                 dtype=halves[0] if halves else "fp32",
                 tie=config.get("pipecomp", {}).get("tie", True),
+                layout=config.get("pipecomp", {}).get("layout", STAGES_ACROSS),
                 measure=True,
                 dropout=float(dropout) if dropout else None,
             )

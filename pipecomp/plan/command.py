@@ -25,11 +25,13 @@ from pipecomp.errors import ConfigError, require
 from pipecomp.gradient_config import Gradients
 from pipecomp.plan import report, search
 from pipecomp.plan.auto_bits import fewest_bits, has_dropout
+from pipecomp.plan.lines import MachineLines, check_per_machine, layouts_of
 from pipecomp.plan.measure import SurveyResult, survey_machine, survey_ranks
 from pipecomp.plan.options import PlanOptions
 from pipecomp.plan.prediction import (
     Estimate,
     MachineSpeeds,
+    StepPrediction,
     TrainingJob,
     as_row,
     memory_bytes,
@@ -38,6 +40,7 @@ from pipecomp.plan.prediction import (
 )
 from pipecomp.plan.profile import Profile, balanced, count, max_tokens, tied_values, without_weights
 from pipecomp.plan.simulation import TCP_SHARE, Channel, LinkNetwork, SharedCores, chain
+from pipecomp.rank_layout import RankLayout
 from pipecomp.stages.link.transport import PacerTo, unpaced
 from pipecomp.stages.partition.loading import resolve, with_adapter
 from pipecomp.stages.partition.planning import SplitPlan
@@ -55,7 +58,7 @@ DEFAULT_RATES = ("10gbit", "1gbit", "500mbit", "300mbit", "100mbit")
 _MAX_DEFAULT_TOKENS = 1024
 LinkRates = tuple[tuple[float, ...], float]
 """Bits of content per second, of all links or of each, and one-way latency in seconds."""
-NetworkOf = Callable[[int, int], LinkNetwork]  # of a number of stages, and the position among the compared networks
+NetworkOf = Callable[[RankLayout, int], LinkNetwork]  # of the ranks, and the position among the compared networks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +69,9 @@ class PlanRequest:
         options: The options.
         nodes: Stages × replicas.
         stages: None to choose.
-        slowdowns: Each node's seconds as a multiple of the profile's, stage 0's replicas first; empty if all are equal.
+        slowdowns: Each node's seconds as a multiple of the profile's, by rank; empty if all are equal.
         shared_cores: Nodes that compute on the same cores.
+        lines: Between machines and within them, of each compared network; None if every node has a line of its own.
     """
 
     options: PlanOptions
@@ -75,23 +79,23 @@ class PlanRequest:
     stages: int | None
     slowdowns: tuple[float, ...] = ()
     shared_cores: tuple[SharedCores, ...] = ()
+    lines: tuple[MachineLines, ...] | None = None
 
     @property
     def dtype(self) -> torch.dtype:
         """Training precision."""
         return report.TORCH_DTYPES[self.options.dtype]
 
-    def stage_slowdowns(self, K: int) -> tuple[float, ...]:
-        """Return the slowdown of each of K stages: that of its slowest replica."""
-        R = self.nodes // K
-        return tuple(max(self.slowdowns[k * R : (k + 1) * R]) for k in range(K)) if self.slowdowns else ()
+    def stage_slowdowns(self, ranks: RankLayout) -> tuple[float, ...]:
+        """Return the slowdown of each stage: that of its slowest replica."""
+        return tuple(max(self.slowdowns[r] for r in row) for row in ranks.averages()) if self.slowdowns else ()
 
-    def stage_cores(self, K: int) -> tuple[SharedCores, ...]:
+    def stage_cores(self, ranks: RankLayout) -> tuple[SharedCores, ...]:
         """Return the stages of the first replica that share cores, with its part of these."""
-        R = self.nodes // K
         parts = []
         for shared in self.shared_cores:
-            stages = tuple(node // R for node in shared.members if node % R == 0)
+            places = [ranks.place(node) for node in shared.members]
+            stages = tuple(stage for stage, replica in places if replica == 0)
             part = shared.at_once * len(stages) / len(shared.members)
             if len(stages) > part:
                 parts.append(SharedCores(members=stages, at_once=part))
@@ -134,7 +138,8 @@ def run_plan(
     """
     launch = read_launch(os.environ) if options.measure else Launch()
     if launch.started:
-        options.require_unset("when a launcher's ranks are measured", "nodes", "bandwidth", "delay", "threads")
+        given = ("nodes", "bandwidth", "delay", "threads", "per_machine", "inner_bandwidth")
+        options.require_unset("when a launcher's ranks are measured", *given)
     networks = parse_networks(options.bandwidth, options.delay)
     request = resolve_request(options, networks, launch.world if launch.started else None)
     if options.sizes_only and request.stages is not None:
@@ -151,16 +156,19 @@ def run_plan(
         return None
     if launch.started:
         networks = {"measured": ((math.inf,), 0.0)}
-        request = replace(request, slowdowns=survey.slowdowns, shared_cores=survey.shared_cores)
+        lines = None if survey.lines is None else (survey.lines,)
+        request = replace(request, slowdowns=survey.slowdowns, shared_cores=survey.shared_cores, lines=lines)
     rates = list(networks.values())
 
-    def network_of(stages: int, position: int) -> LinkNetwork:
+    def network_of(ranks: RankLayout, position: int) -> LinkNetwork:
+        if request.lines is not None:
+            return request.lines[position].network(ranks)
         if survey.network is not None and position == 0:
             return survey.network
-        return chain(stages, *rates[position])
+        return chain(ranks.stages, *rates[position])
 
     result = plan(request, survey.profile, survey.speeds, network_of, len(rates))
-    network = network_of(result.choice.prediction.job.plan.num_stages, 0)
+    network = network_of(result.choice.prediction.job.ranks, 0)
     report.print_plan(result, network, list(networks), console)
     if threads is not None and options.threads is None and request.nodes > 1 and computes_on_cpu():
         console.print(
@@ -231,6 +239,10 @@ def parse_speeds(speed: str | None) -> tuple[float, ...]:
 def resolve_request(options: PlanOptions, networks: Mapping[str, LinkRates], world: int | None) -> PlanRequest:
     """Derive the numbers of nodes and stages from the options, the first network and the launcher's ranks, if any."""
     rates, _ = next(iter(networks.values()))
+    per_machine = options.per_machine
+    hint = "All processes of a machine share its line."
+    one_line = per_machine is None or all(len(links) == 1 for links, _ in networks.values())
+    require(one_line, "bandwidth", options.bandwidth, "one rate with --per-machine", hint)
     drawn = len(rates) + 1 if len(rates) > 1 else None  # rates given link by link imply the number of stages
     stages = options.stages or world or drawn
     for links, _ in networks.values():
@@ -244,7 +256,14 @@ def resolve_request(options: PlanOptions, networks: Mapping[str, LinkRates], wor
     if len(speeds) > 1:
         require(len(speeds) == nodes, "speed", options.speed, f"one number, or one for each of {nodes} nodes")
         slowdowns = tuple(min(speeds) / one for one in speeds)
-    return PlanRequest(options=options, nodes=nodes, stages=stages, slowdowns=slowdowns)
+    check_per_machine(per_machine, nodes)
+    lines = None
+    if per_machine is not None and per_machine > 1:
+        inner = parse_rate("inner-bandwidth", options.inner_bandwidth) if options.inner_bandwidth else math.inf
+        within = Channel(bits_per_s=inner * TCP_SHARE)
+        between = [Channel(bits_per_s=links[0], latency_s=latency_s) for links, latency_s in networks.values()]
+        lines = tuple(MachineLines.alike(nodes, per_machine, line, within) for line in between)
+    return PlanRequest(options=options, nodes=nodes, stages=stages, slowdowns=slowdowns, lines=lines)
 
 
 def model_size(options: PlanOptions) -> tuple[Any, int, torch.dtype]:
@@ -363,20 +382,23 @@ def plan(
     fewest = fewest_bits(model, config, options.dropout)
     config = config.replace(activations=config.activations.with_dropout([has_dropout(model, options.dropout)]))
     choices: list[search.PlanChoice] = []
-    averages: dict[int, list[tuple[str, float]]] = {}  # by number of stages
+    averages: dict[RankLayout, list[tuple[str, float]]] = {}
     least_memory: list[float] = [math.inf]  # of each stage, in the layout that needs least
     possible = search.layouts(request.nodes, request.stages, len(profile.blocks))
-    for K, replicas in search.divisible(possible, options.batch, options.micro_batch):
-        slowdowns = request.stage_slowdowns(K)
+    possible = list(search.divisible(possible, options.batch, options.micro_batch))
+    for ranks in layouts_of(options.layout, possible, None if request.lines is None else request.lines[0]):
+        K, replicas = ranks.stages, ranks.replicas
+        slowdowns = request.stage_slowdowns(ranks)
         split = choose_cuts(model, profile, K, tie=options.tie, slowdowns=slowdowns)
-        network = network_of(K, 0)
+        network = network_of(ranks, 0)
         layout: dict[str, Any] = {"plan": split, "replicas": replicas, "tied": tied_values(model, split)}
-        layout |= {"profile": profile, "dtype": request.dtype, "slowdowns": slowdowns}
-        layout["shared_cores"] = request.stage_cores(K)
+        layout |= {"profile": profile, "dtype": request.dtype, "slowdowns": slowdowns, "layout": ranks.name}
+        layout["shared_cores"] = request.stage_cores(ranks)
         used = config
         if replicas > 1 and options.gradients is None:
-            averages[K] = search.choose_average(config, max(split.trained), replicas, network, speeds, request.dtype)
-            used = config.replace(gradients=Gradients(method=averages[K][0][0]))
+            found = search.choose_average(config, max(split.trained), replicas, network, speeds, request.dtype)
+            averages[ranks] = found
+            used = config.replace(gradients=Gradients(method=found[0][0]))
         for samples, micro_batches in search.micro_batch_splits(options.batch, replicas, options.micro_batch):
             job = TrainingJob(samples=samples, micro_batches=micro_batches, **layout)
             if K == 1:
@@ -391,8 +413,14 @@ def plan(
             if options.memory is None or max(needed) <= options.memory * 1e9:
                 choices.append(choice)
     request.check_memory(least_memory)
-    choice = search.simplest(choices, lambda c: c.taken)
-    result = _compare(choice, averages.get(choice.prediction.job.plan.num_stages, []), network_of, speeds, networks)
+    choice = search.simplest(search.with_faster_layouts(choices), lambda c: c.taken)
+    ranks = choice.prediction.job.ranks
+    result = _compare(choice, averages.get(ranks, []), network_of, speeds, networks)
+    result = replace(
+        result,
+        layouts=_compare_layouts(request, ranks, [one.taken for one in choices]),
+        lines=None if request.lines is None else request.lines[0],
+    )
     if options.samples is not None:
         taken = choice.taken.job
         steps = (options.epochs or 1) * (options.samples // taken.replicas // taken.samples) // taken.micro_batches
@@ -427,7 +455,7 @@ def _compare(
     """Predict the compared methods on `count` networks, and the alternatives for tied weights."""
     job, config = choice.prediction.job, choice.prediction.config
     one_pass, changes_back = config.store.clusters is not None, config.activations.backward_method == "delta"
-    networks = [network_of(job.plan.num_stages, position) for position in range(count)]
+    networks = [network_of(job.ranks, position) for position in range(count)]
     compared = search.compared_methods(job.plan.num_stages, job.plan.tie, one_pass=one_pass, changes_back=changes_back)
     rows = [
         (name, [predict(job, method.replace(gradients=config.gradients), network, speeds) for network in networks])
@@ -437,6 +465,23 @@ def _compare(
     if config.gradients == search.TIED:
         tied_plain_s = tied_seconds(job, config.replace(gradients=Gradients()), networks[0], speeds)
     return report.PlanResult(choice=choice, averages=averages, tied_plain_s=tied_plain_s, rows=rows)
+
+
+def _compare_layouts(
+    request: PlanRequest, ranks: RankLayout, predictions: Sequence[StepPrediction]
+) -> tuple[report.LayoutPrediction, ...]:
+    """Return the fastest prediction in each layout of the chosen stages, the chosen layout first; () for one layout."""
+    if request.lines is None:
+        return ()
+    fastest: dict[RankLayout, StepPrediction] = {}
+    for p in sorted(predictions, key=lambda p: p.step_s, reverse=True):
+        if replace(p.job.ranks, name=ranks.name) == ranks:
+            fastest[p.job.ranks] = p
+    found = [
+        report.LayoutPrediction(one.name, fastest[one].step_s, *request.lines[0].crossing(one))
+        for one in sorted(fastest, key=lambda one: one != ranks)
+    ]
+    return tuple(found) if len(found) > 1 else ()
 
 
 def plan_sizes(request: PlanRequest, profile: Profile) -> TrainingJob:

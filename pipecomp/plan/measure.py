@@ -26,13 +26,14 @@ from pipecomp.buffers import MemoryStore
 from pipecomp.config import Config
 from pipecomp.distributed.collectives import gathered
 from pipecomp.distributed.launch_env import read_launch
-from pipecomp.distributed.placement import computer, own_cores, usable_cores
+from pipecomp.distributed.placement import computer, machine, own_cores, usable_cores
 from pipecomp.distributed.rendezvous import computes_on_cpu, join_processes
 from pipecomp.doctor.measure import LinkMeasurement, follow, lead
 from pipecomp.doctor.storage import existing_parent, measure_disk
 from pipecomp.errors import LinkError, require, writable
 from pipecomp.kernels import ops
 from pipecomp.kernels.staging import Staging, staging_for
+from pipecomp.plan.lines import MachineLines
 from pipecomp.plan.prediction import Estimate, MachineSpeeds
 from pipecomp.plan.profile import (
     PartCost,
@@ -340,6 +341,7 @@ class SurveyResult:
         network: Links between the stages, or between the replicas of a single stage; None without a launcher and for
             one process.
         slowdowns: Each rank's seconds as a multiple of the profile's, at most 1; empty without a launcher.
+        lines: Between machines and within them, where the order of ranks decides what these carry; else None.
         shared_cores: Ranks that compute on the same cores, if these do not suffice for all at once.
     """
 
@@ -347,6 +349,7 @@ class SurveyResult:
     speeds: MachineSpeeds
     network: LinkNetwork | None = None
     slowdowns: tuple[float, ...] = ()
+    lines: MachineLines | None = None
     shared_cores: tuple[SharedCores, ...] = ()
 
 
@@ -413,11 +416,12 @@ def survey_ranks(
     pacer_to: PacerTo,
     one_pass: bool = False,
 ) -> SurveyResult | None:
-    """Measure all ranks of a launcher together; rank r is stage r // R of replica r mod R, as in training.
+    """Measure all ranks of a launcher together.
 
     Ranks that share too few cores take turns, so that each is measured as if it computed alone. An existing process
     group is used and kept; with keys the ranks connect over TLS. With one stage the links between neighbouring replicas
-    are measured, which carry their gradients.
+    are measured, which carry their gradients. With several stages, replicas and machines that run several ranks, the
+    lines between machines and within them are measured instead of links.
 
     Args:
         model: As for `survey_machine`.
@@ -445,7 +449,14 @@ def survey_ranks(
     join_processes()
     mesh = current_mesh() if dist.get_backend() == BACKEND else None
     try:
-        link = _measure_row(rank, R, length, pacer_to)
+        names = [machine(), [pacer_to(other) is not None for other in range(world)]]
+        machines = find_machines(gathered(names))
+        lines = None
+        if K > 1 and R > 1 and 1 < len(set(machines)) < world:
+            lines = _measure_lines(rank, machines, pacer_to)
+            link = None
+        else:
+            link = _measure_rows(rank, RankLayout(length, R).pipelines(), pacer_to)
         shared = find_shared_cores(gathered(own_compute()))
         survey = None
         for members in turns(world, shared):
@@ -461,15 +472,16 @@ def survey_ranks(
                 mesh.close()
     if rank != 0:
         return None
-    links = [[measurements[k * R + r][0] for r in range(R)] for k in range(length - 1)]
-    network = network_of(links) if links else None
-    machines = [survey for _, survey in measurements]
-    profile = slowest_profile([m.profile for m in machines])
+    rows = RankLayout(length, R).averages()[:-1]
+    network = network_of([[measurements[other][0] for other in row] for row in rows]) if rows and not lines else None
+    surveys = [survey for _, survey in measurements]
+    profile = slowest_profile([m.profile for m in surveys])
     return SurveyResult(
         profile=profile,
-        speeds=slowest_speeds([m.speeds for m in machines]),
+        speeds=slowest_speeds([m.speeds for m in surveys]),
         network=between_replicas(network) if K == 1 and network is not None else network,
-        slowdowns=slowdowns_of([m.profile for m in machines]),
+        slowdowns=slowdowns_of([m.profile for m in surveys]),
+        lines=lines,
         shared_cores=shared,
     )
 
@@ -508,15 +520,49 @@ def slowdowns_of(profiles: Sequence[Profile]) -> tuple[float, ...]:
     return tuple(1.0 if slowest.reaches(one) else one.seconds / slowest.seconds for one in estimates)
 
 
-def _measure_row(rank: int, R: int, K: int, pacer_to: PacerTo) -> LinkMeasurement | None:
-    """Measure this rank's link to the next of K ranks together with all others; R such rows are side by side."""
-    layout = RankLayout(K, R)
-    neighbors = open_neighbors(
-        layout.pipelines(), timeout_s=_TIMEOUT_S, streams="auto", gather=gathered, pacer_to=pacer_to
+def find_machines(ranks: Sequence[Sequence[Any]]) -> list[int]:
+    """Number the machines of the ranks, from 0 in the order of the ranks.
+
+    ranks: by rank the machine's name, and whether the line to each rank is slowed down, as between machines.
+    """
+    found: list[int] = []
+    for rank, (name, slowed) in enumerate(ranks):
+        together = (other for other in range(rank) if ranks[other][0] == name and not slowed[other])
+        first = next(together, None)
+        found.append(max(found, default=-1) + 1 if first is None else found[first])
+    return found
+
+
+def _measure_lines(rank: int, machines: Sequence[int], pacer_to: PacerTo) -> MachineLines:
+    """Measure the lines between neighbouring machines, and those within them; returns the same on every rank.
+
+    One rank of each machine uses the line between machines at a time, so that it has the whole line.
+    """
+    members = [[r for r, other in enumerate(machines) if other == number] for number in sorted(set(machines))]
+    firsts = [ranks[0] for ranks in members]
+    outer = gathered(_measure_rows(rank, [firsts], pacer_to))
+    inner = gathered(_measure_rows(rank, [ranks[:2] for ranks in members if len(ranks) > 1], pacer_to))
+    between = network_of([[outer[r]] for r in firsts[:-1]])
+    within = network_of([[link for link in inner if link is not None]])
+    slowest = min(within.forward[0], within.backward[0], key=lambda channel: channel.bits_per_s)
+    return MachineLines(
+        machines=tuple(machines),
+        inner=slowest,
+        out=between.forward,
+        back=between.backward,
+        spread=between.spread,
     )
+
+
+def _measure_rows(rank: int, rows: Sequence[Sequence[int]], pacer_to: PacerTo) -> LinkMeasurement | None:
+    """Measure this rank's link to the next rank of its row, together with all others; every rank must call this.
+
+    rows: of ranks, each with a rank once at most. Ranks in no row only wait.
+    """
+    neighbors = open_neighbors(rows, timeout_s=_TIMEOUT_S, streams="auto", gather=gathered, pacer_to=pacer_to)
     transports = neighbors.transports
-    stage = layout.place(rank)[0]
-    measurement = measure_links(stage, transports.get("to_previous"), transports.get("to_next"))
+    place = list(next((row for row in rows if rank in row), [rank])).index(rank)
+    measurement = measure_links(place, transports.get("to_previous"), transports.get("to_next"))
     dist.barrier()
     for opened in transports.values():
         opened.close()

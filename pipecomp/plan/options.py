@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 
 from pipecomp.errors import ConfigError, require
+from pipecomp.rank_layout import LAYOUTS
 
 DTYPES = ("fp32", "bf16", "fp16")
+AUTO = "auto"
 GRADIENT_METHODS = ("none", "fp16", "global_qsgd", "double_squeeze")
 ADAPTER_RATE, FULL_RATE = 2e-4, 5e-5  # default learning rates of `pipecomp train`
 
@@ -55,6 +57,11 @@ class PlanOptions:
     delay: Annotated[str | None, "One-way latency of the links, such as 20ms."] = None
     speed: Annotated[str | None, "TFLOP/s per node in training: 30 or, node by node, 30/10."] = None
     profile: Annotated[Path | None, "File from --measure --json, instead of --speed."] = None
+    layout: Annotated[
+        str, "What crosses lines between machines: stages-across (activations), replicas-across (gradients), or auto."
+    ] = AUTO
+    per_machine: Annotated[int | None, "Nodes on each machine, which share its line; by default one."] = None
+    inner_bandwidth: Annotated[str | None, "With --per-machine: rate within a machine; by default unlimited."] = None
     memory: Annotated[float | None, "GB per node for the model; by default unlimited."] = None
     dtype: Annotated[str, "Training precision: fp32, bf16 or fp16."] = "fp32"
     tie: _Tie = True
@@ -78,8 +85,11 @@ class PlanOptions:
     def __post_init__(self) -> None:
         require(self.dtype in DTYPES, "dtype", self.dtype, ", ".join(DTYPES))
         require(self.gradients in (None, *GRADIENT_METHODS), "gradients", self.gradients, ", ".join(GRADIENT_METHODS))
+        require(self.layout in (*LAYOUTS, AUTO), "layout", self.layout, ", ".join((*LAYOUTS, AUTO)))
+        if (self.per_machine or 1) == 1:
+            self.require_unset("without --per-machine above 1", "inner_bandwidth")
         for key in (
-            *("nodes", "stages", "batch", "micro_batch", "lora"),
+            *("nodes", "stages", "batch", "micro_batch", "lora", "per_machine"),
             *("threads", "samples", "epochs", "max_steps"),
         ):
             number = getattr(self, key)
@@ -167,6 +177,11 @@ class TrainOptions:
         int | None, "Most tokens of a sample; by default the model's maximum, at most 1024.", "--tokens", "--max-length"
     ] = None
     dtype: Annotated[str, "Training precision: fp32 or bf16."] = "fp32"
+    layout: Annotated[
+        str,
+        "With replicas and several processes a machine, what crosses the line between machines: stages-across "
+        "(activations), replicas-across (gradients), or auto, the faster by the plan.",
+    ] = AUTO
     gradients: _Gradients = None
     tie: _Tie = True
     dropout: Annotated[float | None, "Dropout of embeddings, attention and blocks; by default the model's own."] = None
@@ -203,6 +218,7 @@ class TrainOptions:
         require(0 < self.rate < math.inf, "--lr", self.lr, "a number above 0")
         self._check_adapter()
         require(self.dtype in ("fp32", "bf16"), "--dtype", self.dtype, "fp32 or bf16")
+        require(self.layout in (*LAYOUTS, AUTO), "--layout", self.layout, ", ".join((*LAYOUTS, AUTO)))
         require(self.gradients in (None, *GRADIENT_METHODS), "--gradients", self.gradients, ", ".join(GRADIENT_METHODS))
         require_dropout("--dropout", self.dropout)
         kinds = ("files", "lines", "joined")

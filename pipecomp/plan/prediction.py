@@ -16,7 +16,16 @@ from pipecomp.allreduce import predict as predict_average
 from pipecomp.config import Config
 from pipecomp.plan.packet_sizes import activation_bytes, gradient_bytes
 from pipecomp.plan.profile import Profile
-from pipecomp.plan.simulation import LinkNetwork, SharedCores, SimulatedStep, StageCosts, StepSpec, simulate_step
+from pipecomp.plan.simulation import (
+    Channel,
+    LinkNetwork,
+    SharedCores,
+    SimulatedStep,
+    StageCosts,
+    StepSpec,
+    simulate_step,
+)
+from pipecomp.rank_layout import STAGES_ACROSS, RankLayout
 from pipecomp.schedule import in_flight_counts, slack_of
 from pipecomp.stages.partition.planning import SplitPlan
 from pipecomp.utils.serialization import serializable
@@ -106,6 +115,7 @@ class TrainingJob:
         tied: Values of each tied weight, in the order of `plan.tied`.
         slowdowns: Each stage's seconds as a multiple of the profile's; empty if all are equal.
         shared_cores: Stages of a replica that compute on the same cores.
+        layout: Order of the ranks.
     """
 
     profile: Profile
@@ -117,6 +127,12 @@ class TrainingJob:
     tied: tuple[int, ...] = ()
     slowdowns: tuple[float, ...] = ()
     shared_cores: tuple[SharedCores, ...] = ()
+    layout: str = STAGES_ACROSS
+
+    @property
+    def ranks(self) -> RankLayout:
+        """The ranks of stages and replicas."""
+        return RankLayout(self.plan.num_stages, self.replicas, self.layout)
 
     def stage_seconds(self) -> list[tuple[float, float]]:
         """Return forward and backward seconds of each stage per micro-batch."""
@@ -292,7 +308,7 @@ def predict(
         forward_bytes=forward,
         backward_bytes=backward,
         lowest=job.plan.lowest_trained,
-        together_s=tied_s + norm_hops * network.latency_s,
+        together_s=tied_s + norm_hops * network.stage_line.latency_s,
         shared_cores=job.shared_cores,
     )
     local = config.gradients.local
@@ -424,7 +440,8 @@ def _gather_seconds(job: TrainingJob, d: int, network: LinkNetwork) -> float:
     n = job.replicas
     if n == 1 or job.dtype == torch.float32:
         return 0.0
-    return (n - 1) * (8 * d * job.dtype.itemsize / n / min(network.slowest, 1e15) + network.latency_s)
+    line = network.replica_line
+    return (n - 1) * (8 * d * job.dtype.itemsize / n / min(line.bits_per_s, 1e15) + line.latency_s)
 
 
 def tied_seconds(job: TrainingJob, config: Config, network: LinkNetwork, speeds: MachineSpeeds) -> float:
@@ -437,8 +454,12 @@ def tied_seconds(job: TrainingJob, config: Config, network: LinkNetwork, speeds:
     alone = config.gradients.method == "none" or (local is not None and local.local_steps > 1)
     replicas = 1 if alone else job.replicas
     dtype = torch.float16 if job.dtype == torch.float16 else torch.float32
+    line = network.stage_line
+    if replicas > 1:
+        rate = min(line.bits_per_s, network.replica_line.bits_per_s)
+        line = Channel(bits_per_s=rate, latency_s=max(line.latency_s, network.replica_line.latency_s))
     return sum(
-        average_seconds(config, values, replicas * len(group.stages), network, speeds, dtype)
+        average_seconds(config, values, replicas * len(group.stages), network, speeds, dtype, line)
         for group, values in zip(job.plan.tied, job.tied, strict=True)
     )
 
@@ -458,24 +479,31 @@ def _hidden_seconds(step: StepSpec, network: LinkNetwork, config: Config) -> flo
 
 
 def average_seconds(
-    config: Config, d: int, n: int, network: LinkNetwork, speeds: MachineSpeeds, dtype: torch.dtype = torch.float32
+    config: Config,
+    d: int,
+    n: int,
+    network: LinkNetwork,
+    speeds: MachineSpeeds,
+    dtype: torch.dtype = torch.float32,
+    line: Channel | None = None,
 ) -> float:
-    """Predict the seconds of averaging d values over n ranks across the network's slowest channel.
+    """Predict the seconds of averaging d values over n ranks.
 
     `pipecomp.allreduce.predict` simulates the exchange; "quantized_adam" counts as the exchange of its momentum.
-    `dtype` is that of uncompressed values.
+    `dtype` is that of uncompressed values. `line` is by default that between replicas.
     """
     if n == 1 or d == 0:
         return 0.0
     options = config.gradients.state_options()
     if options["method"] == "none":
         d = d * dtype.itemsize // 4
+    line = line or network.replica_line
     kernels = {part: d * s for part, s in speeds.average.items()} if options["method"] != "none" else {}
     prediction = predict_average(
         d=d,
         n=n,
-        bandwidth_bit_per_s=min(network.slowest, 1e15),
-        latency_s=network.latency_s,
+        bandwidth_bit_per_s=min(line.bits_per_s, 1e15),
+        latency_s=line.latency_s,
         kernel_seconds=kernels,
         **options,
     )
@@ -489,6 +517,7 @@ def as_row(p: StepPrediction) -> dict[str, Any]:
     row = {
         "stages": p.job.plan.num_stages,
         "replicas": p.job.replicas,
+        "layout": p.job.layout,
         "micro_batch": p.job.samples,
         "micro_batches": p.job.micro_batches,
         "method": a.method,

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -15,6 +15,7 @@ from rich.table import Table
 from pipecomp.config.activations import FEWEST, Bits, ConstantError, bits_text, each_link
 from pipecomp.config.elastic import Elastic
 from pipecomp.elastic.schedule import RecordSchedule, record_bytes
+from pipecomp.plan.lines import MachineLines
 from pipecomp.plan.options import DTYPES
 from pipecomp.plan.prediction import Estimate, StepPrediction, TrainingJob, memory_bytes, packet_sizes
 from pipecomp.plan.search import (
@@ -28,6 +29,7 @@ from pipecomp.plan.search import (
     constant_error_bits,
 )
 from pipecomp.plan.simulation import LinkNetwork
+from pipecomp.rank_layout import STAGES_ACROSS
 from pipecomp.schedule import in_flight_counts
 from pipecomp.utils.tables import table
 from pipecomp.utils.units import format_count, format_duration, format_rate, format_time
@@ -35,6 +37,27 @@ from pipecomp.utils.units import format_count, format_duration, format_rate, for
 MAX_RATE = 1e12  # of a line that nothing limits
 TORCH_DTYPES = dict(zip(DTYPES, (torch.float32, torch.bfloat16, torch.float16), strict=True))
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+
+class LayoutPrediction(NamedTuple):
+    """Prediction for an order of ranks.
+
+    Attributes:
+        name: Of the layout.
+        step_s: Seconds of a step.
+        activations: True if activations cross the line between machines.
+        gradients: True if gradients of replicas do.
+    """
+
+    name: str
+    step_s: float
+    activations: bool
+    gradients: bool
+
+    def crossing(self) -> str:
+        """Say what crosses."""
+        crossing = {"activations": self.activations, "gradients": self.gradients}
+        return " and ".join(name for name, crosses in crossing.items() if crosses) or "nothing"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +71,8 @@ class PlanResult:
         rows: Every compared method with its prediction on every network.
         steps: Steps of the training; None if its length is not known.
         epochs: Passes over the data.
+        layouts: Orders of ranks that were compared, the chosen one first; empty if there is one only.
+        lines: Between machines and within them; None if every rank has a line of its own.
     """
 
     choice: PlanChoice
@@ -56,6 +81,8 @@ class PlanResult:
     rows: list[tuple[str, list[StepPrediction]]] = field(default_factory=list)
     steps: int | None = None
     epochs: int = 1
+    layouts: tuple[LayoutPrediction, ...] = ()
+    lines: MachineLines | None = None
 
     def duration(self) -> Estimate:
         """Return the seconds of all steps, or of 1,000 after the first epoch, without evaluations and checkpoints."""
@@ -74,7 +101,7 @@ def print_plan(result: PlanResult, network: LinkNetwork, names: Sequence[str], c
         console.print(link_table(network, p, result.choice.plain))
     console.print(method_table(result.rows, names))
     console.print(p.job.text(), highlight=False)
-    for sentence in (*advice(result), describe_duration(result)):
+    for sentence in (*advice(result), *describe_layouts(result), describe_duration(result)):
         console.print(sentence, highlight=False)
     records = record_schedule(p, network)
     if records is not None:
@@ -89,12 +116,25 @@ def record_schedule(p: StepPrediction, network: LinkNetwork) -> RecordSchedule |
         return None
     half = job.dtype != torch.float32
     lines = [channel.bits_per_s for channel in network.forward] + [network.slowest]  # the last one is to the first
+    if job.layout != STAGES_ACROSS:  # the next stage is on the same machine, the second home on another one
+        lines = [network.slowest] * stages
     sizes = [record_bytes(trained, half=half, replicas=job.replicas) for trained in job.plan.trained]
     each = [
         RecordSchedule.predict(size, min(line, MAX_RATE), p.step_s, share)
         for size, line in zip(sizes, lines[-stages:], strict=True)
     ]
     return max(each, key=lambda schedule: schedule.lost_steps)
+
+
+def describe_layouts(result: PlanResult) -> list[str]:
+    """Say in one line which order of ranks is taken, and why."""
+    if not result.layouts or result.lines is None:
+        return []
+    taken, *others = result.layouts
+    slow = format_rate(min(channel.bits_per_s for channel in (*result.lines.out, *result.lines.back)))
+    lines = f"the line between machines ({slow}; {format_rate(result.lines.inner.bits_per_s)} within one)"
+    why = "; ".join(f"{other.step_s:.3g} s with {other.name}, where {other.crossing()} do" for other in others)
+    return [f"Layout {taken.name}: {taken.step_s:.3g} s a step if {taken.crossing()} cross {lines}, {why}."]
 
 
 def describe_duration(result: PlanResult) -> str:
@@ -293,6 +333,8 @@ def configuration(choice: PlanChoice) -> dict[str, Any]:
         section |= aqsgd_sections(*_recommended_bits(choice), one_pass=one_pass, changes_back=_changes_back(choice))
         if one_pass:
             section["store"]["in_checkpoints"] = True  # a few bytes, and nothing else restores the centers
+    if job.layout != STAGES_ACROSS:
+        section["layout"] = job.layout
     gradients = choice.prediction.config.gradients
     if gradients.method != "none":
         section["gradients"] = {"method": gradients.method} | ({"bits": TIED.bits} if gradients == TIED else {})

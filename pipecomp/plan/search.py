@@ -7,6 +7,7 @@ machine do not change from call to call. Links much faster than the slowest one 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +40,7 @@ from pipecomp.plan.prediction import (
     predict,
 )
 from pipecomp.plan.simulation import LinkNetwork
+from pipecomp.rank_layout import STAGES_ACROSS, RankLayout
 
 BIT_PAIRS = ((8, 8), (7, 8), (6, 8), (5, 8), (4, 8), (3, 6), (2, 4))
 """Forward and backward bits, most first; the last three are the paper's. Fewer bits are never chosen automatically."""
@@ -134,6 +136,24 @@ def simplest(candidates: Sequence[Any], prediction: Callable[[Any], StepPredicti
 def pays(plain: StepPrediction, other: StepPrediction) -> bool:
     """Return whether a less simple plan makes steps faster by enough to matter and by more than measurements differ."""
     return plain.step_s > WORTHWHILE * other.step_s and not plain.estimate.reaches(other.estimate)
+
+
+def with_faster_layouts(choices: Sequence[PlanChoice]) -> list[PlanChoice]:
+    """Keep the choices of one layout for each number of stages and replicas: of the usual one unless another is faster.
+
+    Both layouts are predicted from the same measurements, so that their spread does not count here.
+    """
+    fastest: dict[RankLayout, float] = {}
+    for choice in choices:
+        p = choice.taken
+        fastest[p.job.ranks] = min(p.step_s, fastest.get(p.job.ranks, math.inf))
+
+    def kept(ranks: RankLayout) -> bool:
+        alike = [other for other in fastest if (other.stages, other.replicas) == (ranks.stages, ranks.replicas)]
+        best = min(alike, key=lambda other: (NEARLY_EQUAL if other.name != STAGES_ACROSS else 1.0) * fastest[other])
+        return ranks == best
+
+    return [choice for choice in choices if kept(choice.taken.job.ranks)]
 
 
 # -- bits

@@ -100,6 +100,20 @@ class LinkNetwork:
         """Bits per second of the slowest channel."""
         return min((channel.bits_per_s for channel in self.channels), default=math.inf)
 
+    @property
+    def replica_line(self) -> Channel:
+        """What replicas average over: the channel between them, or if it is unknown the slowest rate of all."""
+        return self.between or Channel(bits_per_s=self.slowest, latency_s=self.latency_s)
+
+    @property
+    def stage_line(self) -> Channel:
+        """What all stages of a replica exchange over: the slowest rate of their links."""
+        links = [*self.forward, *self.backward]
+        if not links:
+            return self.replica_line
+        rate = min(channel.bits_per_s for channel in links)
+        return Channel(bits_per_s=rate, latency_s=max(channel.latency_s for channel in links))
+
 
 def uniform(stages: int, bits_per_s: float, latency_s: float = 0.0, *, shared: bool = True) -> LinkNetwork:
     """Make a network of equal channels, also between replicas. bits_per_s: content, without headers."""

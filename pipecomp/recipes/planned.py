@@ -42,8 +42,9 @@ from pipecomp.errors import ConfigError, DataError, require, writable
 from pipecomp.netlab.software import throttle_to
 from pipecomp.plan.command import run_plan
 from pipecomp.plan.new_cut import CutPlanner, describe_machines, fit_links
-from pipecomp.plan.options import PlanOptions, TrainOptions
+from pipecomp.plan.options import AUTO, PlanOptions, TrainOptions
 from pipecomp.plan.report import precision_sections
+from pipecomp.rank_layout import STAGES_ACROSS
 from pipecomp.recipes import language, lora, run, text
 from pipecomp.recipes.chat import JOINED, ChatData
 from pipecomp.recipes.machine_watch import MachineWatch, read_candidates, visiting_machines
@@ -69,7 +70,7 @@ MERGED = "merged"  # folder of the merged model, beside that of the adapter
 def main(options: TrainOptions, *, dry_run: bool = False) -> None:
     """Run one rank. dry_run: Plan, predict the duration, and write nothing."""
     if restarts():
-        options = replace(options, overwrite=False, stages=None)
+        options = replace(options, overwrite=False, stages=None, layout=AUTO)
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if not rendezvous.computes_on_cpu():
@@ -278,6 +279,7 @@ def plan_run(
         if first and watch is not None and (home != "off" or world == 1):  # others could not get the state
             planner = CutPlanner(made, plan_options, 1e9 * room)
             watch.append(watch_machines(options, folder, planner, world // len(set(names))))
+    made = with_layout(made, options.layout, world // stages)
     with ranks.collective_errors(), writable("--out", folder):
         if first_here:  # any machine may be lost
             write_here(folder / PLAN, made, dist.get_rank())
@@ -314,6 +316,16 @@ def watch_machines(options: TrainOptions, folder: Path, planner: CutPlanner, eac
     )
 
 
+def with_layout(made: dict[str, Any], layout: str, replicas: int) -> dict[str, Any]:
+    """Return a plan with the layout that the options name; "auto" keeps the plan's, as long as there are replicas."""
+    section = dict(made["config"]["pipecomp"])
+    planned = section.pop("layout", STAGES_ACROSS)
+    chosen = layout if layout != AUTO else planned if replicas > 1 else STAGES_ACROSS
+    if chosen != STAGES_ACROSS:
+        section["layout"] = chosen
+    return {**made, "config": {**made["config"], "pipecomp": section}}
+
+
 def write_here(path: Path, content: Any, rank: int) -> None:
     """Write a JSON file. Ranks of several machines write at the same time, perhaps into one shared folder."""
     with atomic_write(path, part=path.with_name(f"{path.name}.{rank}{UNFINISHED}")) as part:
@@ -332,6 +344,7 @@ def planning_options(
         tokens=size,
         dtype=options.dtype,
         tie=options.tie,
+        layout=options.layout,
         gradients=options.gradients,
         measure=True,
         dropout=options.dropout,
@@ -350,12 +363,13 @@ def predict_run(options: TrainOptions, args: argparse.Namespace, model: Any, siz
 
     The arguments and errors are those of `plan_run`.
     """
-    world, ranks, threads = dist.get_world_size(), rendezvous.all_ranks(), None
+    world, ranks, threads, per_machine = dist.get_world_size(), rendezvous.all_ranks(), None, None
     console = Console(quiet=dist.get_rank() != 0, highlight=False, soft_wrap=True)
     if options.peers is not None:
         hosts = len(options.peers.split(","))
         world = options.stages or hosts
-        threads = max(1, usable_cores() // (world // hosts))
+        per_machine = world // hosts
+        threads = max(1, usable_cores() // per_machine)
         console.print("The links between the machines are measured when the run starts; here they have given rates.")
     stages = options.stages or world
     with ranks.collective_errors():
@@ -365,7 +379,8 @@ def predict_run(options: TrainOptions, args: argparse.Namespace, model: Any, siz
         planned = planning_options(options, model, size, samples, stages, world // stages)
         nodes = None if threads is None else world
         store = Path(options.store or Path(args.out).parent)
-        run_plan(console, replace(planned, store=store, nodes=nodes, threads=threads), throttle_to, settings=False)
+        planned = replace(planned, store=store, nodes=nodes, threads=threads, per_machine=per_machine)
+        run_plan(console, planned, throttle_to, settings=False)
 
 
 def go_on_without_lost(folder: Path) -> None:

@@ -15,6 +15,7 @@ from pipecomp.distributed import rendezvous
 from pipecomp.distributed.local_launcher import run_ranks
 from pipecomp.distributed.rendezvous import start_processes
 from pipecomp.errors import ConfigError, LinkError
+from pipecomp.netlab import Lab
 from pipecomp.plan.command import run_plan
 from pipecomp.plan.options import PlanOptions
 from pipecomp.plan.profile import Profile
@@ -81,6 +82,18 @@ def test_machines_that_cannot_reach_each_other_are_told_what_to_set(model):
         assert found is None
         assert "gloo would use addresses that other machines cannot reach: rank 0 127.0.0.1" in told
         assert "Set GLOO_SOCKET_IFNAME" in told
+
+
+def test_ranks_of_machines_measure_lines_between_them_and_within(model):
+    """Activations of 64 samples take longer on the line between machines than gradients of adapters."""
+    options = {"stages": 2, "lora": 1, "batch": 64}
+    with Lab(nodes=2, bandwidth="5mbit", software=True) as lab:
+        found, text = lab.run(planned, model, options, procs_per_node=2, timeout_s=HANG_S)[0]
+    assert found["chosen"]["layout"] == "replicas-across"
+    (link,) = found["links"]
+    assert link["forward"]["bits_per_s"] > 2e7, "within a machine"
+    assert "cross the line between machines (4." in text
+    assert "with stages-across, where activations do" in text
 
 
 def planned_then_grouped(rank, world, note, model):

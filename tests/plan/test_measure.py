@@ -43,6 +43,7 @@ from pipecomp.plan.options import PlanOptions
 from pipecomp.plan.prediction import MachineSpeeds
 from pipecomp.plan.profile import PartCost, Profile, count, max_tokens
 from pipecomp.plan.simulation import SharedCores
+from pipecomp.rank_layout import RankLayout
 from pipecomp.stages import split
 from pipecomp.stages.link.transport import loopback_pair, unpaced
 from tests.limits import HANG_S
@@ -270,6 +271,8 @@ def test_cores_that_replicas_share_are_divided_among_them():
     """Four ranks on two cores are two stages of two replicas: each replica has one core for its two stages."""
     shared = (SharedCores(members=(0, 1, 2, 3), at_once=2.0),)
     request = PlanRequest(options=PlanOptions(model=small()), nodes=4, stages=2, shared_cores=shared)
-    assert request.stage_cores(2) == (SharedCores(members=(0, 1), at_once=1.0),)
-    assert request.stage_cores(4) == shared
-    assert replace(request, shared_cores=(SharedCores(members=(0, 1), at_once=2.0),)).stage_cores(2) == ()
+    assert request.stage_cores(RankLayout(2, 2)) == (SharedCores(members=(0, 1), at_once=1.0),)
+    assert request.stage_cores(RankLayout(4, 1)) == shared
+    assert request.stage_cores(RankLayout(2, 2, "replicas-across")) == (SharedCores(members=(0, 1), at_once=1.0),)
+    fewer = replace(request, shared_cores=(SharedCores(members=(0, 1), at_once=2.0),))
+    assert fewer.stage_cores(RankLayout(2, 2)) == ()
