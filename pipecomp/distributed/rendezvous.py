@@ -494,6 +494,7 @@ def meeting(rank: int, world: int) -> JoinConfig:
         Address.parse(text, ADDRESS),
         listen=None if listen in (None, _NOWHERE) else Address.parse(str(listen), LISTEN),
         quiet=listen == _NOWHERE,
+        machine=machine(),
     )
 
 

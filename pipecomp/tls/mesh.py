@@ -43,7 +43,7 @@ class JoinConfig(NamedTuple):
 
     address: rank 0's. listen: where this rank listens. By default rank 0 listens at `address`, or at all interfaces if
     its machine resolves `address` to a loopback address only; the others listen at their address towards rank 0, with a
-    free port. quiet: True if only rank 0 listens.
+    free port. quiet: True if only rank 0 listens. machine: a name of this machine, for connections within it.
     """
 
     rank: int
@@ -51,6 +51,7 @@ class JoinConfig(NamedTuple):
     address: Address
     listen: Address | None = None
     quiet: bool = False
+    machine: str = ""
 
 
 class Mesh:
@@ -266,7 +267,7 @@ class Mesh:
         self._add(0, Dialer(stream, DIRECT, (redial,)))
         host = str(stream.sock.getsockname()[0])
         listen = None if self._config.quiet else self._config.listen or Address(host, 0)
-        self._routes = Routes(self._own, self.store, address, listen, host, self._resume)
+        self._routes = Routes(self._own, self.store, address, listen, host, self._resume, self._config.machine)
 
     def _connect_others(self, wait_s: float) -> None:
         """Connect to all ranks but rank 0 in parallel, once all have joined."""

@@ -39,6 +39,7 @@ _DIRECT_S = 3.0  # for a direct TCP connection: NAT drops packets without an ans
 _REPLY_S = 10.0
 _ROUTE_S = 60.0  # for one attempt at both ends
 _RELAY_CHUNK = 1 << 17
+_LOOPBACK = "127.0.0.1"
 _RELAY_CLOSE_S = 10.0  # for two relayed ranks to end their connection after rank 0 has ended its own
 
 
@@ -208,6 +209,11 @@ def wait_for_keys(store: Any, keys: dict[int, str], wait_s: float, problem: str)
         raise LinkTimeoutError(f"rank {min(keys)} {problem} within {wait_s:g} s") from error
 
 
+def _machine_key(rank: int) -> str:
+    """Return the key under which a rank publishes its machine, and its address for ranks there."""
+    return f"{KEY_PREFIX}/machine/{rank}"
+
+
 def max_pending(world: int) -> int:
     """Return the limit of unauthenticated connections at a rank's listener: all ranks may connect at once."""
     return max(MAX_PENDING, 2 * world)
@@ -222,6 +228,8 @@ class Routes:
         first: Rank 0's address.
         listen: Address to listen at; None: this rank does not listen.
         host: This machine's address towards rank 0, published if `listen` means all interfaces.
+        machine: A name of this machine; "" if unknown. A rank that does not listen still takes connections of ranks on
+            its own machine, so that rank 0 does not relay them.
         on_resume: Takes connections and reports of ranks that were connected before, and visits of machines that wait
             to take part; returns the continuation.
     """
@@ -234,18 +242,23 @@ class Routes:
         listen: Address | None,
         host: str,
         on_resume: Callable[[IncomingConnection], Callable[[], None]],
+        machine: str = "",
     ) -> None:
         self._own, self._store, self._first, self._on_resume = own, store, first, on_resume
         self.peer_listeners: list[PeerListener] = []  # of ranks that connected to this one
         self._incoming: dict[int, SecureStream] = {}
         self._arrived = threading.Condition()
         self._listener: Listener | None = None
-        published = ""
-        if listen is not None:
+        published = local = ""
+        if listen is not None or machine:
             with contextlib.suppress(PipecompError):
-                self._listener = Listener(listen, self._authenticate, max_pending=max_pending(own.world))
+                where = listen or Address(_LOOPBACK, 0)
+                self._listener = Listener(where, self._authenticate, max_pending=max_pending(own.world))
                 at = self._listener.address
-                published = str(Address(host, at.port) if at.is_wildcard else at)
+                local = str(Address(_LOOPBACK, at.port) if at.is_wildcard else at)
+                if listen is not None:
+                    published = str(Address(host, at.port) if at.is_wildcard else at)
+        store.set(_machine_key(own.rank), f"{machine} {local}")
         store.set(address_key(own.rank), published)
 
     def close(self) -> None:
@@ -256,7 +269,7 @@ class Routes:
     def find(self, other: int) -> Dialer:
         """Connect to another rank; LinkTimeoutError if there is no route."""
         low, high = sorted((self._own.rank, other))
-        addresses = {rank: self._address(rank) for rank in (low, high)}
+        addresses = self._addresses(low, high)
 
         def relay(subflow: SubflowId, received: int, _: float) -> tuple[SecureStream, int]:
             # Short: the other end tries again and again.
@@ -345,9 +358,14 @@ class Routes:
                 raise LinkTimeoutError(f"rank {rank} reported a connection to this rank, but none arrived")
             return self._incoming[rank]
 
-    def _address(self, rank: int) -> Address | None:
-        text = self._read(address_key(rank), rank, "did not publish its address")
-        return Address.parse(text) if text else None
+    def _addresses(self, low: int, high: int) -> dict[int, Address | None]:
+        """Return the addresses of two ranks; those of ranks on the same machine are within it."""
+        problem = "did not publish its address"
+        published = {rank: self._read(address_key(rank), rank, problem) for rank in (low, high)}
+        places = {rank: self._read(_machine_key(rank), rank, problem).rpartition(" ") for rank in (low, high)}
+        if places[low][0] and places[low][0] == places[high][0]:
+            published = {rank: local or published[rank] for rank, (_, _, local) in places.items()}
+        return {rank: Address.parse(text) if text else None for rank, text in published.items()}
 
     def _read(self, key: str, rank: int, problem: str) -> str:
         wait_for_keys(self._store, {rank: key}, _ROUTE_S, problem)

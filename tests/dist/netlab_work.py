@@ -187,3 +187,19 @@ def round_trips(rank: int, world: int, note: Any, address: str) -> list[float]:
             assert connection.recv(1) == b"x"
             found.append(time.perf_counter() - began)
     return found
+
+
+def within_machines(rank: int, world: int, note: Any, size: int) -> None:
+    """Send bytes from each even rank to the next one."""
+    import torch
+    import torch.distributed as dist
+
+    from pipecomp.distributed.rendezvous import start_processes
+
+    start_processes()
+    data = torch.zeros(size, dtype=torch.uint8)
+    if rank % 2 == 0:
+        dist.send(data, rank + 1)
+    else:
+        dist.recv(data, rank - 1)
+    dist.barrier()

@@ -18,7 +18,7 @@ from pipecomp.errors import LinkTimeoutError, PeerLostError
 from pipecomp.netlab import Lab, NetlabError, kernel, missing
 from pipecomp.netlab.namespaces import has_netem, lab_folder, list_namespaces, processes_in, run_command
 from tests.dist.lab_ranks import run_in_lab
-from tests.dist.netlab_work import place, plain_tcp, reached, round_trips, trains, transfer
+from tests.dist.netlab_work import place, plain_tcp, reached, round_trips, trains, transfer, within_machines
 from tests.limits import HANG_S
 from tests.models import ds_config
 
@@ -56,6 +56,14 @@ def test_every_byte_is_counted_in_its_direction(bandwidth):
     assert 0 < first.sent < 0.1 * second.sent
     assert third.sent < 200
     assert third.received < 400
+
+
+@needs_kernel
+def test_ranks_of_a_machine_do_not_use_its_line():
+    """gloo connects them to the address of the machine's interface, to which the system leads over loopback."""
+    with Lab(nodes=2, bandwidth="100mbit") as lab:
+        lab.run(within_machines, 5_000_000, procs_per_node=2, timeout_s=HANG_S, on_line=quiet)
+        assert max(max(counted.sent, counted.received) for counted in lab.bytes()) < 1_000_000
 
 
 @needs_kernel
