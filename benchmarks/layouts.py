@@ -23,15 +23,15 @@ from benchmarks.runner import Runs, arguments, chosen, digest
 from pipecomp.rank_layout import LAYOUTS, RankLayout
 
 MODEL = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
+    "hidden_size": 256,
+    "intermediate_size": 512,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "vocab_size": 1000,
-    "max_position_embeddings": 256,
+    "max_position_embeddings": 64,
 }
 STAGES, MACHINES, PROCESSES = 2, 2, 2
-BATCH, TOKENS, RANK = 16, 256, 8
+BATCH, TOKENS, RANK = 16, 64, 4
 INNER_MBIT, RATIO = 1000, 50
 WEIGHTS: dict[str, int | None] = {"LoRA": RANK, "all weights": None}
 SETTINGS = ("uncompressed", "as planned")

@@ -31,7 +31,6 @@ from pipecomp.plan.options import PlanOptions
 from pipecomp.plan.prediction import (
     Estimate,
     MachineSpeeds,
-    StepPrediction,
     TrainingJob,
     as_row,
     memory_bytes,
@@ -418,7 +417,7 @@ def plan(
     result = _compare(choice, averages.get(ranks, []), network_of, speeds, networks)
     result = replace(
         result,
-        layouts=_compare_layouts(request, ranks, [one.taken for one in choices]),
+        layouts=_compare_layouts(request, ranks, choices),
         lines=None if request.lines is None else request.lines[0],
     )
     if options.samples is not None:
@@ -468,18 +467,15 @@ def _compare(
 
 
 def _compare_layouts(
-    request: PlanRequest, ranks: RankLayout, predictions: Sequence[StepPrediction]
+    request: PlanRequest, ranks: RankLayout, choices: Sequence[search.PlanChoice]
 ) -> tuple[report.LayoutPrediction, ...]:
-    """Return the fastest prediction in each layout of the chosen stages, the chosen layout first; () for one layout."""
+    """Return the prediction in each layout of the chosen stages, the chosen layout first; () for one layout."""
     if request.lines is None:
         return ()
-    fastest: dict[RankLayout, StepPrediction] = {}
-    for p in sorted(predictions, key=lambda p: p.step_s, reverse=True):
-        if replace(p.job.ranks, name=ranks.name) == ranks:
-            fastest[p.job.ranks] = p
+    alike = {one: p for one, p in search.by_layout(choices).items() if replace(one, name=ranks.name) == ranks}
     found = [
-        report.LayoutPrediction(one.name, fastest[one].step_s, *request.lines[0].crossing(one))
-        for one in sorted(fastest, key=lambda one: one != ranks)
+        report.LayoutPrediction(one.name, alike[one].step_s, *request.lines[0].crossing(one))
+        for one in sorted(alike, key=lambda one: one != ranks)
     ]
     return tuple(found) if len(found) > 1 else ()
 

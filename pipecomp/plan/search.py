@@ -7,7 +7,6 @@ machine do not change from call to call. Links much faster than the slowest one 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -138,20 +137,25 @@ def pays(plain: StepPrediction, other: StepPrediction) -> bool:
     return plain.step_s > WORTHWHILE * other.step_s and not plain.estimate.reaches(other.estimate)
 
 
+def by_layout(choices: Sequence[PlanChoice]) -> dict[RankLayout, StepPrediction]:
+    """Return for each layout of ranks the prediction of the settings that are taken in it."""
+    groups: dict[RankLayout, list[PlanChoice]] = {}
+    for choice in choices:
+        groups.setdefault(choice.taken.job.ranks, []).append(choice)
+    return {ranks: simplest(group, lambda c: c.taken).taken for ranks, group in groups.items()}
+
+
 def with_faster_layouts(choices: Sequence[PlanChoice]) -> list[PlanChoice]:
     """Keep the choices of one layout for each number of stages and replicas: of the usual one unless another is faster.
 
     Both layouts are predicted from the same measurements, so that their spread does not count here.
     """
-    fastest: dict[RankLayout, float] = {}
-    for choice in choices:
-        p = choice.taken
-        fastest[p.job.ranks] = min(p.step_s, fastest.get(p.job.ranks, math.inf))
+    taken = by_layout(choices)
 
     def kept(ranks: RankLayout) -> bool:
-        alike = [other for other in fastest if (other.stages, other.replicas) == (ranks.stages, ranks.replicas)]
-        best = min(alike, key=lambda other: (NEARLY_EQUAL if other.name != STAGES_ACROSS else 1.0) * fastest[other])
-        return ranks == best
+        alike = [other for other in taken if (other.stages, other.replicas) == (ranks.stages, ranks.replicas)]
+        factors = {other: 1.0 if other.name == STAGES_ACROSS else NEARLY_EQUAL for other in alike}
+        return ranks == min(alike, key=lambda other: factors[other] * taken[other].step_s)
 
     return [choice for choice in choices if kept(choice.taken.job.ranks)]
 

@@ -163,6 +163,19 @@ def test_stages_train_their_copies_apart_where_it_is_asked_for(tmp_path: Path) -
     assert made(tie=False) == {"seed": 1, "tie": False}
 
 
+def test_a_run_goes_on_in_the_layout_that_its_options_name() -> None:
+    def section(earlier: dict[str, Any], layout: str, replicas: int = 2) -> dict[str, Any]:
+        made = planned.with_layout({"config": {"pipecomp": {"seed": 1, **earlier}}}, layout, replicas)
+        found: dict[str, Any] = made["config"]["pipecomp"]
+        return found
+
+    other = {"layout": "replicas-across"}
+    assert section({}, "auto") == section(other, "stages-across") == {"seed": 1}
+    assert section(other, "auto") == section({}, "replicas-across") == {"seed": 1, **other}
+    assert section(other, "auto", 1) == {"seed": 1}, "without replicas there is one order"
+    assert section({}, "replicas-across", 1) == {"seed": 1, **other}, "refused where the engine is made"
+
+
 def test_a_plan_is_for_the_stages_and_processes_that_it_was_made_for(tmp_path: Path) -> None:
     finished_checkpoint(tmp_path / CHECKPOINTS)
     assert planned.resumes(options_of(tmp_path, save_every=1), tmp_path)
