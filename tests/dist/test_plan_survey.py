@@ -16,6 +16,7 @@ from pipecomp.distributed.local_launcher import run_ranks
 from pipecomp.distributed.rendezvous import start_processes
 from pipecomp.errors import ConfigError, LinkError
 from pipecomp.netlab import Lab
+from pipecomp.netlab.software import throttle_to
 from pipecomp.plan.command import run_plan
 from pipecomp.plan.options import PlanOptions
 from pipecomp.plan.profile import Profile
@@ -48,7 +49,7 @@ def planned(rank, world, note, model, options):
     out = io.StringIO()
     options = {**OPTIONS, "model": str(model), "store": model / "messages", **options}
     try:
-        return run_plan(Console(file=out, width=140), PlanOptions(**options)), out.getvalue()
+        return run_plan(Console(file=out, width=140), PlanOptions(**options), throttle_to), out.getvalue()
     except (ConfigError, LinkError) as error:
         return None, str(error)
 
