@@ -28,6 +28,7 @@ from pipecomp.plan.simulation import (
 from pipecomp.rank_layout import STAGES_ACROSS, RankLayout
 from pipecomp.schedule import in_flight_counts, slack_of
 from pipecomp.stages.partition.planning import SplitPlan
+from pipecomp.utils.processes import LARGE_BLOCK
 from pipecomp.utils.serialization import serializable
 from pipecomp.utils.units import format_count
 
@@ -36,6 +37,10 @@ _SHORTER = 0.99  # factor by which one more micro-batch in flight must shorten a
 # Bytes per parameter on each replica, and bytes that replicas share: weight, gradient and Adam's two moments in
 # float32; in half precision the weight and a float32 gradient, and a shared float32 copy and moments (ZeRO 1).
 _FULL_PRECISION, _HALF_PRECISION = (16, 0), (6, 12)
+# Of a micro-batch's activations: what freed tensors leave in the heap, where an aligned block of glibc's does not fit
+# into the place of one of the same size (benchmarks/planned.py). Tensors of LARGE_BLOCK and more are given back.
+HEAP_SHARE = 1.5
+_WIDEST = 4  # an MLP's hidden values, as a multiple of the model's
 RUNTIME_BYTES = 0.5e9
 """A process with torch, DeepSpeed and transformers before it has a model: benchmarks/planned.py."""
 
@@ -230,9 +235,10 @@ class StepPrediction:
 def memory_bytes(job: TrainingJob, slack: int = 1) -> list[float]:
     """Return the peak bytes of each stage's process.
 
-    They are the process itself, weights, gradients, Adam's state, activations of micro-batches in flight, and what is
-    needed for a moment by the forward and backward of one micro-batch. Frozen weights have no gradients and no state,
-    and may be quantized. With activation checkpointing they include the activations of one block.
+    They are the process itself, weights, gradients, Adam's state, activations of micro-batches in flight, what the
+    forward and backward of one micro-batch need for a moment, and what small tensors leave in the heap. Frozen weights
+    have no gradients and no state, and may be quantized. With activation checkpointing they include the activations of
+    one block.
     """
     full = job.dtype == torch.float32
     own, shared = _FULL_PRECISION if full else _HALF_PRECISION
@@ -243,8 +249,10 @@ def memory_bytes(job: TrainingJob, slack: int = 1) -> list[float]:
     weights = [
         (own + shared / job.replicas) * n + more for n, more in zip(plan.trained, plan.frozen_bytes, strict=True)
     ]
+    small = _WIDEST * job.samples * profile.tokens * profile.hidden * job.dtype.itemsize < LARGE_BLOCK
+    heap = HEAP_SHARE if small else 0.0
     activations = [
-        count * each + (again if each else 0) + moment
+        (count + heap) * each + (again if each else 0) + moment
         for count, each, moment in zip(counts, kept, working, strict=True)
     ]
     return [RUNTIME_BYTES + a + b for a, b in zip(weights, activations, strict=True)]

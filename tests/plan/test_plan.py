@@ -29,6 +29,7 @@ from pipecomp.plan.command import parse_networks, round_up, run_plan
 from pipecomp.plan.options import PlanOptions
 from pipecomp.plan.packet_sizes import activation_bytes, gradient_bytes, with_bits
 from pipecomp.plan.prediction import (
+    HEAP_SHARE,
     RUNTIME_BYTES,
     MachineSpeeds,
     StepPrediction,
@@ -74,6 +75,7 @@ from pipecomp.plan.simulation import (
 from pipecomp.stages.link.endpoint import LinkReceiver, LinkSender, Position
 from pipecomp.stages.link.layout import Layout
 from pipecomp.stages.link.transport import loopback_pair
+from pipecomp.utils.processes import LARGE_BLOCK
 from tests.models import make_config
 
 SECTIONS = [
@@ -207,8 +209,9 @@ class TestProfile:
         others = [RUNTIME_BYTES + 16 * n + moment for n, moment in zip(made.plan.parameters, moments, strict=True)]
         for held, stage, flying in ((0.0, 0, 3), (0.0, 1, 2), (head, 2, 1)):
             more = profile.first.kept_bytes if stage == 0 else 0
-            assert plain[stage] == others[stage] + flying * 2 * (2 * block + held + more)
-            assert found[stage] == others[stage] + flying * 2 * (2 * inputs + held + more) + 2 * block
+            times = 2 * (flying + HEAP_SHARE)
+            assert plain[stage] == others[stage] + times * (2 * block + held + more)
+            assert found[stage] == others[stage] + times * (2 * inputs + held + more) + 2 * block
         half = profile.recomputing(torch.bfloat16)
         assert half.kept_bytes(made.plan, 2)[1] == 2 * 2 * inputs / 2
 
@@ -399,7 +402,7 @@ class TestPrediction:
     def test_memory_counts_what_is_in_flight(self):
         made = job(K=2, M=8)
         found = predict(made, Config(), uniform(2, float("inf")))
-        first, second = (n + RUNTIME_BYTES for n in (2 * 2e6, 2e6))
+        first, second = (RUNTIME_BYTES + (flying + HEAP_SHARE) * 2e6 for flying in (2, 1))
         assert found.memory_bytes() == [16 * made.plan.parameters[0] + first, 16 * made.plan.parameters[1] + second]
         half = memory_bytes(replace(made, dtype=torch.bfloat16))
         assert half[1] == 18 * made.plan.parameters[1] + second, "with a copy in float32"
@@ -407,6 +410,16 @@ class TestPrediction:
         assert shared[1] == (6 + 12 / 4) * made.plan.parameters[1] + second, (
             "each replica has a part of it and of Adam's state"
         )
+
+    def test_large_tensors_leave_nothing_in_the_heap(self):
+        made = job(K=2, M=8)
+        most = LARGE_BLOCK // (4 * made.profile.tokens * made.profile.hidden * 4)
+        few, many = (replace(made, samples=samples) for samples in (most - 1, most + 1))
+        kept = made.profile.kept_bytes(made.plan, 1)[1]
+        moments = [p.profile.working_bytes(p.plan, p.samples)[1] for p in (few, many)]
+        weights = RUNTIME_BYTES + 16 * made.plan.parameters[1]
+        assert memory_bytes(few)[1] == pytest.approx(weights + (1 + HEAP_SHARE) * few.samples * kept + moments[0])
+        assert memory_bytes(many)[1] == pytest.approx(weights + many.samples * kept + moments[1])
 
     def test_memory_counts_what_is_needed_for_a_moment(self):
         """Of 2 samples the logits' gradient and that of their logarithms; an embedding's new gradient."""
