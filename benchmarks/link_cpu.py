@@ -55,7 +55,7 @@ class Line:
             path = f"{folder}/{name}/{rank}"
             self.environment = open_environment(store, path, rank, bits=32, prefetch=2)
         held = self.environment and self.environment.link("link-0", {})
-        self.transport = GlooTransport(neighbour_groups([[0, 1]], 60.0)[0, 1].group, timeout_s=60.0)
+        self.transport = GlooTransport(neighbour_groups([[0, 1]], 60.0)[0, 1][0].group, timeout_s=60.0)
         end = LinkReceiver if rank else LinkSender
         self.end: Any = end(0, config, self.transport, held)
         draw = torch.Generator().manual_seed(0)

@@ -33,7 +33,7 @@ PLACEHOLDERS = {
 }
 READERS_SCRIPT = "train.py"  # what README calls the script that somebody writes
 PROGRAMS = ("deepspeed", "torchrun", "python", "pipecomp", "make", "pip", "bash")
-OTHERS = ("head", "tail", "git")
+OTHERS = ("head", "tail", "git", "echo")
 # Of the machines where runs are started; those of tests need not have them.
 ELSEWHERE = ("docker", "podman", "sbatch", "srun", "sky", "systemctl", "journalctl", "install")
 

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 _TOP, _OF_PROCESS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 # Files with a group's memory limit and usage, and the line of `memory.stat` with the cache that is reclaimed first.
@@ -45,6 +48,8 @@ def free_bytes(device: torch.device, ranks: int = 1) -> int:
         ranks: ranks that share the GPU, or the host.
     """
     if device.type == "cuda":
+        import torch  # here: the command line starts without it
+
         return int(torch.cuda.mem_get_info(device)[0]) // ranks
     return max(0, min([psutil.virtual_memory().available, *free_within_limits()])) // ranks
 
