@@ -117,11 +117,11 @@ def test_a_host_joins_and_the_run_goes_on_from_its_step(start) -> None:
 
 
 def slow_down(process: psutil.Process, ended: threading.Event) -> None:
-    """Let a process run for a third of the time."""
+    """Let a process run for a fifth of the time."""
     while not ended.is_set():
         try:
             process.send_signal(signal.SIGSTOP)
-            time.sleep(0.2)
+            time.sleep(0.4)
             process.send_signal(signal.SIGCONT)
             time.sleep(0.1)
         except psutil.NoSuchProcess:
@@ -130,7 +130,7 @@ def slow_down(process: psutil.Process, ended: threading.Event) -> None:
 
 def test_a_new_cut_for_a_slow_machine(start) -> None:
     """The slow one gets fewer blocks; the run goes on from its step."""
-    run = start("--max-steps", "400", "--rebalance")
+    run = start("--max-steps", "1000", "--rebalance")
     until(lambda: len(run.steps()) >= 2)
     ended = threading.Event()
     thread = threading.Thread(target=slow_down, args=(run.rank(1), ended))

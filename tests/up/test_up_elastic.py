@@ -142,7 +142,7 @@ def test_a_machine_that_comes_back_is_a_spare_or_is_taken_in(machines: list[Mach
     until(lambda: len(steps(machines[0])) >= 20)
     kill(machines[victim])
     left = [machine for machine in machines if machine is not machines[victim]]
-    until(lambda: lines(left[0], "restart 1: ") and steps(left[0])[-1] > 25)
+    until(lambda: lines(left[0], "restart 1: ") and max(steps(left[0]), default=0) > 25)
     if victim == 0:
         words = shlex.split(pasted)
         options = ["--listen", f"127.0.0.1:{port}", "--machines", "3", "--no-doctor"]
