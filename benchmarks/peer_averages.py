@@ -86,7 +86,7 @@ class _Gathered(Peer):
 
     @abstractmethod
     def sent(self, x: Tensor) -> Tensor:
-        """What the others get of a worker's gradient."""
+        """The gradient of a worker as the others decode it."""
 
     def combine(self, gradients: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         parts = [self.sent(x) for x in gradients]

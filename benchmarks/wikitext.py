@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -145,17 +146,11 @@ def _pretrained(task: Task, file: Path, seed: int, make: Callable[[], Any]) -> t
     if not file.exists() or torch.load(file, weights_only=True)["settings"] != settings:
         order = torch.randperm(len(task.pretraining), generator=torch.Generator().manual_seed(seed))
         rows = task.pretraining[order[: int(PRETRAINING["tokens"]) // length]].tolist()
-        before = {name: os.environ.get(name) for name in ANY_PROCESSOR}
-        os.environ.update(ANY_PROCESSOR)  # libraries read it when they are loaded, so another process pre-trains
         process = multiprocessing.get_context("spawn").Process(
             target=_pretrain, args=(make, rows, seed, file, settings)
         )
-        process.start()
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        with mock.patch.dict(os.environ, ANY_PROCESSOR):  # libraries read it when they are loaded
+            process.start()
         process.join()
         if process.exitcode:
             raise RuntimeError(f"pre-training for {file} ended with status {process.exitcode}; its error is above")

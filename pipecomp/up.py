@@ -38,7 +38,7 @@ from pipecomp.plan.options import PlanOptions, TrainOptions
 from pipecomp.rank_layout import STAGES_ACROSS
 from pipecomp.tls.process_group import current_mesh
 from pipecomp.tls.routes import RELAYED
-from pipecomp.utils.files import atomic_write_text
+from pipecomp.utils.files import atomic_write_text, hash_file
 from pipecomp.utils.tables import replace_unprintable
 
 _DOCTOR_S = 600.0
@@ -175,7 +175,6 @@ _INPUT_OPTIONS = (
 )
 _MAX_LISTED = 5
 _MISSING = "missing"
-_CHUNK = 16 << 20
 
 
 def compare_files(ranks: AllRanks, arguments: Sequence[str]) -> None:
@@ -231,20 +230,12 @@ def train_files(options: str) -> list[str]:
 def digest(path: Path) -> str:
     """Hash a file, or all files of a folder with their names; "missing" if the path does not exist."""
     if path.is_file():
-        return _hash_file(path)
+        return hash_file(path)
     if not path.is_dir():
         return _MISSING
     files = sorted(p for p in path.rglob("*") if p.is_file())
-    text = "".join(f"{file.relative_to(path)} {_hash_file(file)}\n" for file in files)
+    text = "".join(f"{file.relative_to(path)} {hash_file(file)}\n" for file in files)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _hash_file(path: Path) -> str:
-    result = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            result.update(chunk)
-    return result.hexdigest()
 
 
 if __name__ == "__main__":

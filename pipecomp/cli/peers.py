@@ -161,7 +161,7 @@ def agree_to_copies(options: TrainOptions | None) -> bool:
 
 @dataclass(frozen=True)
 class PeerPlaces:
-    """Where the ranks of machines that were set up run.
+    """Places where ranks run on machines that were set up.
 
     Args:
         plans: Of these machines.

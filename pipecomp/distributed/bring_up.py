@@ -128,7 +128,7 @@ class PeerPython:
 
 @dataclass(frozen=True)
 class PeerAnswer:
-    """What another machine has.
+    """Answer of another machine: what it has.
 
     Attributes:
         root: Folder for what it lacks.
@@ -331,7 +331,7 @@ class EnvironmentPlan:
 
 @dataclass(frozen=True)
 class PeerPlan:
-    """What a machine gets.
+    """Everything that a machine gets.
 
     Attributes:
         host: As for ssh.

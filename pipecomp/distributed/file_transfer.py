@@ -20,9 +20,8 @@ import torch.distributed as dist
 
 from pipecomp.distributed.collectives import while_others_wait
 from pipecomp.distributed.consistency import AllRanks
-from pipecomp.distributed.installation import hash_file
 from pipecomp.errors import DataError, OutputError, write_error
-from pipecomp.utils.files import UNFINISHED, atomic_write
+from pipecomp.utils.files import UNFINISHED, atomic_write, hash_file
 from pipecomp.utils.units import format_count, format_size
 
 MOST_FILES = 5000  # of a path; their list is one message

@@ -22,7 +22,7 @@ from packaging.utils import canonicalize_name
 
 import pipecomp
 from pipecomp.errors import ConfigError, require
-from pipecomp.utils.files import atomic_write_text
+from pipecomp.utils.files import atomic_write_text, hash_file
 
 NAME = "pipecomp"
 _FOLDER = Path(pipecomp.__file__).parent
@@ -63,15 +63,6 @@ class SourceFile:
     def digest(self) -> str:
         """SHA-256 of the content."""
         return hashlib.sha256(self.data).hexdigest() if self.source is None else hash_file(self.source)
-
-
-def hash_file(path: Path) -> str:
-    """Return the SHA-256 of a file."""
-    result = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            result.update(chunk)
-    return result.hexdigest()
 
 
 def hash_all(files: Iterable[SourceFile]) -> None:
@@ -240,7 +231,7 @@ def distribution_files(distributions: Iterable[importlib.metadata.Distribution])
 
 @dataclass(frozen=True)
 class Installation:
-    """What this machine has to give.
+    """Python, packages and files of this machine, as others get them.
 
     Attributes:
         minor: Version of Python, two numbers.

@@ -55,7 +55,7 @@ class LayoutPrediction(NamedTuple):
     gradients: bool
 
     def crossing(self) -> str:
-        """Say what crosses."""
+        """Name the values that cross."""
         crossing = {"activations": self.activations, "gradients": self.gradients}
         return " and ".join(name for name, crosses in crossing.items() if crosses) or "nothing"
 
@@ -127,7 +127,7 @@ def record_schedule(p: StepPrediction, network: LinkNetwork) -> RecordSchedule |
 
 
 def describe_layouts(result: PlanResult) -> list[str]:
-    """Say in one line which order of ranks is taken, and why."""
+    """Return a line with the order of ranks that is taken and the reason, if there are several."""
     if not result.layouts or result.lines is None:
         return []
     taken, *others = result.layouts

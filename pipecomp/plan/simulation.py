@@ -102,12 +102,12 @@ class LinkNetwork:
 
     @property
     def replica_line(self) -> Channel:
-        """What replicas average over: the channel between them, or if it is unknown the slowest rate of all."""
+        """The line on which replicas average: the channel between them, or if it is unknown the slowest rate of all."""
         return self.between or Channel(bits_per_s=self.slowest, latency_s=self.latency_s)
 
     @property
     def stage_line(self) -> Channel:
-        """What all stages of a replica exchange over: the slowest rate of their links."""
+        """The line on which all stages of a replica exchange: the slowest rate of their links."""
         links = [*self.forward, *self.backward]
         if not links:
             return self.replica_line

@@ -219,7 +219,7 @@ class SendQueue:
         return None
 
     def _is_striped(self, key: Key) -> bool:
-        """Whether the first message of a queue travels over all subflows."""
+        """Return whether the first message of a queue travels over all subflows."""
         queue = self._queues[key]
         if queue.sent > 0 or queue.number is not None:
             return queue.number is not None

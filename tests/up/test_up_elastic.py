@@ -96,7 +96,7 @@ def lines(machine: Machine, start: str) -> list[str]:
 
 
 def decided(machines: list[Machine], name: str) -> bool | None:
-    """Whether a machine was taken in, None before it is decided."""
+    """Return whether a machine was taken in, None before it is decided."""
     said = "\n".join(machine.said() for machine in machines)
     assert "no prediction" not in said, said
     found = [line for line in said.splitlines() if f"{name} can take part: " in line]
