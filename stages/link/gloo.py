@@ -102,6 +102,7 @@ class GlooTransport(TransportBase):
         self._untaken_bytes = 0  # of packets in the receive queue
         self._aborted = False
         self._their_streams: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # None at the connection's end
+        self._frames_switched = threading.Event()  # the last frame over the number of streams before has left
         self._receiver = threading.Thread(target=self._receive, name=f"pipecomp-recv-{self.peer}", daemon=True)
         self._sender = threading.Thread(target=self._send_all, name=f"pipecomp-send-{self.peer}", daemon=True)
         self._receiver.start()
@@ -141,6 +142,7 @@ class GlooTransport(TransportBase):
             return
         assert count <= len(self._neighbor_groups), "a group for each stream"
         self.check_open()
+        self._frames_switched.clear()
         self._outbox.put((_STREAMS, np.array([count], dtype=np.uint8), time.monotonic()))
         try:
             theirs = self._their_streams.get(timeout=self._timeout.total_seconds())
@@ -152,11 +154,15 @@ class GlooTransport(TransportBase):
         if theirs != count:
             says = "did not agree on streams" if theirs < 0 else f"uses {theirs} streams, this rank {count}"
             raise LinkError(f"rank {self.peer} {says}. Give all ranks the same transport.streams")
+        if not self._frames_switched.wait(self._timeout.total_seconds()):
+            raise LinkTimeoutError(f"rank {self.peer} does not take frames", self.peer)
+        self.check_open()
         self.streams = count
 
     def failed(self, error: Exception) -> None:
         super().failed(error)
         self._their_streams.put(None)
+        self._frames_switched.set()
 
     def recv(self) -> np.ndarray:
         packet = super().recv()
@@ -240,6 +246,7 @@ class GlooTransport(TransportBase):
                 finish_one()
             spare[:] = [torch.empty(FRAME_BYTES, dtype=torch.uint8) for _ in range(count * _SENDS)]
             streams, turn = count, 0
+            self._frames_switched.set()
 
         refused = False
         try:

@@ -94,6 +94,8 @@ def open_neighbors(
 
     with _closing_on_error(over_gloo):
         choices = settle_streams(stage, over_gloo, streams, extend)
+        if streams == "auto":
+            gather(None)  # the other end may still have to receive over groups that this rank releases
     for transport in over_gloo.values():
         for group in transport.release_groups():
             dist.destroy_process_group(group)

@@ -12,7 +12,7 @@ from rich.console import Console
 from pipecomp.errors import ConfigError
 from pipecomp.plan.command import plan_sizes, resolve_request, run_plan
 from pipecomp.plan.options import PlanOptions
-from pipecomp.plan.prediction import RUNTIME_BYTES, in_flight_counts, memory_bytes
+from pipecomp.plan.prediction import HEAP_SHARE, RUNTIME_BYTES, in_flight_counts, memory_bytes
 from pipecomp.plan.profile import count
 from pipecomp.stages.partition.loading import with_adapter
 
@@ -44,7 +44,8 @@ def test_memory_is_that_of_frozen_weights_and_trained_adapters(config: Any) -> N
     for stage, size in enumerate(memory_bytes(job)):
         values, own = job.plan.parameters[stage], job.plan.trained[stage]
         moment = job.profile.working_bytes(job.plan, job.samples)[stage]
-        assert size == RUNTIME_BYTES + 16 * own + 4 * (values - own) + flights[stage] * kept[stage] + moment
+        activations = (flights[stage] + HEAP_SHARE) * kept[stage]
+        assert size == RUNTIME_BYTES + 16 * own + 4 * (values - own) + activations + moment
     assert "M parameters are trained" in job.text()
 
 
