@@ -336,11 +336,7 @@ def _read_profile(options: PlanOptions, file: Path) -> SurveyResult:
     try:
         content = json.loads(file.read_text())
         require(isinstance(content, dict), "profile", str(file), allowed)
-        stored: dict[str, Any] = {
-            name: math.inf if value is None else value for name, value in content.get("speeds", {}).items()
-        }
-        stored |= {"disk_spread": tuple(stored["disk_spread"])} if "disk_spread" in stored else {}
-        speeds = MachineSpeeds(**stored)
+        speeds = MachineSpeeds.from_dict(content.get("speeds", {}))
     except ConfigError:
         raise
     except (OSError, ValueError, AttributeError, TypeError) as error:

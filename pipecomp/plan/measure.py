@@ -290,12 +290,18 @@ def time_model(model: Any, tokens: int, dtype: torch.dtype, device: torch.device
 # -- gradients and the optimizer
 
 
-def time_update(device: torch.device, *, values: int = 1 << 20) -> float:
-    """Return the seconds of AdamW per float32 parameter."""
+def time_update(device: torch.device, *, values: int = 1 << 24) -> float:
+    """Return the seconds of AdamW per float32 parameter. values: so many that caches do not hold them."""
     weight = torch.nn.Parameter(torch.zeros(values, device=device))
     weight.grad = torch.ones_like(weight)
     optimizer = torch.optim.AdamW([weight], lr=1e-4)
     return _median_time(device, optimizer.step) / values
+
+
+def time_accumulation(device: torch.device, *, values: int = 1 << 24) -> float:
+    """Return the seconds of adding a float32 gradient to another, per value. values: as for `time_update`."""
+    total, gradient = torch.zeros(values, device=device), torch.ones(values, device=device)
+    return _median_time(device, lambda: total.add_(gradient)) / values
 
 
 def time_average(device: torch.device, *, values: int = 1 << 20) -> dict[str, float]:
@@ -401,6 +407,7 @@ def survey_machine(
         disk_spread=(min(rates) / disk_bytes_s, max(rates) / disk_bytes_s),
         average=time_average(device),
         update_s_per_parameter=time_update(device),
+        accumulate_s_per_parameter=time_accumulation(device),
     )
     return SurveyResult(profile=profile, speeds=speeds)
 
@@ -600,4 +607,5 @@ def slowest_speeds(speeds: Sequence[MachineSpeeds]) -> MachineSpeeds:
         disk_spread=widest([s.disk_spread for s in speeds]),
         average={part: max(s.average.get(part, 0.0) for s in speeds) for part in speeds[0].average},
         update_s_per_parameter=max(s.update_s_per_parameter for s in speeds),
+        accumulate_s_per_parameter=max(s.accumulate_s_per_parameter for s in speeds),
     )

@@ -116,8 +116,7 @@ class CutPlanner:
         self.made, self._options, self._memory = made, options, memory
         self.names: tuple[str, ...] = tuple(made["machines"]["names"])
         self._profile = Profile.from_dict(made["profile"])
-        rates: dict[str, Any] = {key: math.inf if value is None else value for key, value in made["speeds"].items()}
-        self._speeds = MachineSpeeds(**rates)
+        self._speeds = MachineSpeeds.from_dict(made["speeds"])
         self._whole = sum(self._profile.block_seconds())
 
     @cached_property

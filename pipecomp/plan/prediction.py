@@ -80,6 +80,7 @@ class MachineSpeeds:
         disk_spread: Lowest and highest measurement of the disk, as factors of `disk_bytes_s`.
         average: Seconds per gradient value to "quantize", "reduce" and "decode".
         update_s_per_parameter: Seconds of the optimizer.
+        accumulate_s_per_parameter: Seconds of adding a micro-batch's gradients to those before it.
     """
 
     encode_values_s: float = math.inf
@@ -89,6 +90,16 @@ class MachineSpeeds:
     disk_spread: tuple[float, float] = (1.0, 1.0)
     average: Mapping[str, float] = field(default_factory=dict)
     update_s_per_parameter: float = 0.0
+    accumulate_s_per_parameter: float = 0.0
+
+    @classmethod
+    def from_dict(cls, stored: Mapping[str, Any]) -> MachineSpeeds:
+        """Read speeds from JSON, in which None stands for no time. Raises TypeError for anything else."""
+        values: dict[str, Any] = {name: math.inf if value is None else value for name, value in stored.items()}
+        if "disk_spread" in values:
+            lowest, highest = values["disk_spread"]
+            values["disk_spread"] = (lowest, highest)
+        return cls(**values)
 
     def scaled(self, factor: float, disk: float = 1.0) -> MachineSpeeds:
         """Return the speeds, without spread, of a machine whose processor takes `factor` times as long.
@@ -103,6 +114,7 @@ class MachineSpeeds:
             disk_spread=(1.0, 1.0),
             average={part: factor * seconds for part, seconds in self.average.items()},
             update_s_per_parameter=factor * self.update_s_per_parameter,
+            accumulate_s_per_parameter=factor * self.accumulate_s_per_parameter,
         )
 
 
@@ -398,7 +410,7 @@ def _stage_costs(
     return [
         StageCosts(
             forward_s=forward_s,
-            backward_s=backward_s,
+            backward_s=backward_s + parameters * speeds.accumulate_s_per_parameter,
             encode_s=values / (speeds.encode_values_s if quantized else speeds.cast_values_s),
             decode_s=values / (speeds.decode_values_s if quantized else speeds.cast_values_s),
             reduce_s=reduce_s,

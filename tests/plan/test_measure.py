@@ -33,6 +33,7 @@ from pipecomp.plan.measure import (
     slowest_speeds,
     survey_machine,
     survey_ranks,
+    time_accumulation,
     time_link,
     time_model,
     time_stage,
@@ -106,10 +107,17 @@ def test_the_slowest_machine_counts_part_by_part():
     assert slowest_profile(calls).call_s == (0.1, 0.9)
     rates = ("encode_values_s", "decode_values_s", "cast_values_s", "disk_bytes_s")
     one, other = (
-        MachineSpeeds(average={"reduce": s, "decode": 1 / s}, update_s_per_parameter=s, **dict.fromkeys(rates, s))
+        MachineSpeeds(
+            average={"reduce": s, "decode": 1 / s},
+            update_s_per_parameter=s,
+            accumulate_s_per_parameter=s,
+            **dict.fromkeys(rates, s),
+        )
         for s in (2.0, 4.0)
     )
-    wanted = replace(one, average={"reduce": 4.0, "decode": 0.5}, update_s_per_parameter=4.0)
+    wanted = replace(
+        one, average={"reduce": 4.0, "decode": 0.5}, update_s_per_parameter=4.0, accumulate_s_per_parameter=4.0
+    )
     assert slowest_speeds([one, other]) == slowest_speeds([other, one]) == wanted
 
 
@@ -171,6 +179,7 @@ def test_a_model_is_timed_block_by_block():
     assert (found.hidden, found.tokens) == (16, 8)
     assert sum(found.call_s) + sum(found.blocks[0].forward_s for _ in range(4)) > 0
     assert time_update(CPU, values=1000) > 0
+    assert time_accumulation(CPU, values=1000) > 0
 
 
 def roberta():

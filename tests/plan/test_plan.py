@@ -326,6 +326,10 @@ class TestPrediction:
         assert predict(made, Config(), uniform(1, 1e9), speeds).step_s == pytest.approx(
             plain.step_s + 1e-6 * made.plan.parameters[0]
         )
+        speeds = MachineSpeeds(accumulate_s_per_parameter=1e-6, cast_values_s=1.0)
+        assert predict(made, Config(), uniform(1, 1e9), speeds).step_s == pytest.approx(
+            plain.step_s + 4 * 1e-6 * made.plan.parameters[0]
+        ), "of each micro-batch"
         two = job(K=2, M=1)
         values = 64 * 1000
         speeds = MachineSpeeds(encode_values_s=values / 0.1, decode_values_s=values / 0.2)
