@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -219,6 +219,25 @@ def forget(path: str | os.PathLike[str], rank: int) -> None:
     folder = Path(path) / f"rank-{rank}"
     if (folder / DATA_FILE).is_file():
         prune(folder, everything=True)
+
+
+def forget_other_cuts(path: str | os.PathLike[str], rank: int, cuts: Sequence[int]) -> list[str]:
+    """Remove what a rank's store in `path` holds of other cuts of the model; it is not open.
+
+    cuts: first block of each stage, and the number of blocks. Returns the links that are removed. A damaged store stays
+    as it is: a run sets it aside when it opens it.
+    """
+    folder = Path(path) / f"rank-{rank}"
+    if not (folder / DATA_FILE).is_file():
+        return []
+    kept = {f"link-{index}": cut for index, cut in enumerate(cuts[1:-1])}
+    try:
+        removed = [link.link for link in info(folder) if link.settings.get("cut") != kept.get(link.link)]
+    except StoreError:
+        return []
+    for link in removed:
+        prune(folder, link=link)
+    return removed
 
 
 def _open_sound(folder: Path, remedy: str) -> ValueFile:

@@ -10,7 +10,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -38,6 +38,7 @@ from pipecomp.plan.prediction import Estimate, MachineSpeeds
 from pipecomp.plan.profile import (
     PartCost,
     Profile,
+    build_random_stage,
     check_tokens,
     count_stages,
     example,
@@ -51,9 +52,6 @@ from pipecomp.stages.link.endpoint import LinkReceiver, LinkSender, Position
 from pipecomp.stages.link.layout import Layout
 from pipecomp.stages.link.neighbors import open_neighbors
 from pipecomp.stages.link.transport import PacerTo, Transport, loopback_pair
-from pipecomp.stages.partition.adapters import attach
-from pipecomp.stages.partition.loading import Source, build_stage, resolve
-from pipecomp.stages.partition.quantization import plain_config
 from pipecomp.stages.partition.stage import Stage
 from pipecomp.tls.process_group import BACKEND, current_mesh
 from pipecomp.utils.serialization import serializable
@@ -253,8 +251,6 @@ def time_model(model: Any, tokens: int, dtype: torch.dtype, device: torch.device
 
     samples: per micro-batch; timing several samples separates the cost of a call from that of a sample.
     """
-    source = resolve(model)
-    config_only = Source(config=plain_config(source.config), model_class=source.model_class)
     plan, costs, hidden = count_stages(model, tokens, dtype)
     calls: list[tuple[float, float]] = []
     timed: list[tuple[float, StageTime]] = []  # with the number of blocks that a stage stands for
@@ -264,10 +260,7 @@ def time_model(model: Any, tokens: int, dtype: torch.dtype, device: torch.device
         return (several_s - one_s) / (several - 1) if several_s > one_s else several_s / several  # below the noise
 
     for index in costs:
-        stage = build_stage(config_only, plan, index, dtype=dtype)
-        assert isinstance(stage, Stage), "a language model's"
-        if source.adapter is not None:
-            attach(stage._model, source.adapter)
+        stage = build_random_stage(model, plan, index, dtype)
         stage.to(device)
         one, more = (time_stage(stage, n, tokens) for n in (1, several))
         forward_s, backward_s = per_sample(one.forward_s, more.forward_s), per_sample(one.backward_s, more.backward_s)
@@ -467,9 +460,9 @@ def survey_ranks(
         shared = find_shared_cores(gathered(own_compute()))
         survey = None
         for members in turns(world, shared):
-            if rank in members:
-                survey = survey_machine(model, tokens, dtype, samples, store, one_pass=one_pass)
-            dist.barrier()
+            with _ending_together():
+                if rank in members:
+                    survey = survey_machine(model, tokens, dtype, samples, store, one_pass=one_pass)
         measurements = gathered((link, survey))
         dist.barrier()
     finally:
@@ -491,6 +484,22 @@ def survey_ranks(
         lines=lines,
         shared_cores=shared,
     )
+
+
+@contextlib.contextmanager
+def _ending_together() -> Iterator[None]:
+    """Wait for all ranks at the end; raise an error of the body, and a LinkError with its text on the other ranks."""
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    errors = gathered(None if failure is None else f"{type(failure).__name__}: {failure}")
+    if failure is not None:
+        raise failure
+    for rank, text in enumerate(errors):
+        if text is not None:
+            raise LinkError(f"rank {rank} could not measure: {text}")
 
 
 def own_compute() -> list[Any]:
@@ -569,8 +578,8 @@ def _measure_rows(rank: int, rows: Sequence[Sequence[int]], pacer_to: PacerTo) -
     neighbors = open_neighbors(rows, timeout_s=_TIMEOUT_S, streams="auto", gather=gathered, pacer_to=pacer_to)
     transports = neighbors.transports
     place = list(next((row for row in rows if rank in row), [rank])).index(rank)
-    measurement = measure_links(place, transports.get("to_previous"), transports.get("to_next"))
-    dist.barrier()
+    with _ending_together():
+        measurement = measure_links(place, transports.get("to_previous"), transports.get("to_next"))
     for opened in transports.values():
         opened.close()
     dist.barrier()

@@ -15,15 +15,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipecomp.errors import ConfigError, require
 from pipecomp.schedule import SavedTensorBytes
+from pipecomp.stages.partition.adapters import attach
 from pipecomp.stages.partition.architectures import architecture_of, default_loss
-from pipecomp.stages.partition.loading import Source, resolve, skeleton
+from pipecomp.stages.partition.loading import Source, build_stage, resolve, skeleton
 from pipecomp.stages.partition.planning import SplitPlan, plan_model
 from pipecomp.stages.partition.quantization import plain_config
 from pipecomp.stages.partition.splitting import take_stage
@@ -279,6 +281,27 @@ def count(model: Any, tokens: int, dtype: torch.dtype = torch.float32) -> Profil
 
 def count_stages(model: Any, tokens: int, dtype: torch.dtype) -> tuple[SplitPlan, dict[int, PartCost], int]:
     """Count the stages of `representative_stages`; return their plan, their costs and the hidden size."""
+    try:
+        return _count_without_memory(model, tokens, dtype)
+    except (DataDependentOutputException, DynamicOutputShapeException):  # its code reads values of tensors
+        plan, chosen = representative_stages(without_weights(model, dtype))
+        stages = {k: build_random_stage(model, plan, k, dtype) for k in chosen}
+        costs = {k: _count_stage(stage, tokens, dtype, "cpu") for k, stage in stages.items()}
+        return plan, costs, stages[chosen[0]].hidden_size
+
+
+def build_random_stage(model: Any, plan: SplitPlan, index: int, dtype: torch.dtype) -> Stage:
+    """Build a stage of a model with random weights, and with the model's adapters. model: As for `plan`."""
+    source = resolve(model)
+    config_only = Source(config=plain_config(source.config), model_class=source.model_class)
+    stage = build_stage(config_only, plan, index, dtype=dtype)
+    assert isinstance(stage, Stage), "a language model's"
+    if source.adapter is not None:
+        attach(stage._model, source.adapter)
+    return stage
+
+
+def _count_without_memory(model: Any, tokens: int, dtype: torch.dtype) -> tuple[SplitPlan, dict[int, PartCost], int]:
     # Note: fake tensors, since model code reads values of tensors on the meta device, but not of fake ones.
     with FakeTensorMode(allow_non_fake_inputs=True):
         model_skeleton = without_weights(model, dtype)
@@ -303,11 +326,12 @@ def count_stages(model: Any, tokens: int, dtype: torch.dtype) -> tuple[SplitPlan
     return plan, costs, stages[chosen[0]].hidden_size
 
 
-def _count_stage(stage: Stage, tokens: int, dtype: torch.dtype) -> PartCost:
-    with FlopCounterMode(display=False) as operations, torch.no_grad():
-        forward_with_loss(stage, example(stage, 1, tokens, dtype, "meta"))
-    with _fused_attention():
-        return replace(_count_memory(stage, tokens, dtype), flops=float(operations.get_total_flops()))
+def _count_stage(stage: Stage, tokens: int, dtype: torch.dtype, device: str = "meta") -> PartCost:
+    # Note: the operations of the CPU's fused attention are not counted.
+    with FlopCounterMode(display=False) as operations, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        forward_with_loss(stage, example(stage, 1, tokens, dtype, device))
+    with _fused_attention() if device == "meta" else contextlib.nullcontext():
+        return replace(_count_memory(stage, tokens, dtype, device), flops=float(operations.get_total_flops()))
 
 
 def forward_with_loss(stage: Stage, inputs: dict[str, Any]) -> Tensor:
@@ -320,8 +344,8 @@ def forward_with_loss(stage: Stage, inputs: dict[str, Any]) -> Tensor:
     return out
 
 
-def _count_memory(stage: Stage, tokens: int, dtype: torch.dtype) -> PartCost:
-    """Count what a stage on the meta device keeps and needs for a moment; its operations count as 0.
+def _count_memory(stage: Stage, tokens: int, dtype: torch.dtype, device: str) -> PartCost:
+    """Count what a stage keeps and needs for a moment; its operations count as 0.
 
     What further samples need is counted where they are many: with few, a weight's gradient may be what is largest.
     """
@@ -332,7 +356,7 @@ def _count_memory(stage: Stage, tokens: int, dtype: torch.dtype) -> PartCost:
         saved, live = SavedTensorBytes(stage.parameters()), _LiveBytes()
         with live:
             with saved.counting():
-                result = forward_with_loss(stage, example(stage, samples, tokens, dtype, "meta"))
+                result = forward_with_loss(stage, example(stage, samples, tokens, dtype, device))
             if result.requires_grad:
                 result.backward(torch.ones_like(result))
             del result

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from pipecomp.buffers.admin import forget_other_cuts
 from pipecomp.config.checks import batch_sizes
 from pipecomp.data import DataOptions, Segment
 from pipecomp.data.formats import parse_columns
@@ -268,6 +269,12 @@ def plan_run(
             alone = {**made["config"], **{key: start[key] for key in _BATCH_KEYS if key in start}}
             made |= {"config": fit_links(start, stages) if stages > 1 else alone, "start": start}
     made.pop(RECUT, None)
+    if resumed:
+        with ranks.collective_errors():
+            dropped = forget_other_cuts(options.store or folder / "messages", dist.get_rank(), made["cuts"])
+        if dropped:
+            links = ", ".join(dropped)
+            print(f"rank {dist.get_rank()}: {links}: the cut is new, so cached activations are sent again", flush=True)
     machines = len(set(ranks.all_gather_object(machine())))
     home = choose_second_home(options, machines, world)
     if names:

@@ -146,3 +146,21 @@ def test_with_keys_links_are_measured_over_tls(model, tmp_path_factory):
     found, _ = run_ranks(2, planned_with_keys, model, str(keys), timeout_s=HANG_S)[0]
     (link,) = found["links"]
     assert link["forward"]["bits_per_s"] > 1e6
+
+
+def planned_with_a_failure(rank, world, note, model):
+    from pipecomp.plan import measure
+
+    def fails(*given, **more):
+        raise ConfigError("store", "a folder", "one with room")
+
+    if rank == 1:
+        measure.survey_machine = fails
+    return planned(rank, world, note, model, {})[1]
+
+
+def test_a_rank_that_cannot_measure_ends_all(model):
+    found = run_ranks(2, planned_with_a_failure, model, timeout_s=HANG_S)
+    assert "one with room" in found[1]
+    assert found[0].startswith("rank 1 could not measure: ConfigError: ")
+    assert "one with room" in found[0]

@@ -148,6 +148,7 @@ def quantized(folder: str) -> dict[str, Any]:
 
 def messages(folder: str) -> dict[str, Any]:
     """A store is of one cut: with another it is refused, or another one is taken, and messages are sent whole once."""
+    from pipecomp.buffers.admin import forget_other_cuts
     from pipecomp.errors import PipecompError
 
     section = {"activations": {"method": "aqsgd"}, "store": {"path": f"{folder}/messages"}}
@@ -165,7 +166,11 @@ def messages(folder: str) -> dict[str, Any]:
     out["run again"], out["resumed"] = engine.run.id, tuple(engine.resumed)
     train(engine, 6)
     (out["link"],) = engine.comm_stats()["links"].values()
+    out["cuts"] = list(engine.plan.cuts)
     engine.close()
+    out["kept"] = forget_other_cuts(f"{folder}/messages-of-two", torch.distributed.get_rank(), out["cuts"])
+    out["dropped"] = forget_other_cuts(f"{folder}/messages", torch.distributed.get_rank(), out["cuts"])
+    torch.distributed.barrier()
     return out
 
 
@@ -231,9 +236,11 @@ def test_four_replicas_of_one_stage_go_on_as_four_stages(ran: Any) -> None:
 
 
 def test_messages_of_another_cut_are_sent_whole_once(ran: Any) -> None:
-    for result in (r["messages"] for r in ran.values()):
+    for rank, result in ((rank, r["messages"]) for rank, r in ran.items()):
         assert result["refused"].startswith(("StoreError", "LinkError: rank"))
         assert "set another store.path" in result["refused"]
+        assert result["kept"] == []
+        assert result["dropped"] == [f"link-{index}" for index in (rank - 1, rank) if 0 <= index < 3]
         assert result["run again"] == result["run"] == ran[0]["messages"]["run"]
         assert result["resumed"] == (False, 0)
         assert result["link"]["full_samples"] == 12  # of this replica

@@ -8,6 +8,7 @@ import threading
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,7 +43,7 @@ from pipecomp.plan.measure import (
 )
 from pipecomp.plan.options import PlanOptions
 from pipecomp.plan.prediction import MachineSpeeds
-from pipecomp.plan.profile import PartCost, Profile, count, max_tokens
+from pipecomp.plan.profile import PartCost, Profile, count, count_stages, max_tokens
 from pipecomp.plan.simulation import SharedCores
 from pipecomp.rank_layout import RankLayout
 from pipecomp.stages import split
@@ -285,3 +286,19 @@ def test_cores_that_replicas_share_are_divided_among_them():
     assert request.stage_cores(RankLayout(2, 2, "replicas-across")) == (SharedCores(members=(0, 1), at_once=1.0),)
     fewer = replace(request, shared_cores=(SharedCores(members=(0, 1), at_once=2.0),))
     assert fewer.stage_cores(RankLayout(2, 2)) == ()
+
+
+def test_a_model_whose_code_reads_values_is_counted_with_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small().config
+    _, expected, _ = count_stages(config, 16, torch.float32)
+    plain = torch.nn.functional.embedding
+
+    def embedding(ids: torch.Tensor, *given: Any, **more: Any) -> torch.Tensor:
+        assert bool((ids >= 0).all())
+        return plain(ids, *given, **more)
+
+    monkeypatch.setattr(torch.nn.functional, "embedding", embedding)
+    _, found, _ = count_stages(config, 16, torch.float32)
+    assert {k: cost.flops for k, cost in found.items()} == {k: cost.flops for k, cost in expected.items()}
+    for k, cost in found.items():
+        assert cost.kept_bytes == pytest.approx(expected[k].kept_bytes, rel=0.05)
