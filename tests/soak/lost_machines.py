@@ -255,7 +255,7 @@ def run(work: Path, scenario: str, given: argparse.Namespace, seed: int, number:
         "restarts": len(_RESUMED.findall(text)),
         "taken_in": len(re.findall(r"it is taken in", text)),
         "stay_spare": len(re.findall(r"so it stays a spare", text)),
-        "compressed": "AQ-SGD" in "".join(line for line in said if line.startswith("links")),
+        "compressed": "aqsgd" in "".join(line for line in said if line.startswith("links")),
         "drift": text.count("DriftError"),
         "said": [line for line in said if "pipecomp:" in line or line.startswith("train: ") or "error" in line][-12:],
     }
