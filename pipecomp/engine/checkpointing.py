@@ -54,7 +54,7 @@ from pipecomp.optim.adam import thaw
 from pipecomp.stages.link.handshake import summarize
 from pipecomp.utils.files import atomic_write_text
 
-_STATE_KEY = "pipecomp"
+STATE_KEY = "pipecomp"
 
 _log = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class CheckpointManager:
     def check_state(self, client_state: dict | None) -> None:
         """Raise ConfigError for a key of the caller's state that the checkpoint uses, or that a record cannot have."""
         for key in client_state or {}:
-            free = key not in reshard.RESERVED_KEYS and key != _STATE_KEY
+            free = key not in reshard.RESERVED_KEYS and key != STATE_KEY
             require(free, "client_state", key, "keys that the checkpoint does not use itself")
         if self.second_home is not None:
             try:
@@ -126,7 +126,7 @@ class CheckpointManager:
         folder = Path(save_dir) / tag
         self._describe()
         position = broadcast(self._position())  # rank 0 has data if any rank has
-        state = {**(client_state or {}), _STATE_KEY: self._own_state(position)}
+        state = {**(client_state or {}), STATE_KEY: self._own_state(position)}
         first_here = os.environ.get("LOCAL_RANK", "0") == "0"
         write = CollectiveWrite(folder)
         writer = engine.checkpoint_engine
@@ -187,11 +187,11 @@ class CheckpointManager:
         if self.local is not None:
             files |= self.local.files()
         files |= {residuals_file(name, number): state.state_dict() for name, state in self.gradients.states()}
-        files[_rank_file(Path(), number).name] = {"random": random_state(), "messages": self._stored_versions()}
+        files[rank_file(Path(), number).name] = {"random": random_state(), "messages": self._stored_versions()}
         if outer.engine:
             files = {f"{outer.engine}/{name}": content for name, content in files.items()}
         if self.context.rank == 0:
-            files[SHARED] = {**(client_state or {}), _STATE_KEY: self._own_state(self._position())}
+            files[SHARED] = {**(client_state or {}), STATE_KEY: self._own_state(self._position())}
         return RankState(files={**files, **outer.files}, folder=outer.folder, engine=outer.engine)
 
     def _send_record(self, folder: Path, client_state: dict | None) -> None:
@@ -233,7 +233,7 @@ class CheckpointManager:
         if environment is not None and self.context.settings.store.in_checkpoints:
             copied = environment.save(manifest.messages_copy(folder, self.context.state_number))
         state = {"random": random_state(), "messages": self._stored_versions()}
-        write_state(state, _rank_file(folder, self.context.state_number))
+        write_state(state, rank_file(folder, self.context.state_number))
         if self.run is not None:
             self.run.set_checkpoint(copied=copied)
 
@@ -262,7 +262,7 @@ class CheckpointManager:
         if local is not None:
             local.outer.arrive()  # loading residuals uses a group that an average may still be using
         with_optimizer = options["load_optimizer_states"] and not options["load_module_only"]
-        saved = reshard.open_if_resharded(engine, folder, _STATE_KEY, with_optimizer=with_optimizer)
+        saved = reshard.open_if_resharded(engine, folder, STATE_KEY, with_optimizer=with_optimizer)
         if saved is None:
             # With an adapter, frozen weights are not in the files.
             strict = options["load_module_strict"] and self.context.stage.adapter is None
@@ -276,7 +276,7 @@ class CheckpointManager:
             return path, state
         if with_optimizer:
             self._adapt_optimizer()
-        own = (state or {}).pop(_STATE_KEY, None)
+        own = (state or {}).pop(STATE_KEY, None)
         if options["load_module_only"]:
             if local is not None:
                 local.outer.forget()
@@ -316,7 +316,7 @@ class CheckpointManager:
             require(folder.is_dir(), "load_dir", str(folder), "a checkpoint's folder on the machine of every rank")
             state = reshard.read_state(folder)
         # One manifest on any machine vouches for all ranks. DeepSpeed's own checkpoints have none.
-        answers = gathered((state is None or _STATE_KEY in state, manifest.finished(folder)))
+        answers = gathered((state is None or STATE_KEY in state, manifest.finished(folder)))
         whole = any(finished for _, finished in answers) or not all(ours for ours, _ in answers)
         hint = "This one has no manifest. Give the tag of another."
         require(whole, "load_dir", str(folder), "a finished checkpoint", hint)
@@ -346,7 +346,7 @@ class CheckpointManager:
         engine = self.engine
         engine.progress = TrainingProgress(self._batches_taken(own), own["evaluations"])
         engine.seek_loader()
-        file = _rank_file(folder, self.context.state_number)
+        file = rank_file(folder, self.context.state_number)
         saved = torch.load(file, weights_only=True) if same and file.is_file() else None
         if saved is not None:
             set_random_state(saved["random"])
@@ -435,5 +435,6 @@ def _bits(config: Config) -> dict[str, Any]:
     return {key: plain_bits(getattr(config.activations, key)) for key in FEWEST}
 
 
-def _rank_file(folder: Path, number: int) -> Path:
+def rank_file(folder: Path, number: int) -> Path:
+    """Return the path of a rank's own file in a checkpoint."""
     return folder / f"pipecomp-rank-{number}.pt"

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from pipecomp.buffers.admin import forget_other_cuts
+from pipecomp.checkpoint.reshard import read_state
 from pipecomp.config.checks import batch_sizes
 from pipecomp.data import DataOptions, Segment
 from pipecomp.data.formats import parse_columns
@@ -39,6 +40,7 @@ from pipecomp.distributed.preemption import say_here
 from pipecomp.distributed.rendezvous import check_processes
 from pipecomp.elastic import RECORDS
 from pipecomp.elastic.recovery import find_lost_step, recover, share_checkpoint
+from pipecomp.engine.checkpointing import STATE_KEY, rank_file
 from pipecomp.errors import ConfigError, DataError, require, writable
 from pipecomp.netlab.software import throttle_to
 from pipecomp.plan.command import run_plan
@@ -53,7 +55,7 @@ from pipecomp.recipes.resume import OVERWRITE, check_no_results, lock_folder
 from pipecomp.recipes.steps import warmup_decay
 from pipecomp.report.recorder import CHECKPOINTS, PLAN, SAMPLE
 from pipecomp.stages.partition.merging import merge_adapter
-from pipecomp.trainer.checkpoints import STATE_FILE, folder_of, last_good, list_checkpoints, remove_after
+from pipecomp.trainer.checkpoints import DEEPSPEED, STATE_FILE, folder_of, last_good, list_checkpoints, remove_after
 from pipecomp.utils.files import UNFINISHED, atomic_write, atomic_write_text
 from pipecomp.utils.units import format_count
 
@@ -401,7 +403,9 @@ def go_on_without_lost(folder: Path) -> None:
     if earlier is not None and len(earlier["cuts"]) - 1 == dist.get_world_size() and RECUT not in earlier:
         with contextlib.suppress(ConfigError):  # a machine that has taken another's place lacks its files
             saved, _ = last_good("--out", str(folder / CHECKPOINTS), None)
-            kept = -1 if saved is None else int(saved.rpartition("-")[2])
+            # A machine that has come back has the files of the rank that it was.
+            if saved is not None and all(gathered(rank_file(Path(saved) / DEEPSPEED, dist.get_rank()).is_file())):
+                kept = int(saved.rpartition("-")[2])
     elif earlier is not None and len(earlier["cuts"]) == 2 < 1 + dist.get_world_size():
         kept = share_single(folder / CHECKPOINTS)
     step = recover(folder / RECORDS, folder / CHECKPOINTS, after=kept)
@@ -409,6 +413,8 @@ def go_on_without_lost(folder: Path) -> None:
         remove_after(str(folder / CHECKPOINTS), step, None)  # those have the files of the machines that are left only
     reached = max(kept, 0) if step is None else step
     number, lost = restarts(), find_lost_step(folder / RECORDS, after=reached)
+    if lost is None and step is None and kept < 0:
+        lost = find_lost_checkpoint(folder / CHECKPOINTS)
     if lost is not None:
         check_not_lost(folder, lost, reached, (earlier or {}).get("machines", {}).get("names", []))
     if dist.get_rank() == 0 and number:
@@ -425,6 +431,26 @@ def go_on_without_lost(folder: Path) -> None:
         if first_here:
             folder.mkdir(parents=True, exist_ok=True)
             write_here(path, steps, dist.get_rank())
+
+
+def find_lost_checkpoint(checkpoints: Path) -> tuple[int, list[int]] | None:
+    """Find the newest checkpoint if files of its ranks are on none of the machines; every rank must call this.
+
+    Returns its step, and the ranks whose files are missing.
+    """
+    found: dict[int, list[list[int]]] = {}  # by step, of each machine the ranks of the checkpoint, and those here
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        for step, path in list_checkpoints(str(checkpoints)):
+            pipeline = (read_state(path / DEEPSPEED) or {}).get(STATE_KEY, {}).get("pipeline")
+            if pipeline is not None:
+                ranks = range((len(pipeline["cuts"]) - 1) * pipeline["replicas"])
+                here = [rank for rank in ranks if rank_file(path / DEEPSPEED, rank).is_file()]
+                found[step] = [list(ranks), here]
+    machines = [{int(step): pair for step, pair in one} for one in gathered([*found.items()])]
+    newest = max((step for one in machines for step in one), default=-1)
+    pairs = [one[newest] for one in machines if newest in one]
+    missing = {rank for ranks, _ in pairs for rank in ranks} - {rank for _, here in pairs for rank in here}
+    return (newest, sorted(missing)) if missing else None
 
 
 def share_single(checkpoints: Path) -> int:
