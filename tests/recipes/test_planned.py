@@ -345,3 +345,20 @@ def test_a_new_cut_is_for_its_machines_in_their_order(monkeypatch, tmp_path):
     for plans, found in (([None, older, cut], cut), ([None, older], older), ([None], None)):
         monkeypatch.setattr(planned, "gathered", lambda own, plans=plans: plans)
         assert planned.find_plan(tmp_path) == found
+
+
+def test_a_checkpoint_of_which_files_are_on_no_machine_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(planned, "gathered", lambda value: [value])
+    assert planned.find_lost_checkpoint(tmp_path) is None, "there is none"
+    for step, present in ((10, (0, 1, 2)), (20, (0, 2))):
+        folder = tmp_path / f"checkpoint-{step}" / planned.DEEPSPEED
+        folder.mkdir(parents=True)
+        for rank in present:
+            planned.rank_file(folder, rank).touch()
+        state = {planned.STATE_KEY: {"pipeline": {"cuts": [0, 1, 2, 3], "replicas": 1}}}
+        torch.save(state, folder / "mp_rank_00_model_states.pt")
+    assert planned.find_lost_checkpoint(tmp_path) == (20, [1])
+    planned.rank_file(folder, 1).touch()
+    assert planned.find_lost_checkpoint(tmp_path) is None
+    monkeypatch.setattr(planned, "gathered", lambda value: [value, []])
+    assert planned.find_lost_checkpoint(tmp_path) is None, "a machine without checkpoints"
