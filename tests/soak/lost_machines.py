@@ -12,7 +12,8 @@ two      two machines are killed at once, one of them the second home of the oth
 A machine is a node of the lab with a folder of its own; a stand-in for ssh enters it. A killed one loses all of its
 processes by SIGKILL, and nobody can log in to it for half of --every and until the others go on; a cut one stays alive.
 Trains LoRA adapters; with --full all weights. Losses are compared with those of undisturbed runs of --seeds seeds. Rows
-are kept: a run that is there is not made again. Needs root and iproute2.
+are kept: a run that is there is not made again. Plans depend on the machine's load, and losses on the plan's bits, so
+that only runs with equal links are compared: let nothing else run. Needs root and iproute2.
 """
 
 from __future__ import annotations
@@ -255,7 +256,7 @@ def run(work: Path, scenario: str, given: argparse.Namespace, seed: int, number:
         "restarts": len(_RESUMED.findall(text)),
         "taken_in": len(re.findall(r"it is taken in", text)),
         "stay_spare": len(re.findall(r"so it stays a spare", text)),
-        "compressed": "aqsgd" in "".join(line for line in said if line.startswith("links")),
+        "links": next((line.removeprefix("links").strip() for line in said if line.startswith("links ")), ""),
         "drift": text.count("DriftError"),
         "said": [line for line in said if "pipecomp:" in line or line.startswith("train: ") or "error" in line][-12:],
     }
