@@ -221,22 +221,41 @@ def forget(path: str | os.PathLike[str], rank: int) -> None:
         prune(folder, everything=True)
 
 
-def forget_other_cuts(path: str | os.PathLike[str], rank: int, cuts: Sequence[int]) -> list[str]:
+def forget_other_cuts(
+    path: str | os.PathLike[str], number: int, cuts: Sequence[int], replica: str | None = None
+) -> list[str]:
     """Remove what a rank's store in `path` holds of other cuts of the model; it is not open.
 
-    cuts: first block of each stage, and the number of blocks. Returns the links that are removed. A damaged store stays
-    as it is: a run sets it aside when it opens it.
+    Args:
+        path: See the module.
+        number: State number of the rank.
+        cuts: First block of each stage, and the number of blocks.
+        replica: The rank's replica as links describe it, such as "0 of 2"; None for any.
+
+    Returns:
+        The links that are removed. A store that cannot be read stays as it is.
     """
-    folder = Path(path) / f"rank-{rank}"
+    folder = Path(path) / f"rank-{number}"
     if not (folder / DATA_FILE).is_file():
         return []
-    kept = {f"link-{index}": cut for index, cut in enumerate(cuts[1:-1])}
+    wanted = {f"link-{index}": cut for index, cut in enumerate(cuts[1:-1])}
     try:
-        removed = [link.link for link in info(folder) if link.settings.get("cut") != kept.get(link.link)]
-    except StoreError:
+        with RankFolder(folder, shared=True), closing(ValueFile(folder, readonly=True)) as file:
+            stored = {name: json.loads(file.meta(link_key(name)) or b"{}") for name in file.table_names()}
+    except (StoreError, ValueError):
         return []
-    for link in removed:
-        prune(folder, link=link)
+    removed = [
+        name
+        for name, settings in stored.items()
+        if settings.get("cut") != wanted.get(name) or replica not in (None, settings.get("replica"))
+    ]
+    try:
+        for name in removed if len(removed) < len(stored) else ():
+            prune(folder, link=name)
+    except StoreError:  # damaged pages, or no room for a copy
+        removed = list(stored)
+    if removed and len(removed) == len(stored):
+        forget(path, number)
     return removed
 
 

@@ -578,10 +578,17 @@ def _measure_rows(rank: int, rows: Sequence[Sequence[int]], pacer_to: PacerTo) -
     neighbors = open_neighbors(rows, timeout_s=_TIMEOUT_S, streams="auto", gather=gathered, pacer_to=pacer_to)
     transports = neighbors.transports
     place = list(next((row for row in rows if rank in row), [rank])).index(rank)
-    with _ending_together():
-        measurement = measure_links(place, transports.get("to_previous"), transports.get("to_next"))
-    for opened in transports.values():
-        opened.close()
+    try:
+        with _ending_together():
+            try:
+                measurement = measure_links(place, transports.get("to_previous"), transports.get("to_next"))
+            except Exception as error:
+                for opened in transports.values():  # the other end may wait for this one
+                    opened.abort(dist.get_rank(), f"rank {dist.get_rank()} could not measure: {error}")
+                raise
+    finally:
+        for opened in transports.values():
+            opened.close()
     dist.barrier()
     for group in neighbors.groups:
         # Note: torch names some groups by how many each rank has. If these stayed, a middle rank would have more than

@@ -94,7 +94,7 @@ class MachineSpeeds:
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> MachineSpeeds:
-        """Read speeds from JSON, in which None stands for no time. Raises TypeError for anything else."""
+        """Read speeds from JSON; None is an infinite rate. Raises TypeError or ValueError for what cannot be read."""
         values: dict[str, Any] = {name: math.inf if value is None else value for name, value in stored.items()}
         if "disk_spread" in values:
             lowest, highest = values["disk_spread"]

@@ -286,6 +286,9 @@ def count_stages(model: Any, tokens: int, dtype: torch.dtype) -> tuple[SplitPlan
     except (DataDependentOutputException, DynamicOutputShapeException):  # its code reads values of tensors
         plan, chosen = representative_stages(without_weights(model, dtype))
         stages = {k: build_random_stage(model, plan, k, dtype) for k in chosen}
+        for stage in stages.values():
+            if getattr(stage.config, "_experts_implementation", None) == "grouped_mm":  # torch does not count it
+                stage._model.set_experts_implementation("batched_mm")
         costs = {k: _count_stage(stage, tokens, dtype, "cpu") for k, stage in stages.items()}
         return plan, costs, stages[chosen[0]].hidden_size
 

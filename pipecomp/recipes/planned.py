@@ -27,6 +27,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from pipecomp.buffers.admin import forget_other_cuts
+from pipecomp.checkpoint.manifest import finished
 from pipecomp.checkpoint.reshard import read_state
 from pipecomp.config.checks import batch_sizes
 from pipecomp.data import DataOptions, Segment
@@ -47,7 +48,7 @@ from pipecomp.plan.command import run_plan
 from pipecomp.plan.new_cut import CutPlanner, describe_machines, fit_links
 from pipecomp.plan.options import AUTO, PlanOptions, TrainOptions
 from pipecomp.plan.report import precision_sections
-from pipecomp.rank_layout import STAGES_ACROSS
+from pipecomp.rank_layout import STAGES_ACROSS, RankLayout
 from pipecomp.recipes import language, lora, run, text
 from pipecomp.recipes.chat import JOINED, ChatData
 from pipecomp.recipes.machine_watch import MachineWatch, read_candidates, visiting_machines
@@ -56,6 +57,7 @@ from pipecomp.recipes.steps import warmup_decay
 from pipecomp.report.recorder import CHECKPOINTS, PLAN, SAMPLE
 from pipecomp.stages.partition.merging import merge_adapter
 from pipecomp.trainer.checkpoints import DEEPSPEED, STATE_FILE, folder_of, last_good, list_checkpoints, remove_after
+from pipecomp.utils.activity import local_activity
 from pipecomp.utils.files import UNFINISHED, atomic_write, atomic_write_text
 from pipecomp.utils.units import format_count
 
@@ -271,12 +273,6 @@ def plan_run(
             alone = {**made["config"], **{key: start[key] for key in _BATCH_KEYS if key in start}}
             made |= {"config": fit_links(start, stages) if stages > 1 else alone, "start": start}
     made.pop(RECUT, None)
-    if resumed:
-        with ranks.collective_errors():
-            dropped = forget_other_cuts(options.store or folder / "messages", dist.get_rank(), made["cuts"])
-        if dropped:
-            links = ", ".join(dropped)
-            print(f"rank {dist.get_rank()}: {links}: the cut is new, so cached activations are sent again", flush=True)
     machines = len(set(ranks.all_gather_object(machine())))
     home = choose_second_home(options, machines, world)
     if names:
@@ -289,6 +285,10 @@ def plan_run(
             planner = CutPlanner(made, plan_options, 1e9 * room)
             watch.append(watch_machines(options, folder, planner, world // len(set(names))))
     made = with_layout(made, options.layout, world // stages)
+    if resumed:
+        layout = RankLayout(stages, world // stages, made["config"]["pipecomp"].get("layout", STAGES_ACROSS))
+        with ranks.collective_errors():
+            forget_other_links(Path(options.store or folder / "messages"), made["cuts"], layout)
     with ranks.collective_errors(), writable("--out", folder):
         if first_here:  # any machine may be lost
             write_here(folder / PLAN, made, dist.get_rank())
@@ -303,6 +303,17 @@ def plan_run(
             used = options.to_yaml(stages=len(made["cuts"]) - 1, batch=batch, lr=options.rate)
             atomic_write_text(folder / OPTIONS_FILE, used)
     return ds_config, made["cuts"]
+
+
+def forget_other_links(store: Path, cuts: Sequence[int], layout: RankLayout) -> None:
+    """Remove this rank's cached activations of other cuts, and say so."""
+    rank = dist.get_rank()
+    _, replica = layout.place(rank)
+    with local_activity(f"opens its message store {store}"):
+        removed = forget_other_cuts(store, layout.state_number(rank), cuts, f"{replica} of {layout.replicas}")
+    if removed and len(cuts) > 2:
+        links = ", ".join(removed)
+        print(f"rank {rank}: {links}: the cut is new, so cached activations are sent again", flush=True)
 
 
 def suits(made: Mapping[str, Any], names: Sequence[str]) -> bool:
@@ -403,7 +414,7 @@ def go_on_without_lost(folder: Path) -> None:
     if earlier is not None and len(earlier["cuts"]) - 1 == dist.get_world_size() and RECUT not in earlier:
         with contextlib.suppress(ConfigError):  # a machine that has taken another's place lacks its files
             saved, _ = last_good("--out", str(folder / CHECKPOINTS), None)
-            # A machine that has come back has the files of the rank that it was.
+            # A machine may have come back as another rank, with the files of its former rank.
             if saved is not None and all(gathered(rank_file(Path(saved) / DEEPSPEED, dist.get_rank()).is_file())):
                 kept = int(saved.rpartition("-")[2])
     elif earlier is not None and len(earlier["cuts"]) == 2 < 1 + dist.get_world_size():
@@ -436,14 +447,14 @@ def go_on_without_lost(folder: Path) -> None:
 def find_lost_checkpoint(checkpoints: Path) -> tuple[int, list[int]] | None:
     """Find the newest checkpoint if files of its ranks are on none of the machines; every rank must call this.
 
-    Returns its step, and the ranks whose files are missing.
+    Checkpoints that were not finished do not count. Returns its step, and the ranks whose files are missing.
     """
-    found: dict[int, list[list[int]]] = {}  # by step, of each machine the ranks of the checkpoint, and those here
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        for step, path in list_checkpoints(str(checkpoints)):
-            pipeline = (read_state(path / DEEPSPEED) or {}).get(STATE_KEY, {}).get("pipeline")
-            if pipeline is not None:
-                ranks = range((len(pipeline["cuts"]) - 1) * pipeline["replicas"])
+    found: dict[int, list[list[int]]] = {}  # by step: the checkpoint's ranks, and those whose files are here
+    with rendezvous.all_ranks().collective_errors():
+        for step, path in list_checkpoints(str(checkpoints)) if os.environ.get("LOCAL_RANK", "0") == "0" else ():
+            if finished(path / DEEPSPEED):
+                pipeline = (read_state(path / DEEPSPEED) or {}).get(STATE_KEY, {}).get("pipeline")
+                ranks = [] if pipeline is None else range((len(pipeline["cuts"]) - 1) * pipeline["replicas"])
                 here = [rank for rank in ranks if rank_file(path / DEEPSPEED, rank).is_file()]
                 found[step] = [list(ranks), here]
     machines = [{int(step): pair for step, pair in one} for one in gathered([*found.items()])]
@@ -487,8 +498,8 @@ def check_not_lost(folder: Path, lost: tuple[int, list[int]], reached: int, name
     listed = ", ".join(f"rank {rank}" + (f" on {names[rank]}" if rank < len(names) else "") for rank in missing)
     gone = f"the records of {listed} after step {step} are on none of these machines"
     hint = (
-        "A record is on its own machine and on its second home; both were lost. Bring one of them back, and start the "
-        "same command again. --overwrite starts over"
+        "A record is on its own machine and, once it has arrived, on its second home. Bring one of them back, and "
+        "start the same command again. --overwrite starts over"
     )
     with rendezvous.all_ranks().collective_errors():
         require(reached > 0, "--out", str(folder), f"a folder with a complete state: {gone}", hint)

@@ -85,7 +85,7 @@ class PipelineTrainer:
     losses as an uninterrupted one, unless the store's backend is "memory": checkpoints do not save it, and samples are
     sent as first visits again.
 
-    A step's loss is the mean over its labels, as in Trainer for most models. For GPT-2 Trainer divides by all S labels
+    A step's loss is the mean over its labels, as in Trainer for most models. For GPT-2, Trainer divides by all S labels
     of a sample although S - 1 have a prediction; for models that ignore num_items_in_batch, such as BERT, its loss is
     the sum of the micro-batches' means. With bf16 or fp16 the model is
     saved in 16 bits, as DeepSpeed holds it; Trainer saves float32.

@@ -143,19 +143,23 @@ def test_prune_removes_a_link_with_its_settings(store):
 
 
 def test_links_of_other_cuts_are_forgotten(tmp_path: Path) -> None:
-    stored = {"link-0": {"cut": 2}, "link-1": {"cut": 4}, "link-2": {"cut": 6}}
+    stored = {f"link-{n}": {"cut": 2 * n + 2, "replica": "0 of 1"} for n in range(3)}
     with closing(open_environment("lmdb", tmp_path, 1)) as environment:
         for link, settings in stored.items():
             environment.link(link, settings).put(3, 1, torch.ones(2, 4))
         environment.commit()
     assert admin.forget_other_cuts(tmp_path, 0, [0, 3, 8]) == [], "it has none"
-    assert admin.forget_other_cuts(tmp_path, 1, [0, 2, 5, 8]) == ["link-1", "link-2"]
+    assert admin.forget_other_cuts(tmp_path, 1, [0, 2, 5, 8], "0 of 1") == ["link-1", "link-2"]
     with closing(open_environment("lmdb", tmp_path, 1)) as environment:
-        held = [len(environment.link(*link).inventory()) for link in (("link-0", {"cut": 2}), ("link-1", {"cut": 5}))]
+        links = (("link-0", stored["link-0"]), ("link-1", {"cut": 5, "replica": "0 of 1"}))
+        held = [len(environment.link(*link).inventory()) for link in links]
     assert held == [1, 0]
+    assert admin.forget_other_cuts(tmp_path, 1, [0, 2, 5, 8], "0 of 2") == ["link-0", "link-1"], "another replica's"
+    with closing(open_environment("lmdb", tmp_path, 1)) as environment:
+        assert environment.link("link-0", {"cut": 3}).inventory() == []
     file = tmp_path / "rank-1" / "data.mdb"
     file.write_bytes(bytes(file.stat().st_size))
-    assert admin.forget_other_cuts(tmp_path, 1, [0, 1, 8]) == [], "a damaged one is for the run"
+    assert admin.forget_other_cuts(tmp_path, 1, [0, 1, 8]) == [], "one that cannot be read is for the run"
 
 
 def test_prune_by_id_and_by_number(store):

@@ -148,19 +148,20 @@ def test_with_keys_links_are_measured_over_tls(model, tmp_path_factory):
     assert link["forward"]["bits_per_s"] > 1e6
 
 
-def planned_with_a_failure(rank, world, note, model):
+def planned_with_a_failure(rank, world, note, model, function):
     from pipecomp.plan import measure
 
     def fails(*given, **more):
         raise ConfigError("store", "a folder", "one with room")
 
     if rank == 1:
-        measure.survey_machine = fails
+        setattr(measure, function, fails)
     return planned(rank, world, note, model, {})[1]
 
 
-def test_a_rank_that_cannot_measure_ends_all(model):
-    found = run_ranks(2, planned_with_a_failure, model, timeout_s=HANG_S)
+@pytest.mark.parametrize("function", ["survey_machine", "measure_links"])
+def test_a_rank_that_cannot_measure_ends_all(model, function):
+    found = run_ranks(2, planned_with_a_failure, model, function, timeout_s=HANG_S)
     assert "one with room" in found[1]
-    assert found[0].startswith("rank 1 could not measure: ConfigError: ")
+    assert "rank 1 could not measure: " in found[0]
     assert "one with room" in found[0]

@@ -348,9 +348,11 @@ def test_a_new_cut_is_for_its_machines_in_their_order(monkeypatch, tmp_path):
 
 
 def test_a_checkpoint_of_which_files_are_on_no_machine_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(planned.rendezvous, "all_ranks", lambda: AllRanks(0, 1, torch.distributed.HashStore()))
     monkeypatch.setattr(planned, "gathered", lambda value: [value])
     assert planned.find_lost_checkpoint(tmp_path) is None, "there is none"
-    for step, present in ((10, (0, 1, 2)), (20, (0, 2))):
+    monkeypatch.setattr(planned, "finished", lambda folder: "30" not in str(folder))
+    for step, present in ((10, (0, 1, 2)), (30, (0,)), (20, (0, 2))):
         folder = tmp_path / f"checkpoint-{step}" / planned.DEEPSPEED
         folder.mkdir(parents=True)
         for rank in present:

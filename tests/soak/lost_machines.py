@@ -13,7 +13,7 @@ A machine is a node of the lab with a folder of its own; a stand-in for ssh ente
 processes by SIGKILL, and nobody can log in to it for half of --every and until the others go on; a cut one stays alive.
 Trains LoRA adapters; with --full all weights. Losses are compared with those of undisturbed runs of --seeds seeds. Rows
 are kept: a run that is there is not made again. Plans depend on the machine's load, and losses on the plan's bits, so
-that only runs with equal links are compared: let nothing else run. Needs root and iproute2.
+that only runs with equal links are compared: run nothing else on the machine. Needs root and iproute2.
 """
 
 from __future__ import annotations
