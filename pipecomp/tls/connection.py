@@ -504,6 +504,8 @@ class Connection:
         """Process a frame that is not a piece of a message."""
         if header.kind == FrameKind.CLOSE:
             if not content:
+                # The peer may have closed after a message that this end's thread has written and not counted yet.
+                self._send_queue.wait_between_writes(_REASON_S)
                 raise PeerLostError(f"rank {self.peer} has ended its run and closed the connection", self.peer)
             reason = foreign_text(_parse(header, content), _REASON_CHARACTERS)
             raise PeerLostError(f"rank {self.peer} gave up the connection to this rank: {reason}", self.peer)

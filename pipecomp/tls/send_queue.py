@@ -363,6 +363,10 @@ class SendQueue:
         first = self._subflows[0]
         return self._wait(lambda: bool(self._control or first.writing or first.resend), wait_s)
 
+    def wait_between_writes(self, wait_s: float) -> bool:
+        """Wait up to `wait_s` seconds until frames that are being written have counted; return whether they have."""
+        return self._wait(lambda: any(flow.writing for flow in self._subflows), wait_s)
+
     def _wait(self, pending: Callable[[], bool], wait_s: float) -> bool:
         with self._changed:
             return self._changed.wait_for(lambda: self._error is not None or not pending(), wait_s)
