@@ -161,6 +161,12 @@ def read_state(folder: Path) -> dict[str, Any] | None:
     return None if path is None else torch.load(path, map_location="cpu", mmap=True, weights_only=False)
 
 
+def saved_pipeline(folder: Path, key: str) -> PipelineDescription | None:
+    """Read the pipeline that wrote a checkpoint; None if there is none. key: of this project's own state."""
+    values = (read_state(folder) or {}).get(key, {}).get("pipeline")
+    return None if values is None else PipelineDescription(**values)
+
+
 def saved_position(own: Mapping[str, Any] | None, accumulation: int) -> DataPosition | None:
     """Return a checkpoint's position in the training data; None if it has none.
 
@@ -343,8 +349,7 @@ def open_if_resharded(engine: TrainingEngine, folder: Path, key: str, *, with_op
     saved: SavedPipeline | None = None
     all_ranks = AllRanks()
     with all_ranks.collective_errors():
-        values = (read_state(folder) or {}).get(key, {}).get("pipeline")
-        description = None if values is None else PipelineDescription(**values)
+        description = saved_pipeline(folder, key)
         if description is not None and not description.fits(own):
             description.check(own, with_optimizer=with_optimizer)
             saved = SavedPipeline(folder, description)

@@ -28,7 +28,7 @@ from rich.console import Console
 
 from pipecomp.buffers.admin import forget_other_cuts
 from pipecomp.checkpoint.manifest import finished
-from pipecomp.checkpoint.reshard import read_state
+from pipecomp.checkpoint.reshard import saved_pipeline
 from pipecomp.config.checks import batch_sizes
 from pipecomp.data import DataOptions, Segment
 from pipecomp.data.formats import parse_columns
@@ -453,8 +453,8 @@ def find_lost_checkpoint(checkpoints: Path) -> tuple[int, list[int]] | None:
     with rendezvous.all_ranks().collective_errors():
         for step, path in list_checkpoints(str(checkpoints)) if os.environ.get("LOCAL_RANK", "0") == "0" else ():
             if finished(path / DEEPSPEED):
-                pipeline = (read_state(path / DEEPSPEED) or {}).get(STATE_KEY, {}).get("pipeline")
-                ranks = [] if pipeline is None else range((len(pipeline["cuts"]) - 1) * pipeline["replicas"])
+                pipeline = saved_pipeline(path / DEEPSPEED, STATE_KEY)
+                ranks = range(0 if pipeline is None else (len(pipeline.cuts) - 1) * pipeline.replicas)
                 here = [rank for rank in ranks if rank_file(path / DEEPSPEED, rank).is_file()]
                 found[step] = [list(ranks), here]
     machines = [{int(step): pair for step, pair in one} for one in gathered([*found.items()])]

@@ -87,8 +87,8 @@ class PipelineTrainer:
 
     A step's loss is the mean over its labels, as in Trainer for most models. For GPT-2, Trainer divides by all S labels
     of a sample although S - 1 have a prediction; for models that ignore num_items_in_batch, such as BERT, its loss is
-    the sum of the micro-batches' means. With bf16 or fp16 the model is
-    saved in 16 bits, as DeepSpeed holds it; Trainer saves float32.
+    the sum of the micro-batches' means. With bf16 or fp16 the model is saved in 16 bits, as DeepSpeed holds it; Trainer
+    saves float32.
 
     Args:
         model: A folder or hub name, from which each process reads only its stage; or a Hugging Face model, which stays

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from pipecomp.checkpoint.reshard import PipelineDescription
 from pipecomp.distributed.rendezvous import AllRanks
 from pipecomp.errors import ConfigError, DataError, writable
 from pipecomp.plan.options import PlanOptions, TrainOptions
@@ -357,7 +359,9 @@ def test_a_checkpoint_of_which_files_are_on_no_machine_is_found(tmp_path, monkey
         folder.mkdir(parents=True)
         for rank in present:
             planned.rank_file(folder, rank).touch()
-        state = {planned.STATE_KEY: {"pipeline": {"cuts": [0, 1, 2, 3], "replicas": 1}}}
+        sizes: dict[str, Any] = {"replicas": 1, "micro_batch": 1, "zero": 0, "parameters": []}
+        described = PipelineDescription(cuts=[0, 1, 2, 3], model_class="Model", tie=True, precision="fp32", **sizes)
+        state = {planned.STATE_KEY: {"pipeline": asdict(described)}}
         torch.save(state, folder / "mp_rank_00_model_states.pt")
     assert planned.find_lost_checkpoint(tmp_path) == (20, [1])
     planned.rank_file(folder, 1).touch()
