@@ -87,6 +87,7 @@ def one_rank(rank: int, world: int, note: Any, name: str, rate: int, pairs: int,
         "sending_steps": lengths,
         "bytes": home.schedule.size_bytes,
         "every_steps": home.schedule.every_steps,
+        "arrives_after": home.schedule.sending_steps,
         "lost_steps": home.schedule.lost_steps,
         "ratio": stats["bytes"] / stats["raw_bytes"],
         "planned": asdict(RecordSchedule.predict(record_bytes(trained), rate, step_s, share)),
@@ -133,7 +134,7 @@ def price(row: Row) -> float:
     """Return the mean step with records over that without, as records are sent in some of the steps."""
     sending = min(1.0, statistics.fmean(row["sending_steps"]) / row["every_steps"])
     if max(row["sending_steps"]) >= MOST_STEPS:  # not all were timed
-        sending = min(1.0, (row["lost_steps"] - row["every_steps"]) / row["every_steps"])
+        sending = min(1.0, row["arrives_after"] / row["every_steps"])
     return 1 + (statistics.median(_ratios(row)) - 1) * sending
 
 

@@ -122,6 +122,7 @@ class SecondHome:
             self.folder = RecordFolder(Path(settings.path) / f"rank-{plan.rank}")
         self.due = 0
         self.schedule: RecordSchedule | None = None
+        self._stated = 0  # steps that rank 0 has said are lost at most
         self._session = ""
         self._step_s = 0.0
         self._taken: list[int] = []  # steps of this session's records
@@ -225,9 +226,12 @@ class SecondHome:
         every = self._settings.every_steps
         if every == "auto":
             every = steps_between(line_s, step_s, self._settings.line_share)
-        before, self.schedule = self.schedule, RecordSchedule(size, int(every), max(1, math.ceil(sending_s / step_s)))
-        if self.plan.rank == 0 and (before is None or _differs(before, self.schedule)):
-            say_here(f"second home: {self.schedule}")
+        self.schedule = RecordSchedule(size, int(every), max(1, math.ceil(sending_s / step_s)))
+        lost = self.schedule.lost_steps
+        if not self._stated / 2 < lost <= self._stated:
+            self._stated = lost
+            if self.plan.rank == 0:
+                say_here(f"second home: {self.schedule}")
 
     def _start(self, step: int, state: RankState, checkpoint: str | None) -> None:
         plan = self.plan
@@ -319,11 +323,6 @@ class SecondHome:
                 problem, worker.problem = worker.problem, None
                 return problem
         return None
-
-
-def _differs(before: RecordSchedule, now: RecordSchedule) -> bool:
-    """Return whether twice as many steps are lost, or half as many."""
-    return not before.lost_steps / 2 < now.lost_steps < 2 * before.lost_steps
 
 
 def _send_at_once() -> None:

@@ -12,8 +12,8 @@ two      two machines are killed at once, one of them the second home of the oth
 A machine is a node of the lab with a folder of its own; a stand-in for ssh enters it. A killed one loses all of its
 processes by SIGKILL, and nobody can log in to it for half of --every and until the others go on; a cut one stays alive.
 Trains LoRA adapters; with --full all weights. Losses are compared with those of undisturbed runs of --seeds seeds. Rows
-are kept: a run that is there is not made again. Plans depend on the machine's load, and losses on the plan's bits, so
-that only runs with equal links are compared: run nothing else on the machine. Needs root and iproute2.
+are kept: a run that is there is not made again. Losses depend on the bits that the plan chooses, and these on the
+machine's load: runs with equal links are compared. Needs root and iproute2.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from tests.soak.lost_report import COMPARED, page, summary, verdict
 
 ROOT = Path(__file__).resolve().parents[2]
 STAGES, BLOCKS, WIDTH = 3, 6, 64
-BANDWIDTH, DELAY = "5mbit", "2ms"  # slow enough for compressed activations
+BANDWIDTH, DELAY = "20mbit", "2ms"  # slow enough for compressed activations, fast enough for the finest
 LAST = 50  # steps, of which losses are compared
 NAME = "lost_machines"
 _TICK_S = 0.1

@@ -98,9 +98,10 @@ def page(file: Path) -> str:
     return f"""# Lost machines
 
 `python -m tests.soak.lost_machines SCENARIO`, on {os.cpu_count()} cores of an {processor} machine that all nodes of
-the lab share, over 5 Mbit/s. A small GPT-2 over three stages, `pipecomp train --peers`. A killed machine answers
-again after half a minute; the planner says whether it takes part then. A pause is from the kill to the next step's end,
-with the start of Python and the loading of the model. Losses are means of the last 50 steps.
+the lab share, over 20 Mbit/s, two runs at a time. A small GPT-2 over three stages, `pipecomp train --peers`. A killed
+machine answers again after half the time between two kills; the planner says whether it takes part then. A pause is
+from the kill to the next step's end, with the start of Python and the loading of the model. Losses are means of the
+last 50 steps.
 
 {"".join(parts)}"""
 
