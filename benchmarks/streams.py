@@ -59,14 +59,14 @@ def on_long_line(rank: int, world: int, note: Any, streams: int | str, steps: in
     """Seconds of steps and of the choice, the streams chosen, and the rate in bytes per second from rank 0 to 1."""
     import torch.distributed as dist
 
-    from pipecomp.distributed.collectives import gathered
+    from pipecomp.distributed.consistency import AllRanks
     from pipecomp.distributed.rendezvous import join_processes
     from pipecomp.stages.link.neighbors import open_neighbors
 
     join_processes()
     dist.barrier()
     began = time.perf_counter()
-    neighbors = open_neighbors([[0, 1]], timeout_s=120.0, streams=streams, gather=gathered)
+    neighbors = open_neighbors([[0, 1]], timeout_s=120.0, streams=streams, all_ranks=AllRanks())
     settled_s = time.perf_counter() - began
     (end,) = neighbors.transports.values()
     (choice,) = neighbors.streams.values()

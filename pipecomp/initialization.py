@@ -188,7 +188,8 @@ def _connect(
     mesh = current_mesh()
     if mesh is not None:
         mesh.set_timeout(settings.transport.timeout_s)
-    transports = open_transports(engine, settings.transport.timeout_s, throttle_to, settings.transport.streams)
+    transport = settings.transport
+    transports = open_transports(engine, transport.timeout_s, all_ranks, throttle_to, transport.streams)
     if engine.local is not None:
         engine.local.give_way(transports.values())
 

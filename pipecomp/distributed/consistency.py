@@ -10,6 +10,7 @@ import hashlib
 import importlib.metadata
 import itertools
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +27,9 @@ from pipecomp.errors import LinkError, LinkTimeoutError, PeerLostError, Pipecomp
 # For the slowest rank to reach the start of the run: it may prepare data. After a restart all have done so.
 JOIN_TIMEOUT_S = 180.0 if restarts() else 1800.0
 _PART_S, _POLL_S = 10.0, 0.2
+_LOST_S = 2.0  # for the answer of a rank that another one has lost: it may be alive
+_NO_ANSWER = "no answer"
+_UNKNOWN = -1
 _PREFIX = "pipecomp/start"
 _VERSIONS = ("pipecomp", "torch", "deepspeed", "transformers")  # other versions may compute or save differently
 # Settings of DeepSpeed's output, which may differ between ranks.
@@ -76,8 +80,14 @@ class AllRanks:
 
         Raises LinkTimeoutError if a rank does not answer, PeerLostError if the store is gone.
         """
+        return self._exchange(value)
+
+    def _exchange(self, value: Any, lost: int | None = None) -> list[Any]:
+        """Exchange a value. lost: a rank that this one has lost; nobody waits long for it, its value is _NO_ANSWER."""
         number = next(self._rounds)
         try:
+            if lost is not None:
+                self._store.set(f"{number}/lost/{lost}", "")
             self._store.set(f"{number}/{self.rank}", json.dumps(value))
             return [self._answer(number, rank) for rank in range(self.world)]
         except dist.DistNetworkError as error:
@@ -85,9 +95,14 @@ class AllRanks:
             raise self._missed(0) or PeerLostError(gone, 0) from error
 
     def _answer(self, number: int, rank: int) -> Any:
-        key = f"{number}/{rank}"
+        key, lost = f"{number}/{rank}", f"{number}/lost/{rank}"
         began = time.monotonic()
+        until = math.inf  # or some seconds after another rank has lost this one
         while not self._store.check([key]):
+            if until == math.inf and self._store.check([lost]):
+                until = time.monotonic() + _LOST_S
+            if time.monotonic() > until:
+                return _NO_ANSWER
             missed = self._missed(rank)
             if missed is not None:
                 self.leave(but=rank)
@@ -132,21 +147,49 @@ class AllRanks:
                 )
 
     @contextlib.contextmanager
-    def collective_errors(self) -> Iterator[None]:
-        """Raise an error of the body, and a LinkError with its text on the ranks without one."""
+    def collective_errors(
+        self, doing: str = "start", on_error: Callable[[Exception], None] = lambda error: None
+    ) -> Iterator[None]:
+        """Raise an error of the body, and an error with its text on the ranks without one.
+
+        They raise a LinkError; PeerLostError or LinkTimeoutError if nothing else has happened than the loss of a rank.
+        A rank that has lost one with an error of its own raises that rank's.
+
+        Args:
+            doing: A verb for the body.
+            on_error: Called with an error of the body first, to end what other ranks wait for.
+        """
         error: Exception | None = None
         try:
             yield
         except Exception as raised:
             error = raised
-        errors = self.all_gather_object(None if error is None else f"{type(error).__name__}: {error}")
-        if any(text is not None for text in errors):
-            self.leave()
-        if error is not None:
+            on_error(raised)
+        lost = None if error is None else _lost_rank(error)
+        answers: list[Any] = []
+        try:
+            answers = self._exchange(None if error is None else [f"{type(error).__name__}: {error}", lost], lost)
+        except PipecompError:
+            if error is None:
+                raise
+        if any(answer is not None for answer in answers):
+            self.leave(but=answers.index(_NO_ANSWER) if _NO_ANSWER in answers else None)
+        told = {rank: answer for rank, answer in enumerate(answers) if answer not in (None, _NO_ANSWER)}
+        causes = {rank: text for rank, (text, lost_there) in told.items() if lost_there is None}
+        if error is not None and lost not in causes:
             raise error
-        for rank, text in enumerate(errors):
-            if text is not None:
-                raise LinkError(f"rank {rank} could not start: {text}")
+        for rank, text in causes.items():
+            raise LinkError(f"rank {rank} could not {doing}: {text}") from error
+        for rank, (text, lost_there) in told.items():
+            text = f"rank {rank} could not {doing}: {text}"
+            raise LinkTimeoutError(text) if lost_there == _UNKNOWN else PeerLostError(text, lost_there)
+
+
+def _lost_rank(error: Exception) -> int | None:
+    """Return the rank whose loss is the error, _UNKNOWN if it is not known, None for another error."""
+    if not isinstance(error, (PeerLostError, LinkTimeoutError)):
+        return None
+    return _UNKNOWN if error.rank is None else error.rank
 
 
 def versions() -> dict[str, Any]:

@@ -556,13 +556,16 @@ def start_processes(seed: int | None = None, config: Any = None) -> None:
     torch.manual_seed((seed or 0) * 65536 + dist.get_rank())
 
 
-def all_ranks() -> AllRanks:
+def all_ranks(*, wait_s: float = JOIN_TIMEOUT_S) -> AllRanks:
     """Start a sequence of exchanges between all ranks of a started run; every rank must call this.
+
+    Args:
+        wait_s: Seconds to wait for a rank that has not answered yet.
 
     Returns:
         The sequence. If a rank ends before it has answered, the ranks that wait for it raise an error.
     """
-    return AllRanks(missed=process_heartbeat().missed)
+    return AllRanks(missed=process_heartbeat().missed, wait_s=wait_s)
 
 
 def computes_on_cpu() -> bool:

@@ -28,7 +28,6 @@ from pipecomp.buffers import MessageStore, StoreEnvironment, open_environment
 from pipecomp.buffers.admin import forget
 from pipecomp.checkpoint.run_id import RunIdentity, find_run, model_digest
 from pipecomp.config import Config
-from pipecomp.distributed.collectives import gathered
 from pipecomp.distributed.consistency import AllRanks
 from pipecomp.distributed.placement import own_gpu, ranks_on_gpu
 from pipecomp.engine.deepspeed_patches import existing_device, long_group_timeouts, quiet
@@ -416,13 +415,18 @@ def quantized_adam(
 
 
 def open_transports(
-    engine: PipelineEngine, timeout_s: float, pacer_to: PacerTo = unpaced, streams: int | str = 1
+    engine: PipelineEngine,
+    timeout_s: float,
+    all_ranks: AllRanks,
+    pacer_to: PacerTo = unpaced,
+    streams: int | str = 1,
 ) -> dict[str, Transport]:
     """Connect to the stages before and after this one; every rank must call this.
 
     Args:
         engine: Gives the place of this rank in the pipeline.
         timeout_s: How long a transport waits for a packet.
+        all_ranks: Ends all ranks if one fails.
         pacer_to: Gives the pacer of the link to a rank, which simulates a slow network.
         streams: TCP connections of each link; "auto" measures.
 
@@ -430,7 +434,7 @@ def open_transports(
         Transports by "to_previous" and "to_next"; at the ends of the pipeline one of them is missing.
     """
     return open_neighbors(
-        pipelines(engine.grid), timeout_s=timeout_s, streams=streams, gather=gathered, pacer_to=pacer_to
+        pipelines(engine.grid), timeout_s=timeout_s, streams=streams, all_ranks=all_ranks, pacer_to=pacer_to
     ).transports
 
 

@@ -10,7 +10,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -21,13 +21,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import default_pg_timeout
 
 from pipecomp.buffers import MemoryStore
 from pipecomp.config import Config
 from pipecomp.distributed.collectives import gathered
+from pipecomp.distributed.consistency import AllRanks
 from pipecomp.distributed.launch_env import read_launch
 from pipecomp.distributed.placement import computer, machine, own_cores, usable_cores
-from pipecomp.distributed.rendezvous import computes_on_cpu, join_processes
+from pipecomp.distributed.rendezvous import all_ranks, computes_on_cpu, join_processes
 from pipecomp.doctor.measure import LinkMeasurement, follow, lead
 from pipecomp.doctor.storage import existing_parent, measure_disk
 from pipecomp.errors import LinkError, require, writable
@@ -50,7 +52,7 @@ from pipecomp.plan.simulation import Channel, LinkNetwork, SharedCores, between_
 from pipecomp.rank_layout import RankLayout
 from pipecomp.stages.link.endpoint import LinkReceiver, LinkSender, Position
 from pipecomp.stages.link.layout import Layout
-from pipecomp.stages.link.neighbors import open_neighbors
+from pipecomp.stages.link.neighbors import ending_links, open_neighbors
 from pipecomp.stages.link.transport import PacerTo, Transport, loopback_pair
 from pipecomp.stages.partition.stage import Stage
 from pipecomp.tls.process_group import BACKEND, current_mesh
@@ -448,19 +450,20 @@ def survey_ranks(
     joined = dist.is_initialized()
     join_processes()
     mesh = current_mesh() if dist.get_backend() == BACKEND else None
+    ranks = all_ranks(wait_s=default_pg_timeout.total_seconds())
     try:
         names = [machine(), [pacer_to(other) is not None for other in range(world)]]
         machines = find_machines(gathered(names))
         lines = None
         if K > 1 and R > 1 and 1 < len(set(machines)) < world:
-            lines = _measure_lines(rank, machines, pacer_to)
+            lines = _measure_lines(ranks, machines, pacer_to)
             link = None
         else:
-            link = _measure_rows(rank, RankLayout(length, R).pipelines(), pacer_to)
+            link = _measure_rows(ranks, RankLayout(length, R).pipelines(), pacer_to)
         shared = find_shared_cores(gathered(own_compute()))
         survey = None
         for members in turns(world, shared):
-            with _ending_together():
+            with ranks.collective_errors("measure"):
                 if rank in members:
                     survey = survey_machine(model, tokens, dtype, samples, store, one_pass=one_pass)
         measurements = gathered((link, survey))
@@ -484,22 +487,6 @@ def survey_ranks(
         lines=lines,
         shared_cores=shared,
     )
-
-
-@contextlib.contextmanager
-def _ending_together() -> Iterator[None]:
-    """Wait for all ranks at the end; raise an error of the body, and a LinkError with its text on the other ranks."""
-    failure: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        failure = error
-    errors = gathered(None if failure is None else f"{type(failure).__name__}: {failure}")
-    if failure is not None:
-        raise failure
-    for rank, text in enumerate(errors):
-        if text is not None:
-            raise LinkError(f"rank {rank} could not measure: {text}")
 
 
 def own_compute() -> list[Any]:
@@ -549,15 +536,15 @@ def find_machines(ranks: Sequence[Sequence[Any]]) -> list[int]:
     return found
 
 
-def _measure_lines(rank: int, machines: Sequence[int], pacer_to: PacerTo) -> MachineLines:
+def _measure_lines(all_ranks: AllRanks, machines: Sequence[int], pacer_to: PacerTo) -> MachineLines:
     """Measure the lines between neighbouring machines, and those within them; returns the same on every rank.
 
     One rank of each machine uses the line between machines at a time, so that it has the whole line.
     """
     members = [[r for r, other in enumerate(machines) if other == number] for number in sorted(set(machines))]
     firsts = [ranks[0] for ranks in members]
-    outer = gathered(_measure_rows(rank, [firsts], pacer_to))
-    inner = gathered(_measure_rows(rank, [ranks[:2] for ranks in members if len(ranks) > 1], pacer_to))
+    outer = gathered(_measure_rows(all_ranks, [firsts], pacer_to))
+    inner = gathered(_measure_rows(all_ranks, [ranks[:2] for ranks in members if len(ranks) > 1], pacer_to))
     between = network_of([[outer[r]] for r in firsts[:-1]])
     within = network_of([[link for link in inner if link is not None]])
     slowest = min(within.forward[0], within.backward[0], key=lambda channel: channel.bits_per_s)
@@ -570,22 +557,17 @@ def _measure_lines(rank: int, machines: Sequence[int], pacer_to: PacerTo) -> Mac
     )
 
 
-def _measure_rows(rank: int, rows: Sequence[Sequence[int]], pacer_to: PacerTo) -> LinkMeasurement | None:
+def _measure_rows(all_ranks: AllRanks, rows: Sequence[Sequence[int]], pacer_to: PacerTo) -> LinkMeasurement | None:
     """Measure this rank's link to the next rank of its row, together with all others; every rank must call this.
 
     rows: of ranks, each with a rank once at most. Ranks in no row only wait.
     """
-    neighbors = open_neighbors(rows, timeout_s=_TIMEOUT_S, streams="auto", gather=gathered, pacer_to=pacer_to)
-    transports = neighbors.transports
+    neighbors = open_neighbors(rows, timeout_s=_TIMEOUT_S, streams="auto", all_ranks=all_ranks, pacer_to=pacer_to)
+    rank, transports = dist.get_rank(), neighbors.transports
     place = list(next((row for row in rows if rank in row), [rank])).index(rank)
     try:
-        with _ending_together():
-            try:
-                measurement = measure_links(place, transports.get("to_previous"), transports.get("to_next"))
-            except Exception as error:
-                for opened in transports.values():  # the other end may wait for this one
-                    opened.abort(dist.get_rank(), f"rank {dist.get_rank()} could not measure: {error}")
-                raise
+        with ending_links(transports, all_ranks, "measure"):
+            measurement = measure_links(place, transports.get("to_previous"), transports.get("to_next"))
     finally:
         for opened in transports.values():
             opened.close()

@@ -13,7 +13,7 @@ import math
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -73,48 +73,61 @@ def fewest_streams(rates: Mapping[int, float]) -> int:
     return min(count for count, rate in rates.items() if rate >= (1 - TOLERANCE) * best)
 
 
-def settle_streams(
-    stage: int,
-    transports: Mapping[str, Transport],
-    streams: int | str,
-    extend: Callable[[Sequence[str]], None] = lambda names: None,
-) -> dict[str, StreamChoice]:
-    """Choose the number of streams of this rank's links, and use it; all ranks of a run must call this together.
+def measure_round_trips(stage: int, transports: Mapping[str, Transport]) -> dict[str, float]:
+    """Measure the round trips of this rank's links; all ranks of a run must call this together.
 
     Args:
         stage: This rank's stage. Links of even stages to the next are measured first, then the others.
         transports: By "to_previous" and "to_next".
-        streams: The number, or "auto".
-        extend: Called with the names of the links that need more than one stream, before they are measured.
+
+    Returns:
+        Seconds, by the same names.
+
+    Raises:
+        LinkError: The other end sends something else; also whatever the transports raise.
+    """
+    round_trips = {}
+    for name in _in_turn(stage, transports):
+        transports[name].use_streams(1)
+        round_trips[name] = (_lead_pings if name == "to_next" else _follow_pings)(transports[name])
+    return round_trips
+
+
+def choose_streams(
+    stage: int, transports: Mapping[str, Transport], round_trips: Mapping[str, float]
+) -> dict[str, StreamChoice]:
+    """Choose the number of streams of this rank's links by their rates, and use it; all ranks must call this together.
+
+    Args:
+        stage: This rank's stage.
+        transports: By "to_previous" and "to_next". The long ones can use MAX_SUBFLOWS streams.
+        round_trips: From `measure_round_trips`.
 
     Returns:
         By the same names.
 
     Raises:
-        LinkError: The other end uses another number, or sends something else; also whatever the transports raise.
+        LinkError: The other end sends something else; also whatever the transports raise.
     """
-    if isinstance(streams, int):
-        for name in sorted(transports, reverse=bool(stage % 2)):
-            transports[name].use_streams(streams)
-        return {name: StreamChoice(streams) for name in transports}
-    turns = [("to_next", "to_previous"), ("to_previous", "to_next")][stage % 2]
-    ordered = {name: transports[name] for name in turns if name in transports}
-    round_trips = {}
-    for name, transport in ordered.items():
-        transport.use_streams(1)
-        round_trips[name] = (_lead_pings if name == "to_next" else _follow_pings)(transport)
-    long = [name for name, seconds in round_trips.items() if seconds > MIN_ROUND_TRIP_S]
-    extend(long)
     choices = {}
-    for name, transport in ordered.items():
+    for name in _in_turn(stage, transports):
+        transport, count = transports[name], 1
         rates = {}
-        if name in long:
+        if is_long(round_trips[name]):
             rates = (_lead_rates if name == "to_next" else _follow_rates)(transport, round_trips[name])
-        count = fewest_streams(rates) if rates else 1
-        if rates:
+            count = fewest_streams(rates)
             transport.use_streams(count)
         choices[name] = StreamChoice(count, round_trips[name], rates)
     return choices
+
+
+def is_long(round_trip_s: float) -> bool:
+    """Return whether a link with this round trip may need several streams."""
+    return round_trip_s > MIN_ROUND_TRIP_S
+
+
+def _in_turn(stage: int, transports: Mapping[str, Transport]) -> list[str]:
+    return sorted(transports, reverse=bool(stage % 2))
 
 
 # -- both ends of a measurement

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -21,7 +24,7 @@ def sent_over_streams(
     """
     import torch.distributed as dist
 
-    from pipecomp.distributed.collectives import gathered
+    from pipecomp.distributed.consistency import AllRanks
     from pipecomp.stages.link import streams as measuring
     from pipecomp.stages.link.neighbors import open_neighbors
     from pipecomp.utils.sockets import tcp_sockets
@@ -33,7 +36,7 @@ def sent_over_streams(
     dist.init_process_group("gloo")
     dist.barrier()
     before = len(tcp_sockets())
-    neighbors = open_neighbors([list(range(world))], timeout_s=30.0, streams=streams, gather=gathered)
+    neighbors = open_neighbors([list(range(world))], timeout_s=30.0, streams=streams, all_ranks=AllRanks())
     connected = len(tcp_sockets()) - before
     draw = np.random.default_rng(0)
     packets = [draw.integers(0, 256, size, dtype=np.uint8) for size in (*SIZES, *draw.integers(0, 900_000, 20))]
@@ -80,3 +83,33 @@ def differing_streams(rank: int, world: int, note: Any) -> str:
         end.close()
         dist.destroy_process_group()
     return ""
+
+
+def opened_with_a_failure(rank: int, world: int, note: Any, phase: str, keys: str | None) -> tuple[str, float]:
+    """Open the links of four ranks while one fails; return its error and the seconds until then.
+
+    phase: "pings" or "rates": what rank 1 cannot do with its link to rank 2; "killed": it dies then.
+    """
+    from pipecomp.distributed import rendezvous
+    from pipecomp.errors import PipecompError, WireError
+    from pipecomp.stages.link import streams as measuring
+    from pipecomp.stages.link.neighbors import open_neighbors
+
+    if keys is not None:
+        os.environ["PIPECOMP_KEYS"] = f"{keys}/rank-{rank}"
+    measuring.MIN_ROUND_TRIP_S, measuring._FIXED_S = (0.0 if phase == "rates" else 60.0), 0.1
+
+    def fails(*given: Any) -> Any:
+        if phase == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise WireError("no packet")
+
+    if rank == 1:
+        setattr(measuring, "_follow_rates" if phase == "rates" else "_follow_pings", fails)
+    rendezvous.start_processes()
+    began = time.monotonic()
+    try:
+        open_neighbors([[0, 1, 2, 3]], timeout_s=60.0, streams="auto", all_ranks=rendezvous.all_ranks())
+    except PipecompError as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - began
+    return "", time.monotonic() - began

@@ -7,6 +7,7 @@ import pytest
 from pipecomp.distributed.local_launcher import run_ranks
 from tests.dist import streams_work
 from tests.limits import HANG_S
+from tests.tls.meshes import keys_for
 
 
 @pytest.mark.parametrize("streams", [1, 3, 8])
@@ -37,3 +38,27 @@ def test_another_number_than_the_neighbors_is_an_error_that_names_both():
     found = run_ranks(2, streams_work.differing_streams, timeout_s=HANG_S)
     assert "rank 1 uses 3 streams, this rank 2. Give all ranks the same transport.streams" in found[0]
     assert "rank 0 uses 2 streams, this rank 3. Give all ranks the same transport.streams" in found[1]
+
+
+@pytest.mark.parametrize("secured", [False, True], ids=["gloo", "tls"])
+@pytest.mark.parametrize("phase", ["pings", "rates"])
+def test_a_rank_that_fails_while_links_open_ends_all(tmp_path, phase, secured):
+    """Also those whose own links are open already."""
+    if secured:
+        keys_for(tmp_path, 4)
+    given = phase, str(tmp_path) if secured else None
+    found = run_ranks(4, streams_work.opened_with_a_failure, *given, timeout_s=HANG_S)
+    assert found[1][0] == "WireError: no packet"
+    for rank in (0, 2, 3):
+        assert found[rank][0] == "LinkError: rank 1 could not connect to its neighbors: WireError: no packet"
+
+
+@pytest.mark.parametrize("secured", [False, True], ids=["gloo", "tls"])
+def test_a_rank_that_dies_while_links_open_ends_all(tmp_path, secured):
+    if secured:
+        keys_for(tmp_path, 4)
+    given = "killed", str(tmp_path) if secured else None
+    found = run_ranks(4, streams_work.opened_with_a_failure, *given, timeout_s=HANG_S, may_die=[1])
+    for rank in (0, 2, 3):
+        assert found[rank][0].startswith("PeerLostError: ")
+        assert "rank 1" in found[rank][0]
