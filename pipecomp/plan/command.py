@@ -71,6 +71,7 @@ class PlanRequest:
         slowdowns: Each node's seconds as a multiple of the profile's, by rank; empty if all are equal.
         shared_cores: Nodes that compute on the same cores.
         lines: Between machines and within them, of each compared network; None if every node has a line of its own.
+        machines: The machine of each node, from 0; empty without a launcher.
     """
 
     options: PlanOptions
@@ -79,6 +80,7 @@ class PlanRequest:
     slowdowns: tuple[float, ...] = ()
     shared_cores: tuple[SharedCores, ...] = ()
     lines: tuple[MachineLines, ...] | None = None
+    machines: tuple[int, ...] = ()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -156,7 +158,13 @@ def run_plan(
     if launch.started:
         networks = {"measured": ((math.inf,), 0.0)}
         lines = None if survey.lines is None else (survey.lines,)
-        request = replace(request, slowdowns=survey.slowdowns, shared_cores=survey.shared_cores, lines=lines)
+        request = replace(
+            request,
+            slowdowns=survey.slowdowns,
+            shared_cores=survey.shared_cores,
+            lines=lines,
+            machines=survey.machines,
+        )
     rates = list(networks.values())
 
     def network_of(ranks: RankLayout, position: int) -> LinkNetwork:
@@ -381,7 +389,8 @@ def plan(
     least_memory: list[float] = [math.inf]  # of each stage, in the layout that needs least
     possible = search.layouts(request.nodes, request.stages, len(profile.blocks))
     possible = list(search.divisible(possible, options.batch, options.micro_batch))
-    for ranks in layouts_of(options.layout, possible, None if request.lines is None else request.lines[0]):
+    lines = None if request.lines is None else request.lines[0]
+    for ranks in layouts_of(options.layout, possible, lines, request.machines):
         K, replicas = ranks.stages, ranks.replicas
         slowdowns = request.stage_slowdowns(ranks)
         split = choose_cuts(model, profile, K, tie=options.tie, slowdowns=slowdowns)
@@ -414,7 +423,7 @@ def plan(
     result = replace(
         result,
         layouts=_compare_layouts(request, ranks, choices),
-        lines=None if request.lines is None else request.lines[0],
+        lines=lines,
     )
     if options.samples is not None:
         taken = choice.taken.job

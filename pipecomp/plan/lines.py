@@ -107,22 +107,27 @@ def _slowest(channels: Sequence[Channel]) -> Channel:
     return Channel(bits_per_s=rate, latency_s=max((channel.latency_s for channel in channels), default=0.0))
 
 
-def layouts_of(wanted: str, pairs: Sequence[tuple[int, int]], lines: MachineLines | None) -> list[RankLayout]:
+def layouts_of(
+    wanted: str, pairs: Sequence[tuple[int, int]], lines: MachineLines | None, machines: Sequence[int] = ()
+) -> list[RankLayout]:
     """List the layouts to compare for numbers of stages and replicas.
 
     Args:
         wanted: "auto" or the only layout.
         pairs: Stages and replicas.
-        lines: None if every rank has a line of its own.
+        lines: None if every rank has a line of its own, or all are on one machine.
+        machines: The machine of each rank, as far as known; by default those of the lines.
 
     Raises:
         ConfigError: The wanted layout makes no difference for any of them.
     """
     if wanted == REPLICAS_ACROSS:
         world = pairs[0][0] * pairs[0][1]
-        machines = range(world) if lines is None else lines.machines
+        machines = machines or (range(world) if lines is None else lines.machines)
         several = [(K, R) for K, R in pairs if K > 1 and R > 1]
         RankLayout(*(several or pairs)[0], REPLICAS_ACROSS).check("layout", machines)
+        hint = "All ranks are on one machine, so that nothing crosses a line between machines in any layout."
+        require(len(set(machines)) > 1, "layout", wanted, f"{STAGES_ACROSS!r} or no value", hint)
         return [RankLayout(K, R, REPLICAS_ACROSS) for K, R in several]
     names = LAYOUTS if wanted != STAGES_ACROSS and lines is not None else (STAGES_ACROSS,)
     several_machines = lines is not None and bool(lines.out)

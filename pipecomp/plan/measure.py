@@ -344,6 +344,7 @@ class SurveyResult:
         slowdowns: Each rank's seconds as a multiple of the profile's, at most 1; empty without a launcher.
         lines: Between machines and within them, where the order of ranks decides what these carry; else None.
         shared_cores: Ranks that compute on the same cores, if these do not suffice for all at once.
+        machines: The machine of each rank, from 0; empty without a launcher.
     """
 
     profile: Profile
@@ -352,6 +353,7 @@ class SurveyResult:
     slowdowns: tuple[float, ...] = ()
     lines: MachineLines | None = None
     shared_cores: tuple[SharedCores, ...] = ()
+    machines: tuple[int, ...] = ()
 
 
 def own_device() -> torch.device:
@@ -486,6 +488,7 @@ def survey_ranks(
         slowdowns=slowdowns_of([m.profile for m in surveys]),
         lines=lines,
         shared_cores=shared,
+        machines=tuple(machines),
     )
 
 

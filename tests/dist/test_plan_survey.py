@@ -94,6 +94,14 @@ def test_ranks_of_machines_measure_the_line_within(model):
     assert link["forward"]["bits_per_s"] > 2e7, "not that of the line between machines"
 
 
+def test_layouts_of_ranks_on_one_machine_do_not_differ(model):
+    """Each of them over its link to the next, and no machine has a line to another one."""
+    options = {"stages": 2, "layout": "replicas-across"}
+    ranks = run_ranks(4, planned, model, options, timeout_s=HANG_S)
+    assert "layout: got 'replicas-across'" in ranks[0][1]
+    assert "All ranks are on one machine" in ranks[0][1]
+
+
 def planned_then_grouped(rank, world, note, model):
     start_processes()
     planned(rank, world, note, model, {"stages": 1, "batch": world})

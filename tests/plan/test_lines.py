@@ -69,9 +69,15 @@ def test_layouts_that_are_compared():
     assert layouts_of("auto", [(2, 2)], MachineLines.alike(4, 4, SLOW, INNER)) == [RankLayout(2, 2)], "one machine"
     assert layouts_of(STAGES_ACROSS, [(2, 2)], lines) == both[:1]
     assert layouts_of(REPLICAS_ACROSS, [(1, 4), (2, 2)], lines) == both[1:]
-    for pairs, found in (([(4, 1)], lines), ([(1, 4)], lines), ([(2, 2)], None)):
-        with pytest.raises(ConfigError, match="layout: got 'replicas-across'"):
-            layouts_of(REPLICAS_ACROSS, pairs, found)
+    for pairs, found, machines, reason in (
+        ([(4, 1)], lines, [], "4 stage.* 1 replica"),
+        ([(1, 4)], lines, [], "1 stage.* 4 replica"),
+        ([(2, 2)], None, [0, 0, 0, 0], "All ranks are on one machine"),
+        ([(2, 2)], MachineLines.alike(4, 4, SLOW, INNER), [], "All ranks are on one machine"),
+        ([(2, 2)], None, [0, 1, 2, 3], "Every machine has one process"),
+    ):
+        with pytest.raises(ConfigError, match=f"layout: got 'replicas-across'.*{reason}"):
+            layouts_of(REPLICAS_ACROSS, pairs, found, machines)
 
 
 @pytest.fixture(scope="module")
