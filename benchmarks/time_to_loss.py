@@ -163,20 +163,27 @@ def results(rows: list[Row], r: float, picture: Path) -> list[str]:
         % above what {REFERENCE} ends with. MB: on the nodes' interfaces. ![loss over time]({picture.name})
     """
     lengths = page.grouped(rows, "epochs")
-    with page.picture(picture, across=len(lengths), size=(6 * len(lengths), 4.5)) as axes:
-        for axis, group in zip(axes, lengths, strict=True):
+    draw(picture, {f"{group[0]['epochs']} epochs, r = {r:g}": group for group in lengths})
+    lines = prose(text)
+    for group in lengths:
+        lines += [f"## {group[0]['epochs']} epochs", "", *table(group, REFERENCE)]
+    return lines
+
+
+def draw(picture: Path, groups: dict[str, list[Row]]) -> None:
+    """Draw losses over time, an axis for each group of runs."""
+    with page.picture(picture, across=len(groups), size=(6 * len(groups), 4.5)) as axes:
+        for axis, (title, group) in zip(axes, groups.items(), strict=True):
             for run in group:
                 means = epoch_means(run)
                 axis.plot([s / 60 for s in run["seconds"][-len(means) :]], means, label=run["method"])
-            title = f"{group[0]['epochs']} epochs, r = {r:g}"
             axis.set(title=title, xlabel="minutes", ylabel="training loss", xscale="log")
             axis.legend(fontsize=8)
-    return [*prose(text), *(line for group in lengths for line in _section(group))]
 
 
-def _section(rows: list[Row]) -> list[str]:
-    """Return the section of trainings of one length."""
-    base = next((run for run in rows if run["method"] == REFERENCE), None)
+def table(rows: list[Row], reference: str) -> list[str]:
+    """Seconds and losses of trainings of one length, beside the reference's."""
+    base = next((run for run in rows if run["method"] == reference), None)
     goal = epoch_means(base)[-1] if base else None
 
     def beside(run: Row) -> tuple[str, ...]:
@@ -198,7 +205,7 @@ def _section(rows: list[Row]) -> list[str]:
         "faster to it": lambda run: beside(run)[3],
         "MB": lambda run: f"{run['bytes'] / 1e6:.0f}",
     }
-    return [f"## {rows[0]['epochs']} epochs", "", *page.columns(cells, rows)]
+    return page.columns(cells, rows)
 
 
 def main(argv: Sequence[str]) -> None:

@@ -29,6 +29,7 @@ from pipecomp.utils.units import format_size
 
 _DIGESTS = "digests.json"  # in the folder of this machine
 _OUTSIDE = "outside"  # in a working directory there: files that are not in the one here
+_INPUTS = ("evaluate", "model", "tokenizer", "adapter", "chat_template", "plan")  # options, beside "data"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".ot")
 _ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 _FOLDERS = ("additional_chat_templates",)  # of a model's tokenizer
@@ -53,7 +54,7 @@ def place_there(text: str, folder: str) -> str:
 
 def input_paths(options: TrainOptions) -> list[str]:
     """Return the options' values that are files or folders here; others may be names on the hub."""
-    named = [*options.data, options.evaluate, options.model, options.tokenizer, options.adapter, options.chat_template]
+    named = [*options.data, *(getattr(options, name) for name in _INPUTS)]
     return list(dict.fromkeys(str(value) for value in named if value is not None and _is_path(str(value))))
 
 
@@ -131,8 +132,7 @@ def options_there(options: TrainOptions, folder: str) -> TrainOptions:
     outputs = {name: getattr(options, name) for name in ("out", "store")}
     moved: dict[str, Any] = {}
     moved |= {name: None if path is None else Path(place_there(str(path), folder)) for name, path in outputs.items()}
-    same = ("evaluate", "model", "tokenizer", "adapter", "chat_template")
-    moved |= {name: there(getattr(options, name)) for name in same}
+    moved |= {name: there(getattr(options, name)) for name in _INPUTS}
     return replace(options, data=[there(path) for path in options.data], **moved)
 
 

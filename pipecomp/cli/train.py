@@ -180,6 +180,8 @@ def train(
             print_line(f"{rank.host or 'here'}: {rank.shell_line(working_directory(), os.environ)}")
         if options.second_home != "off" and (options.second_home or len({rank.host for rank in ranks}) > 1):
             print_status(describe_second_home(options, len(ranks)))
+        if options.plan is not None:
+            return
         print_status("Measuring, to predict the duration.")
         measured = python_module_command(_RANK_PROGRAM, options.to_json(), "--dry-run")
         if launch_ranks(assign_ranks(measured, 1 if hosts else len(ranks))):
@@ -204,7 +206,8 @@ def train(
             if (results := placed.results(ranks[0])) is not None:
                 print_status(f"Results will be in {results}.")
             check_hosts(ranks)
-    print_status("Measuring with 1 process." if len(ranks) == 1 else f"Measuring between {len(ranks)} processes.")
+    if options.plan is None:
+        print_status("Measuring with 1 process." if len(ranks) == 1 else f"Measuring between {len(ranks)} processes.")
     if not elastic:
         raise typer.Exit(launch_ranks(ranks))
 

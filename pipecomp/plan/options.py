@@ -182,6 +182,9 @@ class TrainOptions:
         "With replicas and several processes a machine, what crosses the line between machines: stages-across "
         "(activations), replicas-across (gradients), or auto, the faster by the plan.",
     ] = AUTO
+    plan: Annotated[
+        Path | None, "plan.json of an earlier run, used instead of measuring: the same cuts, bits and batches."
+    ] = None
     gradients: _Gradients = None
     tie: _Tie = True
     dropout: Annotated[float | None, "Dropout of embeddings, attention and blocks; by default the model's own."] = None
@@ -324,7 +327,7 @@ class TrainOptions:
     def from_json(cls, text: str) -> TrainOptions:
         """Decode the result of `to_json`."""
         values = json.loads(text)
-        paths = {name: Path(values[name]) for name in ("evaluate", "out", "store", "adapter") if name in values}
+        paths = {name: Path(values[name]) for name in ("evaluate", "out", "store", "adapter", "plan") if name in values}
         return cls(**{**values, **paths, "data": [Path(file) for file in values["data"]]})
 
 

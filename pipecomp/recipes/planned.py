@@ -256,10 +256,16 @@ def plan_run(
         with ranks.collective_errors():
             earlier = check_plan(earlier, folder, None if options.elastic else stages, world)
         if options.batch is None:  # the number of epochs may have changed
-            micro, accumulation = batch_sizes(earlier["config"], world // stages)
-            batch = micro * accumulation * (world // stages)
+            batch = plan_batch(earlier, world // stages)
     names = machine_names(world) if options.elastic and stages == world else []
-    if earlier is not None and len(earlier["cuts"]) - 1 == stages and suits(earlier, names):
+    given = None
+    with ranks.collective_errors():
+        if first and options.plan is not None and not resumed:
+            given = read_given_plan(options.plan, stages, world, options.batch, samples)
+    given = broadcast(given)
+    if given is not None:
+        made, batch = given, plan_batch(given, world // stages)
+    elif earlier is not None and len(earlier["cuts"]) - 1 == stages and suits(earlier, names):
         made = earlier
     else:
         memory = None if earlier is None else smallest_memory()
@@ -540,6 +546,8 @@ def choose_batch(
 def describe_defaults(options: TrainOptions, batch: int, samples: int, saved: Any = None) -> list[str]:
     """Return lines about the values that this program has chosen. saved: configuration of the adapter to continue."""
     lines = []
+    if options.plan is not None:
+        lines.append(f"plan      {options.plan}; nothing is measured")
     if options.batch is None:
         usual = min(DEFAULT_BATCH, samples)
         why = "" if batch >= usual else f": {usual} would make {options.epochs * samples // usual} steps"
@@ -618,14 +626,43 @@ def resumes(options: TrainOptions, folder: Path) -> bool:
 
 def read_plan(folder: Path) -> dict[str, Any] | None:
     """Read the plan of the run that resumes in a folder; None without one. Raises ConfigError if it cannot be read."""
+    return read_plan_file(folder / PLAN, "--out", str(folder), f"a folder with its run's {PLAN}")
+
+
+def read_plan_file(path: Path, option: str, given: str, allowed: str) -> dict[str, Any] | None:
+    """Read a plan; None if there is no such file. Raises ConfigError for the option if it cannot be read."""
     try:
-        made: dict[str, Any] = json.loads((folder / PLAN).read_text())
+        made: dict[str, Any] = json.loads(path.read_text())
         return {**made, "config": dict(made["config"]), "cuts": list(made["cuts"]), "chosen": dict(made["chosen"])}
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        allowed = f"a folder with its run's {PLAN} ({error})"
-        raise ConfigError("--out", str(folder), allowed) from error
+        raise ConfigError(option, given, f"{allowed} ({error})") from error
+
+
+def read_given_plan(path: Path, stages: int, world: int, batch: int | None, samples: int) -> dict[str, Any] | None:
+    """Read the plan that `--plan` names; None if this start has fewer machines than it, as some were lost.
+
+    Raises:
+        ConfigError: It cannot be read, or is for another number of stages, processes or samples per step.
+    """
+    allowed = f"the {PLAN} of a run, on the first machine"
+    made = read_plan_file(path, "--plan", str(path), allowed)
+    if made is None:
+        raise ConfigError("--plan", str(path), allowed)
+    if restarts() and len(made["cuts"]) - 1 != stages:
+        return None
+    check_stages(made, stages, world, f"So many has {path}")
+    planned = plan_batch(made, made["chosen"]["replicas"])
+    require(batch in (None, planned), "--batch", batch, f"{planned}, as in {path}, or no --batch")
+    require(planned <= samples, "--plan", str(path), f"a plan with at most {samples} samples per step, those of --data")
+    return {key: value for key, value in made.items() if key not in ("machines", "start", RECUT)}
+
+
+def plan_batch(made: Mapping[str, Any], replicas: int) -> int:
+    """Return a plan's samples per step."""
+    micro, accumulation = batch_sizes(made["config"], replicas)
+    return micro * accumulation * replicas
 
 
 def find_plan(folder: Path) -> dict[str, Any] | None:
@@ -651,11 +688,16 @@ def check_plan(made: dict[str, Any] | None, folder: Path, stages: int | None, wo
     if made is None:
         raise ConfigError("--out", str(folder), f"a folder with its run's {PLAN} on one of the machines")
     if stages is not None:
-        K, replicas = len(made["cuts"]) - 1, made["chosen"]["replicas"]
         hint = f"This run resumes the one in {folder}. To start over, give --overwrite or another folder"
-        require(stages == K, "--stages", stages, str(K), hint)
-        require(K * replicas == world, "number of processes", world, str(K * replicas), hint)
+        check_stages(made, stages, world, hint)
     return made
+
+
+def check_stages(made: Mapping[str, Any], stages: int, world: int, hint: str) -> None:
+    """Raise ConfigError unless a plan is for so many stages and processes."""
+    K, replicas = len(made["cuts"]) - 1, made["chosen"]["replicas"]
+    require(stages == K, "--stages", stages, str(K), hint)
+    require(K * replicas == world, "number of processes", world, str(K * replicas), hint)
 
 
 def smallest_memory() -> float:

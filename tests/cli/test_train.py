@@ -290,6 +290,17 @@ class TestTrain:
         assert facts["stages"] == len(plan["cuts"]) - 1 == 2
         assert (out / "report.html").stat().st_size > 100_000
 
+    def test_a_plan_of_an_earlier_run_makes_the_same_losses(self, ended):
+        folder = ended[0]
+        given = "train --model model --data text.txt --lr 1e-2 --max-steps 8 --stages 2 --plan mine/plan.json --out two"
+        found = run(folder, sys.executable, "-m", "pipecomp.cli", *given.split())
+        assert found.status == 0, found.output
+        assert "Stages (measured" not in found.output
+        plans = [json.loads((folder / out / "plan.json").read_text()) for out in ("mine", "two")]
+        assert plans[0]["config"] == plans[1]["config"]
+        losses = [[line["loss"] for line in metrics(folder / out) if "loss" in line] for out in ("mine", "two")]
+        assert losses[0] == losses[1]
+
     def test_a_dry_run_predicts_the_duration_and_writes_nothing(self, ended):
         folder = ended[0]
         given = "train --model model --data text.txt --lr 1e-2 --batch 8 --stages 2 --max-steps 8 --dry-run"

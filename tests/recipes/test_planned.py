@@ -193,6 +193,27 @@ def test_a_plan_is_for_the_stages_and_processes_that_it_was_made_for(tmp_path: P
     assert planned.check_plan(made, tmp_path, None, 3) == made, "an elastic run may have lost a machine"
 
 
+def test_a_given_plan_is_for_as_many_stages_processes_and_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
+    made = {"config": sizes, "cuts": [0, 1, 4], "chosen": {"replicas": 1}}
+    file = tmp_path / "earlier.json"
+    with pytest.raises(ConfigError, match=r"--plan: got .*earlier\.json"):
+        planned.read_given_plan(file, 2, 2, None, 100)
+    file.write_text(json.dumps({**made, "machines": {"names": ["a", "b"]}, "recut": True}))
+    assert planned.read_given_plan(file, 2, 2, None, 100) == made, "machines are those of this start"
+    assert planned.read_given_plan(file, 2, 2, 8, 8) == made
+    for stages, world, batch, samples, key in (
+        *((3, 3, None, 100, "--stages"), (2, 4, None, 100, "number of processes")),
+        *((2, 2, 16, 100, "--batch"), (2, 2, None, 7, "--plan")),
+    ):
+        with pytest.raises(ConfigError, match=f"{key}: got"):
+            planned.read_given_plan(file, stages, world, batch, samples)
+    monkeypatch.setenv("PIPECOMP_RESTARTS", "1")
+    assert planned.read_given_plan(file, 1, 1, None, 100) is None, "a machine was lost before the first checkpoint"
+
+
 def test_a_run_that_goes_on_needs_its_plan_on_one_of_the_machines(tmp_path: Path) -> None:
     assert planned.read_plan(tmp_path) is None
     with pytest.raises(ConfigError, match=rf"--out: got .* allowed: a folder with its run's {PLAN}"):

@@ -13,7 +13,7 @@ A machine is a node of the lab with a folder of its own; a stand-in for ssh ente
 processes by SIGKILL, and nobody can log in to it for half of --every and until the others go on; a cut one stays alive.
 Trains LoRA adapters; with --full all weights. Losses are compared with those of undisturbed runs of --seeds seeds. Rows
 are kept: a run that is there is not made again. Losses depend on the bits that the plan chooses, and these on the
-machine's load: runs with equal links are compared. Needs root and iproute2.
+machine's load: all runs start with one plan, which the first one makes; it is beside the rows. Needs root and iproute2.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.runner import Kept, digest
 from pipecomp.netlab import Lab
+from pipecomp.recipes.planned import PLAN
 from tests.models import byte_pairs, gpt2, write_text
 from tests.soak.lost_report import COMPARED, page, summary, verdict
 
@@ -83,7 +84,7 @@ SCENARIOS = {
 class Machines:
     """The machines of a lab, the last of which only starts the run."""
 
-    def __init__(self, work: Path, lab: Lab, count: int) -> None:
+    def __init__(self, work: Path, lab: Lab, count: int, plan: Path | None) -> None:
         self.work, self.lab, self.count = work, lab, count
         (work / "bin").mkdir()
         (work / "bin" / "ssh").write_text(SSH.format(work=work, lab=lab.name))
@@ -98,6 +99,10 @@ class Machines:
             own.mkdir()
             shutil.copy(work / "text.txt", own)
             shutil.copytree(work / "model", own / "model")
+            if plan is not None:
+                shutil.copy(plan, own / PLAN)
+        if plan is not None:
+            shutil.copy(plan, work / "run" / PLAN)
         self._read: dict[Path, tuple[float, set[str]]] = {}
 
     def start(self, *options: str) -> subprocess.Popen:
@@ -186,16 +191,33 @@ class Output:
         return int(found[-1]) if found else None
 
 
-def run(work: Path, scenario: str, given: argparse.Namespace, seed: int, number: int) -> dict[str, Any]:
+def make_plan(given: argparse.Namespace) -> Path:
+    """Return the plan of all runs that train the same; a short run makes it."""
+    path = Path(given.out / f"{NAME}{'_full' if given.full else ''}.plan.json")
+    if not path.exists():
+        with tempfile.TemporaryDirectory(prefix="lost-machines-") as folder:
+            short = argparse.Namespace(**{**vars(given), "steps": 2})
+            row = run(Path(folder), "", short, 0, 0, None)
+            if row["status"] != 0:
+                raise SystemExit("\n".join(row["said"]))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(Path(folder) / "node-0" / "mine" / PLAN, path)
+    return path
+
+
+def run(
+    work: Path, scenario: str, given: argparse.Namespace, seed: int, number: int, plan: Path | None
+) -> dict[str, Any]:
     """Run once; return its row. scenario: "" for an undisturbed run."""
     kind = SCENARIOS[scenario] if scenario else Scenario(kills=0)
     kills = 0 if not scenario else kind.kills if given.kills is None or kind.kills == 1 else given.kills
     draw, count = random.Random(f"{scenario} {number}"), STAGES + kind.spares
     row: dict[str, Any] = {"scenario": scenario or "undisturbed", "full": given.full, "run": number, "seed": seed}
     with Lab(nodes=count + 1, bandwidth=BANDWIDTH, delay=DELAY) as lab:
-        machines = Machines(work, lab, count)
+        machines = Machines(work, lab, count, plan)
         options = [f"--max-steps={given.steps}", "--epochs=100000", "--batch=8", "--lr=1e-3", f"--seed={seed}"]
         options += [] if given.full else ["--lora=8"]
+        options += [] if plan is None else [f"--plan={PLAN}"]
         if kind.spares:
             options.append(f"--spare={','.join(f'198.18.0.{STAGES + 1 + n}' for n in range(kind.spares))}")
         began = time.monotonic()
@@ -256,7 +278,7 @@ def run(work: Path, scenario: str, given: argparse.Namespace, seed: int, number:
         "restarts": len(_RESUMED.findall(text)),
         "taken_in": len(re.findall(r"it is taken in", text)),
         "stay_spare": len(re.findall(r"so it stays a spare", text)),
-        "links": next((line.removeprefix("links").strip() for line in said if line.startswith("links ")), ""),
+        "links": {} if plan is None else json.loads(plan.read_text())["config"]["pipecomp"]["activations"],
         "drift": text.count("DriftError"),
         "said": [line for line in said if "pipecomp:" in line or line.startswith("train: ") or "error" in line][-12:],
     }
@@ -289,6 +311,7 @@ def main() -> None:
     plain = Kept(given.out / f"{NAME}.jsonl", digest(["undisturbed", given.full, *limits, given.steps]))
     todo = [("", number) for number in range(given.seeds if given.scenario in COMPARED else 0)]
     todo += [(given.scenario, number) for number in range(given.runs)]
+    plan = make_plan(given)
     for scenario, number in todo:
         rows = kept if scenario else plain
         if any(row["run"] == number for row in rows.rows):
@@ -296,7 +319,7 @@ def main() -> None:
         folder = given.work or Path(tempfile.mkdtemp(prefix="lost-machines-"))
         work = folder / f"{scenario or 'undisturbed'}-{number}"
         work.mkdir(parents=True)
-        found = run(work, scenario, given, number % given.seeds, number)
+        found = run(work, scenario, given, number % given.seeds, number, plan)
         rows.add(found)
         shown = {key: value for key, value in found.items() if key not in ("lost", "said")}
         print(json.dumps(shown), flush=True)

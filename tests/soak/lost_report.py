@@ -27,10 +27,11 @@ def summary(scenario: str, rows: Sequence[Found], undisturbed: Sequence[Found], 
     """The figures that count."""
     lost = [one for row in rows for one in row["lost"]]
     resumed = [one for one in lost if one.get("resumed") is not None]
-    plain = {(row["links"], row["seed"]): row["loss"] for row in undisturbed}
-    pairs = [(row["loss"], plain.get((row["links"], row["seed"]))) for row in rows]
+    plain = {(str(row["links"]), row["seed"]): row["loss"] for row in undisturbed}
+    pairs = [(row["loss"], plain.get((str(row["links"]), row["seed"]))) for row in rows]
     apart = [abs(loss - other) for loss, other in pairs if loss and other]
-    seeds = [[row["loss"] for row in undisturbed if row["links"] == links] for links in {row["links"] for row in rows}]
+    chosen = [row["links"] for row in rows]
+    seeds = [row["loss"] for row in undisturbed if row["links"] in chosen]
     pauses = [one["pause_s"] for one in resumed]
     told = [" ".join(row["said"]) for row in rows]
     return {
@@ -52,10 +53,10 @@ def summary(scenario: str, rows: Sequence[Found], undisturbed: Sequence[Found], 
         "more_than_stated": sum(one["lost"] > (one["stated"] or 0) for one in resumed),
         "pause_s": [round(statistics.median(pauses), 1), max(pauses)] if pauses else None,
         "drift": sum(row["drift"] for row in rows),
-        "compressed": sum(row["links"].startswith("aqsgd") for row in rows),
+        "compressed": sum(row["links"].get("method") == "aqsgd" for row in rows),
         "compared": len(apart),
         "apart": max(apart, default=None),
-        "spread": max((max(losses) - min(losses) for losses in seeds if len(losses) > 1), default=None),
+        "spread": max(seeds) - min(seeds) if len(seeds) > 1 else None,
     }
 
 
@@ -92,7 +93,7 @@ def page(file: Path) -> str:
             plain = [row for row in rows if (row["scenario"], row["full"]) == ("undisturbed", full)]
             if mine:
                 steps = max(row["steps"] for row in mine)
-                plain = [row for row in plain if row["steps"] >= steps]
+                plain = [row for row in plain if row["steps"] == steps]
                 parts.append(_part(title, summary(scenario, mine, plain, full=full)))
     processor = platform.processor() or platform.machine()
     return f"""# Lost machines
