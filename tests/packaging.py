@@ -11,11 +11,13 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from importlib.metadata import Distribution
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pipecomp.distributed.installation import distribution_files
 from pipecomp.distributed.local_launcher import run_ranks
 
 ROOT = Path(__file__).parents[1]
@@ -112,6 +114,23 @@ def wheel(source: Path, folder: Path, **environment: str) -> Path:
     words = ("--disable-pip-version-check", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, source)
     run(sys.executable, "-m", "pip", *words, cwd=folder, **environment)
     (path,) = folder.glob("pipecomp-*.whl")
+    return path
+
+
+def repacked(distribution: Distribution, folder: Path) -> Path:
+    """An installed package as a wheel, without its scripts, which pip and uv write anew."""
+    lines = (distribution.read_text("WHEEL") or "").splitlines()
+    tags = [line.partition(":")[2].strip().split("-") for line in lines if line.startswith("Tag:")]
+    tag = "-".join(".".join(dict.fromkeys(part)) for part in zip(*tags, strict=True))
+    files = {file.path: file.source for file in distribution_files([distribution])}
+    listed = (distribution.read_text("RECORD") or "").splitlines()
+    path = folder / f"{distribution.metadata['Name'].replace('-', '_')}-{distribution.version}-{tag}.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, source in files.items():
+            if not name.endswith(".dist-info/RECORD"):
+                archive.write(str(source), name)
+        record = next(name for name in files if name.endswith(".dist-info/RECORD"))
+        archive.writestr(record, "".join(f"{line}\n" for line in listed if line.split(",")[0] in files))
     return path
 
 

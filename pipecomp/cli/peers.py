@@ -27,7 +27,6 @@ from pipecomp.plan.options import TrainOptions
 from pipecomp.utils.tables import table
 from pipecomp.utils.units import format_size
 
-_DIGESTS = "digests.json"  # in the folder of this machine
 _OUTSIDE = "outside"  # in a working directory there: files that are not in the one here
 _INPUTS = ("evaluate", "model", "tokenizer", "adapter", "chat_template", "plan")  # options, beside "data"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".ot")
@@ -79,15 +78,29 @@ def find_inputs(options: TrainOptions) -> list[InputFiles]:
         else:
             files = [SourceFile(there, path)]
         found.append(InputFiles(text, tuple(files)))
-    for name in dict.fromkeys(filter(None, (options.model, options.tokenizer))):
-        if not _is_path(name):
-            found += hub_files(name)
+    for name in hub_names(options):
+        found += hub_files(name)
     for item in found:
         for file in item.files:
             require(file.source and os.access(file.source, os.R_OK), "file", str(file.source), "one that can be read")
-    cache = DigestCache(bring_up.book_path().with_name(_DIGESTS))
+    cache = DigestCache(bring_up.digests_path())
     cache.fill([file for item in found for file in item.files])
     return found
+
+
+def hub_names(options: TrainOptions) -> list[str]:
+    """Return the models of a run that may be on the hub."""
+    return [name for name in dict.fromkeys(filter(None, (options.model, options.tokenizer))) if not _is_path(name)]
+
+
+def hub_address(options: TrainOptions) -> str:
+    """Return the address of a file on the hub that a run reads; "" if there is none."""
+    names = hub_names(options)
+    if not names:
+        return ""
+    from huggingface_hub import constants  # takes a second
+
+    return f"{constants.ENDPOINT}/{names[0]}/resolve/main/config.json"
 
 
 def model_files(folder: Path) -> list[Path]:
@@ -246,7 +259,8 @@ def set_up_peers(
     command = ranks[0].command
     python = command[: command.index("-m")]
     probe = f"packaging=={Installation.version('packaging')}"
-    asked = bring_up.question(python, folder, input_paths(options), remote_folder, os.environ, probe)
+    inputs, hub = input_paths(options), hub_address(options)
+    asked = bring_up.question(python, folder, inputs, remote_folder, os.environ, probe, hub)
     name = re.sub(r"[^\w.-]", "-", os.path.basename(folder))[:40] or "run"
     digest = hashlib.sha256(f"{socket.gethostname()}\0{folder}".encode()).hexdigest()[:8]
 

@@ -43,6 +43,7 @@ PACKAGES = ("auto", "index", "here")
 TORCH_INDEX = "TORCH_INDEX_URL"  # of CPU wheels, as for `make setup`
 OLDEST = (3, 11)
 _BOOK = "peers.json"  # in FOLDER of this machine: the folder on each machine that was set up
+_DIGESTS = "digests.json"  # beside it: of the files that were copied
 _LOGIN_S, _QUESTION_S = 12.0, 60.0
 _MOST_BYTES = 256 << 20  # of an answer
 _CHUNK = 1 << 20
@@ -51,7 +52,8 @@ _MOST_PYTHONS = 16
 _INDEX_BYTES = {False: 3 << 30, True: 12 << 30}  # free space for packages of an index, without and with CUDA
 _OWN_PACKAGES = re.compile(r"(nvidia|cuda)-|triton$")  # torch's wheel for the machine names its own
 _INDEX_VARIABLES = re.compile(
-    r"(PIP_(INDEX_URL|EXTRA_INDEX_URL|TRUSTED_HOST|NO_INDEX)|UV_(INDEX|INDEX_URL|DEFAULT_INDEX|EXTRA_INDEX_URL))"
+    r"PIP_(INDEX_URL|EXTRA_INDEX_URL|TRUSTED_HOST|NO_INDEX)"
+    r"|UV_(INDEX|INDEX_URL|DEFAULT_INDEX|EXTRA_INDEX_URL|INSECURE_HOST|NATIVE_TLS|SYSTEM_CERTS)"
 )
 _TEST = "import torch, deepspeed, transformers, datasets, pipecomp.recipes.planned"
 
@@ -79,6 +81,7 @@ gpu=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader | head -n 1)
 there=$root
 while [ ! -e "$there" ]; do there=$(dirname "$there"); done
 say free "$(df -Pk "$there" | tail -n 1 | awk '{print $4}')"
+export UV_PYTHON_INSTALL_DIR="$root/python"
 uv=
 for word in uv "$HOME/.local/bin/uv" "$HOME/.cargo/bin/uv"; do
     uv=$(command -v "$word") && break
@@ -101,6 +104,11 @@ if [ -f "$root/agent.py" ]; then
         "$path" "$root/agent.py" check "$root" && break
     done
 fi
+if [ -n "$hub" ]; then
+    for path in $found; do
+        (eval "$exports"; timeout 15 "$path" -c "$reach" "$hub") && say hub && break
+    done
+fi
 if ! ls "$root"/environments/*/bin/python >/dev/null; then
     eval "$indexes"
     for path in $found; do
@@ -114,6 +122,13 @@ if ! ls "$root"/environments/*/bin/python >/dev/null; then
     [ -z "$uv" ] || { echo "$probe" | timeout 15 "$uv" pip compile -q --no-cache - >/dev/null && say index; }
 fi
 say end
+"""
+# Any answer counts, such as that a token is missing.
+_REACH = """import sys, urllib.error, urllib.request
+try:
+    urllib.request.urlopen(sys.argv[1], timeout=4)
+except urllib.error.HTTPError:
+    pass
 """
 
 
@@ -138,6 +153,7 @@ class PeerAnswer:
         uv: Path of uv.
         gpu: It has an NVIDIA driver.
         index: It reaches a package index.
+        hub: It reaches Hugging Face's hub.
         imports: This machine's Python is at the same path there, and imports pipecomp.
         as_here: It does so in the same folder.
         inputs: The same folder has all input files.
@@ -153,6 +169,7 @@ class PeerAnswer:
     uv: str | None = None
     gpu: bool = False
     index: bool = False
+    hub: bool = False
     imports: bool = False
     as_here: bool = False
     inputs: bool = False
@@ -169,7 +186,13 @@ class PeerAnswer:
 
 
 def question(
-    python: Sequence[str], folder: str, inputs: Sequence[str], root: str, environment: Mapping[str, str], probe: str
+    python: Sequence[str],
+    folder: str,
+    inputs: Sequence[str],
+    root: str,
+    environment: Mapping[str, str],
+    probe: str,
+    hub: str = "",
 ) -> bytes:
     """Write the question.
 
@@ -180,6 +203,7 @@ def question(
         root: Folder on the other machine, from its home unless absolute.
         environment: Variables of this process.
         probe: A small pinned package to ask an index for.
+        hub: Address to ask the hub for; "" not to ask.
     """
     values = {
         "same": python[0],
@@ -187,6 +211,8 @@ def question(
         "folder": folder,
         "root": root,
         "probe": probe,
+        "hub": hub,
+        "reach": _REACH,
         "inputs": shlex.join(inputs),
         "exports": export_commands(environment),
         "indexes": "".join(f"export {key}={shlex.quote(value)}\n" for key, value in index_variables(environment)),
@@ -247,6 +273,7 @@ def parse_answer(host: str, text: str) -> PeerAnswer:
         uv=first("uv") if first("uv").startswith("/") else None,
         gpu="gpu" in values,
         index="index" in values or state["index"] is True,
+        hub="hub" in values,
         imports="imports" in values,
         as_here="as-here" in values,
         inputs="folder" in values and "lacks" not in values,
@@ -384,6 +411,12 @@ class PeerPlan:
         own = {"PYTHONPATH": f"{self.answer.root}/{peer_agent.PACKAGES}/{self.package}", "PYTHONNOUSERSITE": "1"}
         offline = {"HF_HUB_OFFLINE": "1"} if self.offline else {}
         caches = {"HF_HOME": hub, "HF_HUB_CACHE": f"{hub}/hub", "HF_DATASETS_CACHE": f"{hub}/datasets"}
+        other = f"{self.answer.root}/{peer_agent.CACHE}"
+        caches |= {
+            "XDG_CACHE_HOME": other,
+            "TRITON_CACHE_DIR": f"{other}/triton",
+            "MPLCONFIGDIR": f"{other}/matplotlib",
+        }
         return {**own, **caches, **offline}
 
 
@@ -476,7 +509,7 @@ def make_plan(
     for item in inputs:
         if item.place is None and not moves:
             continue
-        if item.place is not None and (environment is None or answer.index):  # the machine asks the hub
+        if item.place is not None and (environment is None or answer.hub):  # the machine asks the hub
             continue
         place = item.place or work
         offline = offline or item.place is not None
@@ -516,8 +549,8 @@ def describe_plan(plan: PeerPlan, here: Installation) -> str:
         brought = "" if environment.python else ", which uv brings,"
         count = format_count(len(here.pins), "package")
         size = format_size(sum(file.size for file in here.environment_files)) if not environment.from_index else ""
-        kind = "CUDA" if plan.answer.gpu else "CPU"
-        origin = f"from its package index ({kind} wheels)" if environment.from_index else f"copied from here ({size})"
+        kind = "torch for CUDA" if plan.answer.gpu else "torch for the CPU, or for CUDA where it has no other"
+        origin = f"from its package index ({kind})" if environment.from_index else f"copied from here ({size})"
         parts.append(f"Python {'.'.join(map(str, version))}{brought} with {count} {origin}")
     parts += plan.labels
     note = f"; {environment.note}" if environment is not None and environment.note else ""
@@ -682,7 +715,10 @@ def agent_python(plan: PeerPlan, here: Installation) -> str:
     if chosen is not None:
         return f"exec {shlex.quote(chosen.path)}"
     uv, version = shlex.quote(str(plan.answer.uv)), ".".join(map(str, here.minor))
-    return f'{uv} python install -q {version} 1>&2 && exec "$({uv} python find --no-project {version})"'
+    place = f"export UV_PYTHON_INSTALL_DIR={shlex.quote(f'{plan.answer.root}/{peer_agent.PYTHONS}')}"
+    return (
+        f'{place}; {uv} python install -q --no-bin {version} 1>&2 && exec "$({uv} python find --no-project {version})"'
+    )
 
 
 def _environment_request(plan: PeerPlan, here: Installation, environment: Mapping[str, str]) -> dict[str, Any] | None:
@@ -702,18 +738,21 @@ def _environment_request(plan: PeerPlan, here: Installation, environment: Mappin
     }
 
 
-def requirements(pins: Mapping[str, str], gpu: bool, environment: Mapping[str, str]) -> list[list[list[str]]]:
-    """Return the arguments of pip, step by step, each with alternatives.
+def requirements(
+    pins: Mapping[str, str], gpu: bool, environment: Mapping[str, str]
+) -> list[list[tuple[str, list[str]]]]:
+    """Return arguments of pip and a text for people, step by step, each step with alternatives.
 
     The ordinary wheel of torch for Linux has CUDA. Without a GPU the CPU wheel comes first, where an index has it.
     """
     version = pins["torch"].partition("+")[0]
     other = ["--extra-index-url", environment[TORCH_INDEX]] if environment.get(TORCH_INDEX) else []
-    ordinary = [f"torch=={version}", *(other if gpu else [])]
-    torch = [ordinary] if gpu else [[f"torch=={version}+cpu", *other], ordinary]
+    ordinary = f"torch {version}", [f"torch=={version}", *(other if gpu else [])]
+    cpu = f"torch {version} for the CPU", [f"torch=={version}+cpu", *other]
+    large = f"torch {version} for CUDA, several GB, as the index has none for the CPU ({TORCH_INDEX})", ordinary[1]
     rest = [f"{name}=={pin}" for name, pin in pins.items() if name != "torch" and not _OWN_PACKAGES.match(name)]
     # DeepSpeed is built from source, which asks for these where it runs.
-    return [torch, [rest]]
+    return [[ordinary] if gpu else [cpu, large], [(format_count(len(rest), "package"), rest)]]
 
 
 def _send(session: PeerSession, wanted: list[Any], files: Mapping[str, SourceFile], say: Callable[[str], None]) -> None:
@@ -815,11 +854,12 @@ def bring_up(
         todo = [plan for plan in plans.values() if not plan.complete]
         if todo:
             agree([describe_plan(plan, here) for plan in todo])
+        remember({plan.host: plan.answer.root for plan in plans.values()})  # also those whose set-up will fail
+        if todo:
             began = time.monotonic()
             sent = pool.map(lambda plan: set_up(plan, here, os.environ, say), todo)
             total = format_size(sum(sent))
             say(f"{', '.join(plan.host for plan in todo)}: ready after {time.monotonic() - began:.0f} s, {total} sent")
-        remember({plan.host: plan.answer.root for plan in plans.values()})
     return plans
 
 
@@ -829,6 +869,11 @@ def bring_up(
 def book_path() -> Path:
     """Return the file that lists the machines which were set up from here."""
     return Path.home() / FOLDER / _BOOK
+
+
+def digests_path() -> Path:
+    """Return the file that keeps the digests of large files that were copied."""
+    return book_path().with_name(_DIGESTS)
 
 
 def known_peers() -> dict[str, str]:
@@ -841,12 +886,17 @@ def known_peers() -> dict[str, str]:
 
 
 def remember(roots: Mapping[str, str], gone: Sequence[str] = ()) -> None:
-    """Add machines to the list, and take others out of it."""
+    """Add machines to the list, and take others out of it; after the last one nothing is left here."""
     before = known_peers()
     after = {host: root for host, root in {**before, **roots}.items() if host not in gone}
-    if after != before:
+    if after and after != before:
         book_path().parent.mkdir(parents=True, exist_ok=True)
         atomic_write_text(book_path(), json.dumps(after, indent=2) + "\n")
+    elif not after:
+        for path in (book_path(), digests_path()):
+            path.unlink(missing_ok=True)
+        with suppress(OSError):  # this machine may have been set up from another one
+            book_path().parent.rmdir()
 
 
 def request_of(host: str, root: str, request: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,8 @@ environments/NAME    a virtual environment with the packages that pipecomp needs
 packages/NAME        pipecomp itself, in PYTHONPATH of the ranks
 work/NAME            working directory of the ranks: data, models, and what runs write
 huggingface          models of the hub
+python               Pythons that uv brings
+cache                what pip and uv download, until an environment is complete, and caches of the ranks' packages
 files/XX/DIGEST      content of every file, by its SHA-256; the others are hard links to it
 state.json           what is complete
 
@@ -19,6 +21,8 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import importlib.util
+import itertools
 import json
 import os
 import re
@@ -36,6 +40,8 @@ READY = "pipecomp peer ready"  # the line before the first answer; a login may p
 STATE_LINE = "pipecomp state "  # begins the line of `check`
 STATE, LOCK, AGENT = "state.json", "lock", "agent.py"
 ENVIRONMENTS, PACKAGES, WORK, HUB, FILES = "environments", "packages", "work", "huggingface", "files"
+PYTHONS, CACHE = "python", "cache"
+_DOWNLOADS = {"PIP_CACHE_DIR": f"{CACHE}/pip", "UV_CACHE_DIR": f"{CACHE}/uv"}
 PLACES = (ENVIRONMENTS, PACKAGES, WORK, HUB)
 UNFINISHED = ".part"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -209,7 +215,7 @@ def check(root: Path) -> dict[str, Any]:
 def locked_root(root: Path) -> Iterator[None]:
     """Create the root and lock it. Raises AgentError if it has files of others, or another launcher works on it."""
     root.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if not (root / LOCK).exists() and any(root.iterdir()):
+    if not (root / LOCK).exists() and any(path.name != PYTHONS for path in root.iterdir()):
         raise AgentError(f"{root} has other files: give an empty folder with --remote-folder")
     with open(root / LOCK, "ab") as file:
         try:
@@ -256,6 +262,8 @@ def provide(request: dict[str, Any], stream: BinaryIO, reply: Any) -> None:
         if environment is not None:
             finish(root, environment, request["package"], reply)
         write_state(root, state)
+        for place in _DOWNLOADS.values():
+            shutil.rmtree(root / place, ignore_errors=True)
 
 
 def make_environment(folder: Path) -> None:
@@ -271,26 +279,19 @@ def make_environment(folder: Path) -> None:
 
 
 def install(folder: Path, environment: dict[str, Any], reply: Any) -> None:
-    """Install pinned packages from an index, with uv or this Python's pip."""
-    python, variables = str(folder / "bin" / "python"), {**os.environ, **environment["variables"]}
-    if environment["uv"]:
-        words = [environment["uv"], "pip", "install", "--python", python]
-    else:
-        words = [
-            sys.executable,
-            "-m",
-            "pip",
-            "--python",
-            python,
-            "install",
-            "--disable-pip-version-check",
-            "--no-input",
-        ]
+    """Install pinned packages from an index: with uv, and with this Python's pip if uv is missing or fails."""
+    python, root = str(folder / "bin" / "python"), folder.parents[1]
+    variables = {**os.environ, **environment["variables"]}
+    variables |= {name: str(root / place) for name, place in _DOWNLOADS.items()}
+    tools = {"uv": [environment["uv"], "pip", "install", "--python", python]} if environment["uv"] else {}
+    if not tools or importlib.util.find_spec("pip"):
+        options = ["--disable-pip-version-check", "--no-input"]
+        tools["pip"] = [sys.executable, "-m", "pip", "--python", python, "install", *options]
     for step in environment["requirements"]:
         problem = ""
-        for requirements in step:  # alternatives, the first one first
-            reply({"say": f"installing {' '.join(requirements[:2])}{' …' if len(requirements) > 2 else ''}"})
-            problem = run([*words, *requirements], variables)
+        for (text, requirements), tool in itertools.product(step, tools):  # the first one that succeeds
+            reply({"say": f"installing {text} with {tool}"})
+            problem = run([*tools[tool], *requirements], variables)
             if not problem:
                 break
         if problem:
@@ -378,7 +379,7 @@ def remove(root: Path, *, keep_results: bool) -> dict[str, int]:
         if busy:
             raise AgentError(f"processes use {root}: {', '.join(map(str, busy[:5]))}; end the run first")
         kept = set(results(root)) if keep_results else set()
-        for place in (ENVIRONMENTS, PACKAGES, HUB, FILES):
+        for place in (ENVIRONMENTS, PACKAGES, HUB, FILES, PYTHONS, CACHE):
             shutil.rmtree(root / place, ignore_errors=True)
         for folder, _, names in os.walk(root / WORK, topdown=False):
             for name in names:

@@ -6,6 +6,7 @@ import math
 import os
 import platform
 import resource
+import shlex
 import shutil
 import socket
 import sys
@@ -39,9 +40,13 @@ MOUNT_SHM = "mkdir -p /dev/shm && mount -t tmpfs tmpfs /dev/shm; in a container:
 
 # -- processor, threads, kernels, GPUs
 
-_BUILD = "python -m pipecomp.kernels.build"
 _COMPILERS = "apt install g++ (Debian, Ubuntu), dnf install gcc-c++ (Fedora) or xcode-select --install (macOS)"
 _FOR_TRITON = "a C compiler and Python's headers: apt install gcc python3-dev, or dnf install gcc python3-devel"
+
+
+def _build_command() -> str:
+    same = shutil.which("python") == sys.executable  # not where pipecomp is installed as a tool
+    return f"{'python' if same else shlex.quote(sys.executable)} -m pipecomp.kernels.build"
 
 
 class GpuStatus(NamedTuple):
@@ -126,9 +131,9 @@ def check_kernels(status: dispatch.BackendStatus, compiler: str | None) -> Findi
         missing = "not installed" in status.reason
         advice = "pip install triton" if missing else f"Triton needs {_FOR_TRITON}"
     elif compiler is None:
-        advice = f"Install a C++ compiler: {_COMPILERS}; then run {_BUILD}"
+        advice = f"Install a C++ compiler: {_COMPILERS}; then run {_build_command()}"
     else:
-        advice = f"A compiler is here ({compiler}): run {_BUILD}"
+        advice = f"A compiler is here ({compiler}): run {_build_command()}"
     return Finding(check, WARNING, f"plain torch operations, dozens of times slower: {status.reason}", advice)
 
 

@@ -207,3 +207,5 @@ class TestCommands:
         assert asked[-1] == ("two", "/r", {"do": "remove", "keep_results": False})
         assert bring_up.known_peers() == {"three": "/r"}
         assert "got 'three'" in told("peers", "remove", "three", "--yes", status=1)
+        bring_up.remember({}, gone=["three"])
+        assert list(home.iterdir()) == [], "after the last machine nothing is left here"

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import shutil
+import socket
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from pipecomp.distributed.bring_up import (
     PeerAnswer,
     PeerPython,
     choose_environment,
+    make_plan,
     parse_answer,
     question,
     requirements,
@@ -89,6 +92,31 @@ pipecomp end
         assert parse_answer("two", text).pythons == ()
 
 
+def test_the_hub_answers(tmp_path):
+    """Any answer counts; where nothing listens there is no hub."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 0\r\n\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        assert ask_for_hub(tmp_path, f"http://127.0.0.1:{port}/config.json").hub
+        thread.join(HANG_S)
+    assert not ask_for_hub(tmp_path, f"http://127.0.0.1:{port}/config.json").hub
+
+
+def ask_for_hub(folder: Path, hub: str) -> PeerAnswer:
+    asked = question([sys.executable], str(folder), [], str(folder / "root"), {}, "no-such-package==1", hub)
+    variables = {**os.environ, "HOME": str(folder), "PIP_NO_INDEX": "1"}
+    done = subprocess.run(["sh", "-s"], input=asked, env=variables, capture_output=True, timeout=HANG_S, check=True)
+    return parse_answer("two", done.stdout.decode())
+
+
 class TestDecision:
     def test_without_an_index_packages_are_copied(self):
         found = choose_environment("two", BARE, HERE, "auto")
@@ -149,10 +177,19 @@ class TestDecision:
             choose_environment("two", replace(BARE, pythons=(NEWER,), index=True), HERE, "here")
 
     def test_wheels_of_torch_are_those_of_the_machine(self):
-        [[cpu, ordinary], [rest]] = requirements(HERE.pins, False, {"TORCH_INDEX_URL": "x"})
+        [[(_, cpu), (text, ordinary)], [(_, rest)]] = requirements(HERE.pins, False, {"TORCH_INDEX_URL": "x"})
         assert (cpu, ordinary) == (["torch==2.13.0+cpu", "--extra-index-url", "x"], ["torch==2.13.0"])
+        assert "TORCH_INDEX_URL" in text, "the remedy for several GB"
         assert rest == ["packaging==26.4"]
-        assert requirements(HERE.pins, True, {})[0] == [["torch==2.13.0"]]
+        assert [words for _, words in requirements(HERE.pins, True, {})[0]] == [["torch==2.13.0"]]
+
+    def test_a_model_of_the_hub_is_copied_where_the_hub_is_out_of_reach(self):
+        model = InputFiles("me/small", (SourceFile("config.json", data=b"{}"),), "huggingface/hub/models--me--small")
+        for answer, copied in ((replace(BARE, index=True), True), (replace(BARE, hub=True), False)):
+            plan = make_plan(
+                "two", answer, HERE, packages="index", work="w", inputs=[model], own=lambda native: ("p", [])
+            )
+            assert (model.place in plan.lacking, plan.offline) == (copied, copied)
 
 
 TOOLS = (

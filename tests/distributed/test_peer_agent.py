@@ -198,3 +198,45 @@ def test_the_program_needs_nothing_beside_python():
         timeout=HANG_S, check=True,
     )  # fmt: skip
     assert done.stdout.startswith(peer_agent.STATE_LINE)
+
+
+TOOL = """#!/bin/sh
+echo "$(basename "$0") $*" >> {log}
+mkdir -p "$UV_CACHE_DIR" "$PIP_CACHE_DIR"
+echo broken
+exit {status}
+"""
+
+
+@pytest.mark.parametrize(("uv", "tried"), [(0, ["uv"]), (1, ["uv", "pip"])])
+def test_pip_installs_where_uv_fails(tmp_path, monkeypatch, uv, tried):
+    """And what they download is in the root."""
+    said: list[str] = []
+    for name, status in (("uv", uv), ("python", 0)):
+        (tmp_path / name).write_text(TOOL.format(log=tmp_path / "log", status=status))
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    folder = tmp_path / "root" / "environments" / "e"
+    environment = {"uv": str(tmp_path / "uv"), "variables": {}, "requirements": [[("torch 1", ["torch==1"])]]}
+    peer_agent.install(folder, environment, lambda message: said.append(message["say"]))
+    assert said == [f"installing torch 1 with {tool}" for tool in tried]
+    calls = (tmp_path / "log").read_text().splitlines()
+    assert all(f"{folder}/bin/python" in call and call.endswith("torch==1") for call in calls)
+    assert sorted(path.name for path in (tmp_path / "root" / "cache").iterdir()) == ["pip", "uv"]
+
+
+def test_packages_that_cannot_be_installed(tmp_path):
+    (tmp_path / "uv").write_text(TOOL.format(log=tmp_path / "log", status=1))
+    (tmp_path / "uv").chmod(0o755)
+    step = [("torch 1 for the CPU", ["torch==1+cpu"]), ("torch 1", ["torch==1"])]
+    environment = {"uv": str(tmp_path / "uv"), "variables": {}, "requirements": [step]}
+    with pytest.raises(AgentError, match="cannot be installed: ERROR"):
+        peer_agent.install(tmp_path / "root" / "environments" / "e", environment, lambda message: None)
+    assert len((tmp_path / "log").read_text().splitlines()) == 2
+
+
+def test_a_python_that_uv_has_brought_is_no_file_of_others(tmp_path):
+    (tmp_path / "root" / "python" / "3.11").mkdir(parents=True)
+    provide(tmp_path / "root", {"a": b"x"})
+    peer_agent.remove(tmp_path / "root", keep_results=False)
+    assert not (tmp_path / "root").exists()
