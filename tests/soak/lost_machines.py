@@ -13,7 +13,7 @@ A machine is a node of the lab with a folder of its own; a stand-in for ssh ente
 processes by SIGKILL, and nobody can log in to it for half of --every and until the others go on; a cut one stays alive.
 Trains LoRA adapters; with --full all weights. Losses are compared with those of undisturbed runs of --seeds seeds. Rows
 are kept: a run that is there is not made again. Losses depend on the bits that the plan chooses, and these on the
-machine's load: all runs start with one plan, which the first one makes; it is beside the rows. Needs root and iproute2.
+machine's load: all runs start with a plan that has LINKS, beside the rows. Needs root and iproute2.
 """
 
 from __future__ import annotations
@@ -43,10 +43,13 @@ from tests.soak.lost_report import COMPARED, page, summary, verdict
 
 ROOT = Path(__file__).resolve().parents[2]
 STAGES, BLOCKS, WIDTH = 3, 6, 64
-BANDWIDTH, DELAY = "20mbit", "2ms"  # slow enough for compressed activations, fast enough for the finest
+BANDWIDTH, DELAY = "20mbit", "2ms"
+LINKS: dict[str, Any] = {"method": "aqsgd", "forward_bits": 3, "backward_bits": 6, "first_visit": 8}
+TIED = {"method": "double_squeeze", "bits": 8}  # gradients of the embedding, which the first and last stage hold
 LAST = 50  # steps, of which losses are compared
 NAME = "lost_machines"
 _TICK_S = 0.1
+_SIZES = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
 _RESUMED = re.compile(r"restart (\d+): goes on after step (\d+)")
 _STATED = re.compile(r"at most (\d+) steps? (?:is|are) lost")
 # Its last argument is a line for the other machine's shell. A machine whose file "down-N" is there does not answer.
@@ -192,7 +195,7 @@ class Output:
 
 
 def make_plan(given: argparse.Namespace) -> Path:
-    """Return the plan of all runs that train the same; a short run makes it."""
+    """Return the plan of all runs that train the same: that of a short run, with equal cuts and LINKS."""
     path = Path(given.out / f"{NAME}{'_full' if given.full else ''}.plan.json")
     if not path.exists():
         with tempfile.TemporaryDirectory(prefix="lost-machines-") as folder:
@@ -200,8 +203,12 @@ def make_plan(given: argparse.Namespace) -> Path:
             row = run(Path(folder), "", short, 0, 0, None)
             if row["status"] != 0:
                 raise SystemExit("\n".join(row["said"]))
+            made = json.loads((Path(folder) / "node-0" / "mine" / PLAN).read_text())
+            made["cuts"] = [stage * BLOCKS // STAGES for stage in range(STAGES + 1)]
+            section = {"activations": LINKS, **({"gradients": TIED} if given.full else {})}
+            made["config"] = {**_SIZES, "pipecomp": section}
             path.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(Path(folder) / "node-0" / "mine" / PLAN, path)
+            path.write_text(json.dumps(made, indent=1) + "\n")
     return path
 
 
@@ -278,7 +285,7 @@ def run(
         "restarts": len(_RESUMED.findall(text)),
         "taken_in": len(re.findall(r"it is taken in", text)),
         "stay_spare": len(re.findall(r"so it stays a spare", text)),
-        "links": {} if plan is None else json.loads(plan.read_text())["config"]["pipecomp"]["activations"],
+        "compressed": "links     aqsgd" in text,
         "drift": text.count("DriftError"),
         "said": [line for line in said if "pipecomp:" in line or line.startswith("train: ") or "error" in line][-12:],
     }
@@ -305,7 +312,7 @@ def main() -> None:
     given = parser.parse_args()
     kind = SCENARIOS[given.scenario]
     given.steps = given.steps or kind.steps
-    limits = [STAGES, BLOCKS, WIDTH, BANDWIDTH, DELAY, LAST]
+    limits = [STAGES, BLOCKS, WIDTH, BANDWIDTH, DELAY, LAST, LINKS, TIED, _SIZES]
     settings = [*limits, given.every, given.kills or kind.kills, given.cut if kind.cuts else 0, given.steps]
     kept = Kept(given.out / f"{NAME}.jsonl", digest([given.scenario, given.full, *settings]))
     plain = Kept(given.out / f"{NAME}.jsonl", digest(["undisturbed", given.full, *limits, given.steps]))
