@@ -1,4 +1,4 @@
-"""Time steps of two stages with two replicas that average after several steps, over slow and slower links.
+"""Time steps of two stages with two replicas that average after several steps, or momentum, over slow links.
 
     python -m benchmarks local_speed [--only NAME ...] [--out FOLDER] [--redraw]
 
@@ -16,7 +16,7 @@ from benchmarks import page
 from benchmarks.page import Row, prose
 from benchmarks.paired import MODEL, STAGES, compute_seconds
 from benchmarks.runner import Runs, arguments, chosen, digest
-from benchmarks.steps import LINES, TWICE, UNTHROTTLED, local_lines, measure
+from benchmarks.steps import ADAM, LINES, TWICE, UNTHROTTLED, local_lines, measure
 from pipecomp.bench.training import STOCK, rate_for
 
 LOCAL_STEPS, STEPS = 16, 2
@@ -44,8 +44,9 @@ CASES = (
     *(Case(line, r) for r in RATES for line in (STOCK, TWICE)),
     *(Case(line, r) for line in (COARSE.name, COARSEST.name) for r in (UNTHROTTLED, *RATES)),
     *(Case(COARSEST.name, r, sites=True) for r in RATES),
+    *(Case(ADAM.name, r) for r in (UNTHROTTLED, *RATES)),
 )
-BY_NAME = {line.name: line for line in (*LINES, COARSE, COARSEST)}
+BY_NAME = {line.name: line for line in (*LINES, COARSE, COARSEST, ADAM)}
 
 
 def run(name: str, compute_s: float) -> Row:
@@ -83,7 +84,8 @@ def results(rows: list[Row]) -> list[str]:
         is r; a stage computes {1000 * rows[0]["compute_s"]:.0f} ms on a micro-batch while one replica alone computes.
         Seconds a sample: of the fastest of {STEPS} times as many steps as there are between averages (of stock
         DeepSpeed: of {STEPS} steps). "Of its own rate": samples a second over those without a limit. With "sites", what
-        joins the replicas has a {SLOWER}th of the rate of a node's link.
+        joins the replicas has a {SLOWER}th of the rate of a node's link. QuantizedAdam averages momentum after every
+        step; steps are timed once its variance is frozen.
     """
     seconds = {row["name"]: min(row["steps"]) / _samples(row) for row in rows}
 

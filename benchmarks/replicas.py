@@ -26,6 +26,7 @@ from benchmarks.training import adamw, in_order
 STAGES, FREEZE_STEP = 2, 40
 ALONE = "one replica, "
 AQSGD = {"method": "aqsgd", "forward_bits": 3, "backward_bits": 6}
+DIRECT = AQSGD | {"method": "direct"}
 QUANTIZED_ADAM = {"method": "quantized_adam", "bits": 4, "freeze_step": FREEZE_STEP}
 SQUEEZED = {"method": "double_squeeze", "bits": 4}
 METHODS: dict[str, dict[str, Any]] = {
@@ -40,6 +41,13 @@ METHODS: dict[str, dict[str, Any]] = {
     f"{ALONE}FP32, untied": {"tie": False},
     f"{ALONE}AQ-SGD fw3 bw6, untied": {"activations": AQSGD, "tie": False},
     "FP32": {},
+    "AQ-SGD fw3 bw6": {"activations": AQSGD},
+    "FP32, quantized_adam 4 bits": {"gradients": QUANTIZED_ADAM},
+    "DirectQ fw3 bw6, quantized_adam 4 bits": {"activations": DIRECT, "gradients": QUANTIZED_ADAM},
+    "DirectQ fw3 bw6 with channel scales, quantized_adam 4 bits": {
+        "activations": DIRECT | {"scale": "channels"},
+        "gradients": QUANTIZED_ADAM,
+    },
     "AQ-SGD fw3 bw6, double_squeeze 4 bits": {"activations": AQSGD, "gradients": SQUEEZED},
     "AQ-SGD fw3 bw6, quantized_adam 4 bits": {"activations": AQSGD, "gradients": QUANTIZED_ADAM},
 }

@@ -51,6 +51,13 @@ LINES = (
     ),
 )
 
+ADAM = Line(  # not in LINES: rows of throughput.py are of these
+    name=f"{EIGHT}, 2 replicas, QuantizedAdam 4 bits",
+    replicas=2,
+    against=TWICE,
+    section={**aqsgd(3, 6), "gradients": {"method": "quantized_adam", "bits": 4, "freeze_step": 2}},
+)
+
 
 def local_lines(local_steps: int) -> tuple[Line, ...]:
     """Two replicas that average after so many steps, with few bits; fragments travel while the next steps are taken."""
