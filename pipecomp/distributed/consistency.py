@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from pipecomp.codecs import wire
+from pipecomp.distributed.heartbeat import is_collective_error
 from pipecomp.distributed.launch_env import restarts
 from pipecomp.errors import LinkError, LinkTimeoutError, PeerLostError, PipecompError
 
@@ -187,9 +188,9 @@ class AllRanks:
 
 def _lost_rank(error: Exception) -> int | None:
     """Return the rank whose loss is the error, _UNKNOWN if it is not known, None for another error."""
-    if not isinstance(error, (PeerLostError, LinkTimeoutError)):
-        return None
-    return _UNKNOWN if error.rank is None else error.rank
+    if isinstance(error, (PeerLostError, LinkTimeoutError)):
+        return _UNKNOWN if error.rank is None else error.rank
+    return _UNKNOWN if is_collective_error(error) else None
 
 
 def versions() -> dict[str, Any]:

@@ -387,8 +387,8 @@ def _initialize(store: Any, backend: str, rank: int, world: int) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error of torch without the paths of gloo's source files."""
-    text = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    """Return the first line of an error of torch without the paths of gloo's source files, and its advice."""
+    text = (str(error).strip().splitlines() or [type(error).__name__])[0].partition(". This is typically caused")[0]
     return re.sub(r"\[/\S+:\d+\] ", "", text)[:300]
 
 

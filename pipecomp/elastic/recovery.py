@@ -5,6 +5,8 @@ The checkpoint of a single machine, which has no second home, is brought to the 
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import secrets
 import shutil
@@ -12,7 +14,6 @@ from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -22,7 +23,7 @@ from pipecomp.distributed.rendezvous import all_ranks
 from pipecomp.elastic.assembly import assemble
 from pipecomp.elastic.index import IndexEntry, RecordFolder, complete_steps, find_records
 from pipecomp.elastic.record import Record
-from pipecomp.errors import WireError
+from pipecomp.errors import CheckpointError, WireError, write_error
 from pipecomp.utils.files import UNFINISHED
 
 _CHUNK_BYTES = 1 << 22
@@ -61,15 +62,16 @@ def recover(path: str | os.PathLike[str], checkpoints: str | os.PathLike[str], *
         if len(rows) < world:
             continue
         with all_ranks().collective_errors():
-            received = None
+            failures = _FirstError()
             for row in rows.values():
                 source = next(r for r in machines if row in have[r])
                 takers = [r for r in machines if row not in have[r]]
-                if rank == source and takers:
-                    _send(own[row], takers)
-                elif rank in takers:
-                    received = received or RecordFolder(path / _RECEIVED)
-                    _receive(row, source, received)
+                with failures:
+                    if rank == source and takers:
+                        _send_file(own[row].path, row[4], takers)
+                    elif rank in takers:
+                        _receive(row, source, path / _RECEIVED)
+            failures.check()
         with all_ranks().collective_errors():
             while_others_wait(partial(assemble, [path], checkpoints, step=step) if first_here else lambda: None)
         return step
@@ -120,13 +122,15 @@ def share_checkpoint(folder: str | os.PathLike[str], holder: int, takers: list[i
             path = Path(name)
             if path.is_absolute() or ".." in path.parts or type(size) is not int or size < 0:
                 raise WireError(f"rank {holder} sent a checkpoint with a file {name!r}")
-    for name, size in listed:
-        if rank == holder and size:
-            _send_file(target / name, size, takers)
-        elif rank in takers:
-            (part / name).parent.mkdir(parents=True, exist_ok=True)
-            _receive_file(part / name, size, holder)
     with all_ranks().collective_errors():
+        failures = _FirstError()
+        for name, size in listed:
+            with failures:
+                if rank == holder:
+                    _send_file(target / name, size, takers)
+                elif rank in takers:
+                    _receive_file(part / name, size, holder)
+        failures.check()
         if rank in takers:
             shutil.rmtree(target, ignore_errors=True)
             os.replace(part, target)
@@ -155,34 +159,80 @@ def _device() -> torch.device:
     return torch.device(distributed_c10d._get_object_coll_device(None))
 
 
-def _send(entry: IndexEntry, takers: list[int]) -> None:
-    _send_file(entry.path, entry.size, takers)
+class _FirstError:
+    """Keeps the first error of the files, so that the other files are sent and received in spite of it."""
+
+    def __init__(self) -> None:
+        self._error: Exception | None = None
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if not isinstance(error, (OSError, WireError, CheckpointError)):
+            return False
+        self._error = self._error or error
+        return True
+
+    def check(self) -> None:
+        """Raise the error."""
+        if self._error is not None:
+            raise self._error
 
 
 def _send_file(path: Path, size: int, takers: list[int]) -> None:
-    data = np.memmap(path, dtype=np.uint8, mode="r")
-    for at in range(0, size, _CHUNK_BYTES):
-        chunk = torch.from_numpy(np.array(data[at : at + _CHUNK_BYTES])).to(_device())
-        for taker in takers:
-            dist.send(chunk, taker)
+    """Send a file. An error is raised after the last chunk: the takers wait for all of them."""
+    problem: OSError | None = None
+    with contextlib.ExitStack() as opened:
+        try:
+            file = opened.enter_context(path.open("rb"))
+        except OSError as error:
+            problem = error
+        for at in range(0, size, _CHUNK_BYTES):
+            data = bytearray(min(_CHUNK_BYTES, size - at))
+            try:
+                if problem is None and file.readinto(data) < len(data):
+                    problem = OSError(errno.EIO, "it has become shorter", str(path))
+            except OSError as error:
+                problem = error
+            chunk = torch.frombuffer(data, dtype=torch.uint8).to(_device())
+            for taker in takers:
+                dist.send(chunk, taker)
+    if problem is not None:
+        raise problem
 
 
-def _receive(row: Row, source: int, folder: RecordFolder) -> None:
+def _receive(row: Row, source: int, path: Path) -> None:
     """Write a record that another machine sends, and list it. Raises WireError unless it is the announced one."""
     session, step, rank, _, size, crc = row
-    part = folder.path / f"step-{step}-rank-{rank}.safetensors{UNFINISHED}"
+    part = path / f"step-{step}-rank-{rank}.safetensors{UNFINISHED}"
     _receive_file(part, size, source)
     record = Record.open(part)
     if (record.info.session, record.info.step, record.info.rank, record.crc) != (session, step, rank, crc):
         part.unlink()
         raise WireError(f"rank {source} has sent another record than that of rank {rank} after step {step}")
-    os.replace(part, folder.path / record.info.file_name)
-    folder.add(Record.open(folder.path / record.info.file_name))
+    os.replace(part, path / record.info.file_name)
+    RecordFolder(path).add(Record.open(path / record.info.file_name))
 
 
 def _receive_file(path: Path, size: int, source: int) -> None:
-    with path.open("wb") as file:
+    """Write a file that another rank sends. An error is raised after the last chunk: the sender cannot be stopped."""
+    problem: OSError | None = None
+    with contextlib.ExitStack() as opened:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = opened.enter_context(path.open("wb", buffering=0))
+        except OSError as error:
+            problem = error
         for at in range(0, size, _CHUNK_BYTES):
             chunk = torch.empty(min(_CHUNK_BYTES, size - at), dtype=torch.uint8, device=_device())
             dist.recv(chunk, source)
-            file.write(chunk.cpu().numpy().data)
+            data = chunk.cpu().numpy().data
+            try:
+                while problem is None and data.nbytes:
+                    data = data[file.write(data) :]
+            except OSError as error:
+                problem = error
+    if problem is not None:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+        raise CheckpointError(f"{path} cannot be written: {write_error(problem, path)}") from problem

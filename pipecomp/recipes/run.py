@@ -20,6 +20,7 @@ import os
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -30,7 +31,8 @@ from torch.distributed import distributed_c10d
 from pipecomp.config import MOST_SEED
 from pipecomp.data import default_collate
 from pipecomp.distributed import preemption
-from pipecomp.distributed.rendezvous import silence_stderr
+from pipecomp.distributed.heartbeat import is_collective_error
+from pipecomp.distributed.rendezvous import first_line, silence_stderr
 from pipecomp.errors import LinkTimeoutError, PeerLostError, PipecompError
 from pipecomp.interfaces import TrainingEngine
 from pipecomp.recipes import resume
@@ -123,8 +125,8 @@ def run(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentPar
 
     The exit status is 0; 2 for an error in the command line, 13 for a lost rank and 1 for pipecomp's other errors, all
     printed as one line on standard error (once per machine if all ranks have the same error); 75 for a run that was
-    stopped by a signal and has saved a checkpoint; 130 after Ctrl-C without a checkpoint. Other exceptions are bugs and
-    print a traceback.
+    stopped by a signal and has saved a checkpoint; 130 after Ctrl-C without a checkpoint. A collective that fails
+    prints a traceback and counts as a lost rank. Other exceptions are bugs and print a traceback.
 
     Args:
         main: Takes the parsed arguments.
@@ -140,6 +142,12 @@ def run(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentPar
         _print_once(f"{parser.prog}: error: {error}")
         lost = isinstance(error, (PeerLostError, LinkTimeoutError))
         status = 2 if isinstance(error, UsageError) else preemption.LOST_STATUS if lost else 1
+    except Exception as error:
+        if not is_collective_error(error):
+            raise
+        traceback.print_exc()
+        _print_once(f"{parser.prog}: error: lost another rank, whose output says more: {first_line(error)}")
+        status = preemption.LOST_STATUS
     except KeyboardInterrupt:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             line = f"{parser.prog}: stopped by Ctrl-C without saving a checkpoint (see --save-every in --help)"

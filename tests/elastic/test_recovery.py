@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ import torch.distributed as dist
 
 from pipecomp.distributed.local_launcher import run_ranks
 from pipecomp.distributed.rendezvous import join_processes
+from pipecomp.elastic import recovery
 from pipecomp.elastic.index import RecordFolder
 from pipecomp.elastic.record import Record
 from pipecomp.elastic.recovery import find_lost_step, recover, share_checkpoint
+from pipecomp.errors import PipecompError
 from tests.elastic.test_records import contents, info
 from tests.limits import HANG_S
 
@@ -38,6 +41,23 @@ def recovered(rank: int, world: int, note: Any, machines: list[str], each: int =
     step = recover(machine / "second-home", machine / "checkpoints", after=after)
     dist.barrier()  # rank 0 serves the store
     return step
+
+
+def recovered_with_little_room(rank: int, world: int, note: Any, machines: list[str], full: int) -> str:
+    os.environ["LOCAL_RANK"] = "0"
+    recovery._CHUNK_BYTES = 256  # several of each file
+    join_processes()
+    machine = Path(machines[rank])
+    if rank == full:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    try:
+        if (machine / "checkpoint-7").exists():
+            share_checkpoint(machine / "checkpoint-7", 0, [1, 2])
+        else:
+            recover(machine / "second-home", machine / "checkpoints")
+    except PipecompError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def lost(rank: int, world: int, note: Any, machines: list[str], after: int) -> Any:
@@ -85,6 +105,29 @@ def test_a_spare_machine_gets_everything(machines: list[Path], tmp_path: Path) -
     shutil.rmtree(machines[0])
     shutil.rmtree(machines[2])
     assert run_ranks(1, recovered, [str(spare)], timeout_s=HANG_S) == {0: 4}, "it can be the only one that is left"
+
+
+def test_a_full_disk_ends_all_machines(machines: list[Path], tmp_path: Path) -> None:
+    """The others would wait for the machine that cannot write."""
+    places = [str(machines[0]), str(tmp_path / "spare"), str(machines[2])]
+    found = run_ranks(3, recovered_with_little_room, places, 1, timeout_s=HANG_S)
+    assert found[1].startswith(f"CheckpointError: {tmp_path}/spare/second-home/received/step-4-rank-0.safetensors")
+    assert "cannot be written: File too large" in found[1]
+    for rank in (0, 2):
+        assert found[rank].startswith("LinkError: rank 1 could not start: CheckpointError: ")
+
+
+def test_a_full_disk_ends_all_machines_that_get_a_checkpoint(tmp_path: Path) -> None:
+    places = [tmp_path / name for name in "abc"]
+    for place in places:
+        (place / "checkpoint-7").mkdir(parents=True)
+    for name in ("a.pt", "b.pt"):
+        (places[0] / "checkpoint-7" / name).write_bytes(bytes(1000))
+    found = run_ranks(3, recovered_with_little_room, [str(place) for place in places], 1, timeout_s=HANG_S)
+    assert "cannot be written: File too large" in found[1]
+    assert found[0].startswith("LinkError: rank 1 could not start: CheckpointError: ")
+    assert found[2] == found[0]
+    assert list(places[2].iterdir()) == [places[2] / "checkpoint-7"], "no part of it is left"
 
 
 def test_two_ranks_on_each_machine_write_once(machines: list[Path]) -> None:

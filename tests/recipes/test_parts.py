@@ -7,6 +7,8 @@ import errno
 import json
 import math
 import os
+import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +23,9 @@ from hypothesis import strategies as st
 from pipecomp.config import Config
 from pipecomp.data import as_micro_batch, eval_batches
 from pipecomp.distributed import rendezvous
+from pipecomp.distributed.collectives import gathered
 from pipecomp.distributed.local_launcher import run_ranks
+from pipecomp.distributed.preemption import LOST_STATUS
 from pipecomp.errors import ConfigError, DataError, PipecompError, StoreError
 from pipecomp.recipes import language, run, steps, text
 from pipecomp.recipes.report import Report
@@ -190,6 +194,30 @@ def test_an_error_of_one_rank_ends_all_and_is_told_once(tmp_path: Path) -> None:
     assert everything.count("all ranks say this\n") == 1
     assert "rank 0 says this\n" in found[0][6]
     assert "rank 1 says this\n" in found[1][6]
+
+
+def _gather_with_one_killed(rank: int, world: int, note: Any) -> object:
+    """Runs on each rank: exit status of those that are left."""
+
+    def main(args: object) -> None:
+        rendezvous.start_processes(5)
+        gathered(rank)
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        for _ in range(1000):
+            gathered(rank)
+
+    sys.argv = ["train.py", *NEEDED]
+    with pytest.raises(SystemExit) as ended:
+        run.run(main, run.arguments("name", "what it does"))
+    return ended.value.code
+
+
+@pytest.mark.ranks
+def test_a_rank_that_is_killed_before_training_is_a_loss_for_the_others() -> None:
+    """Otherwise an elastic run would end, as by an error of its own."""
+    found = run_ranks(3, _gather_with_one_killed, timeout_s=HANG_S, may_die=[2])
+    assert found == {0: LOST_STATUS, 1: LOST_STATUS}
 
 
 class TestPlan:
