@@ -292,7 +292,11 @@ def start_ranks(
             wanted=wanted,
         )
         earlier = before
-        start = agree_on_members(config, Credentials(KeyFolder(keys)), wait_s=_MEMBERS_S, say=say)
+        try:
+            start = agree_on_members(config, Credentials(KeyFolder(keys)), wait_s=_MEMBERS_S, say=say)
+        except RunEndedError as error:  # without this machine
+            say(str(error))
+            return 0
 
 
 def read_book(keys: str) -> dict[int, Address]:

@@ -74,11 +74,17 @@ class MembershipConfig:
 
 
 class RunningError(LinkError):
-    """Training goes on without this machine. book: addresses of the run's machines, by place."""
+    """Training goes on without this machine.
 
-    def __init__(self, book: dict[int, Address]) -> None:
+    Attributes:
+        book: Addresses of the run's machines, by place.
+        left_out: True if this machine has no part in the start that goes on; otherwise the others may not have noticed
+            yet that it was lost.
+    """
+
+    def __init__(self, book: dict[int, Address], *, left_out: bool) -> None:
         super().__init__("the run goes on without this machine")
-        self.book = book
+        self.book, self.left_out = book, left_out
 
 
 class RunEndedError(LinkTimeoutError):
@@ -144,7 +150,7 @@ def agree_on_members(
                 if answered is None:
                     answered = began
                     say("the run goes on; this machine waits until it is taken in")
-                left_out = began - answered > _ENDED_S  # before, the others may not have noticed its loss
+                left_out = error.left_out or began - answered > _ENDED_S
                 before = () if left_out else config.before
                 config = replace(config, addresses={**config.addresses, **error.book}, before=before)
             except (OSError, EOFError, PipecompError) as error:
@@ -169,6 +175,8 @@ def agree_on_members(
         time.sleep(_RETRY_S)
     if counts:
         hint = "Start the same command again on the others; the run goes on from their newest complete state"
+        if time.monotonic() - heard >= _ENDED_S:
+            hint = f"The others refuse connections. If the run has not ended without this machine: {hint}"
         raise LinkTimeoutError(f"too few machines are left after {wait_s:g} s: {counts}. {hint}")
     kind = NoRunError if answered is None and first_s is not None else LinkTimeoutError
     known = ", ".join(
@@ -206,7 +214,7 @@ def _follow(
     if "running" in reply:
         if reply["running"] is not True:
             raise LinkError("the run's first start waits for its machines")
-        raise RunningError(_read_book(reply.get("book")))
+        raise RunningError(_read_book(reply.get("book")), left_out=reply.get("member") is False)
     places, number = reply.get("places"), reply.get("number")
     if not (
         isinstance(places, list)
@@ -284,7 +292,7 @@ class _Leader:
             if enough and place in places:
                 self._tell(stream, {"places": list(places), "number": number})
             elif enough and place in told:
-                self._tell(stream, {"running": True, "book": {}})
+                self._tell(stream, {"running": True, "book": {}, "member": False})
             stream.close()
         return Membership(places, config.addresses[config.place], number) if enough else None
 

@@ -195,8 +195,8 @@ class Mesh:
         with self._changed:
             if began and (incoming.rank in self._visits or len(self._visits) < _MAX_VISITORS):
                 self._visits[incoming.rank] = time.monotonic()
-        revoked = self._own.credentials.revocation_list
-        incoming.stream.send_json({"running": began, "book": self.book, "revoked": revoked})
+        answer = {"running": began, "book": self.book, "member": incoming.rank in (certified or range(self.world))}
+        incoming.stream.send_json({**answer, "revoked": self._own.credentials.revocation_list})
         incoming.stream.close()
 
     def visitors(self) -> list[int]:

@@ -200,6 +200,31 @@ class TestVisits:
             agree_on_members(self.config(at, 2), credentials[2], wait_s=HANG_S, first_s=HANG_S)
         ending.join()
 
+    def test_one_that_was_left_out_ends_with_the_run(self, run, credentials, monkeypatch):
+        """Its line was cut, and the run ends soon after the others have answered that they go on without it."""
+        mesh, at = run
+        monkeypatch.setattr(membership, "_VISIT_S", 0.05)
+        monkeypatch.setattr(membership, "_RETRY_S", 0.05)
+        monkeypatch.setattr(membership, "_GATHER_S", 0.1)
+        monkeypatch.setattr(membership, "_ENDED_S", 1.0)
+        config = replace(self.config(at, 2), before=(0, 1, 2), number=1, listen=free_address())
+        ending = threading.Thread(target=lambda: until(mesh.visitors) and mesh._listener.close())
+        ending.start()
+        with pytest.raises(RunEndedError, match="the run has ended"):
+            agree_on_members(config, credentials[2], wait_s=5.0)
+        ending.join()
+
+    def test_one_whose_loss_the_others_have_not_noticed_takes_part_in_the_next_start(self, run, credentials):
+        mesh, at = run
+        mesh._own = mesh._own._replace(credentials=credentials[0])
+        mesh.book = {}
+        with pytest.raises(membership.RunningError) as caught:
+            membership._follow(self.config(at, 1), credentials[1], at, 0, 5.0)
+        assert not caught.value.left_out
+        with pytest.raises(membership.RunningError) as caught:
+            membership._follow(self.config(at, 2), credentials[2], at, 0, 5.0)
+        assert caught.value.left_out
+
     def test_one_of_this_start_is_no_visitor(self, run, credentials):
         mesh, at = run
         with pytest.raises(membership.RunningError) as caught:
