@@ -32,11 +32,15 @@ from pipecomp.tls.listener import Address
 from pipecomp.tls.membership import Membership, MembershipConfig, NoRunError, RunEndedError, agree_on_members
 from pipecomp.utils.processes import python_module_command
 
-BOOK = "machines.json"  # in the folder of keys: where each machine is reached, by place
+# In the folder of keys: where each machine is reached, by place. It is removed when the run ends; a lost machine keeps
+# it, and looks for the run when its command is started again.
+BOOK = "machines.json"
 REACHED = "PIPECOMP_REACHED"  # where the others reach this machine
 TRAIN = "train"  # in place of a script: its argument is `TrainOptions` as JSON
 _MEMBERS_S = 600.0  # for the machines that are left to find each other
-_FIRST_S, _AGAIN_S = 15.0, 3.0  # for a run to answer a machine that joins, and one that may have been part of it
+_FIRST_S = 15.0  # for a run to answer a machine that joins
+# For a run to answer a machine that was part of it. Nobody listens while the others notice the loss, agree, and load.
+_AGAIN_S = 120.0
 _GRACE_S = 30.0  # for the remaining ranks to end after the first failure
 _REMOTE = ("192.0.2.1", "2001:db8::1")  # reserved for documentation
 
@@ -255,21 +259,24 @@ def start_ranks(
             f"{run.procs} rank(s): give the same --machines and --procs everywhere, or make new keys"
         )
     place = mine[0] // run.procs
-    start = Membership(tuple(range(run.machines)), run.address, 0)
+    first = start = Membership(tuple(range(run.machines)), run.address, 0)
     book = Path(keys) / BOOK
     if run.elastic:
         try:
-            start = find_run(run, keys, place, joins=joins, say=say) or start
+            start = find_run(run, keys, place, joins=joins, say=say) or first
         except RunEndedError as error:  # it was not needed
             say(str(error))
+            book.unlink(missing_ok=True)
             return 0
-    book.unlink(missing_ok=True)
     earlier = start.places  # of the start before
     while True:
         if start.number:
             say(f"restart {start.number}: {', '.join(map(machine_name, start.places))}")
+        else:
+            book.unlink(missing_ok=True)
         ended, status = _run_ranks(run, start, place, keys, listen, checks, say=say)
         if not run.elastic or not book.is_file() or not status or ended.stopped:
+            book.unlink(missing_ok=True)
             return status
         before, wanted = start.places, len(start.places)
         if ended.more is not None:
@@ -278,6 +285,8 @@ def start_ranks(
             say("a machine or rank was lost; looking for those that are left")
         else:  # with machines that cannot take part, such as one with other data
             before = tuple(number for number in start.places if number in earlier)
+            if before == start.places:
+                book.unlink(missing_ok=True)
             if before == start.places or place not in before:
                 return status
             wanted = len(before)
@@ -294,8 +303,11 @@ def start_ranks(
         earlier = before
         try:
             start = agree_on_members(config, Credentials(KeyFolder(keys)), wait_s=_MEMBERS_S, say=say)
+        except NoRunError:  # the first machine has not found the run, and starts it again
+            start, earlier = first, first.places
         except RunEndedError as error:  # without this machine
             say(str(error))
+            book.unlink(missing_ok=True)
             return 0
 
 
@@ -331,7 +343,9 @@ def find_run(run: UpRun, keys: str, place: int, *, joins: bool, say: Callable[[s
     config = MembershipConfig(place=place, procs=run.procs, addresses=addresses, before=(), number=0, listen=None)
     if not addresses:
         return None
-    first_s = _FIRST_S if joins else _AGAIN_S if known else 0.0
+    first_s = _AGAIN_S if known else _FIRST_S if joins else 0.0
+    if known:
+        say(f"looks for the run that this machine was part of, for up to {first_s:g} s")
     try:
         return agree_on_members(config, Credentials(KeyFolder(keys)), wait_s=_MEMBERS_S, first_s=first_s, say=say)
     except NoRunError:

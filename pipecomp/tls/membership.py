@@ -92,7 +92,7 @@ class RunEndedError(LinkTimeoutError):
 
 
 class NoRunError(LinkTimeoutError):
-    """No machine of the run has answered."""
+    """No machine of the run has answered, or its first start waits for its machines."""
 
 
 def is_enough(present: Sequence[int], before: Sequence[int]) -> bool:
@@ -128,7 +128,8 @@ def agree_on_members(
 
     Raises:
         LinkTimeoutError: Too few machines are left, or none of them can be reached; NoRunError, a subclass, if none has
-            answered within `first_s`; RunEndedError, another one, if training went on and has ended.
+            answered within `first_s`, or if a first start waits for this machine; RunEndedError, another one, if
+            training went on and has ended.
         KeysError: The keys of this machine cannot be used.
     """
     began = time.monotonic()
@@ -153,6 +154,8 @@ def agree_on_members(
                 left_out = error.left_out or began - answered > _ENDED_S
                 before = () if left_out else config.before
                 config = replace(config, addresses={**config.addresses, **error.book}, before=before)
+            except NoRunError:
+                raise
             except (OSError, EOFError, PipecompError) as error:
                 if not isinstance(error, ConnectionRefusedError):
                     heard = time.monotonic()
@@ -213,7 +216,7 @@ def _follow(
     credentials.merge_revocations(reply.get("revoked"))
     if "running" in reply:
         if reply["running"] is not True:
-            raise LinkError("the run's first start waits for its machines")
+            raise NoRunError("the run's first start waits for its machines")
         raise RunningError(_read_book(reply.get("book")), left_out=reply.get("member") is False)
     places, number = reply.get("places"), reply.get("number")
     if not (
