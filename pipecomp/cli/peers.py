@@ -202,10 +202,12 @@ class PeerPlaces:
         return replace(rank, command=command, folder=plan.folder, variables=variables, needs=())
 
     def results(self, rank: RankCommand) -> str | None:
-        """Return where rank 0 writes the run's results, None if that is the same path as here."""
-        if rank.folder is None:
+        """Return where rank 0 writes the run's results, as for scp; None if that is the same path as here."""
+        if rank.folder is None or rank.host is None:
             return None
-        return f"{rank.host}:{rank.folder}/{TrainOptions.from_json(rank.command[-1]).out}"
+        user, at, name = rank.host.rpartition("@")
+        host = f"{user}{at}[{name}]" if ":" in name else rank.host
+        return f"{host}:{rank.folder}/{TrainOptions.from_json(rank.command[-1]).out}"
 
     def write(self, host: str, path: Path, text: str) -> str | None:
         """Write a file of the run on a host; see `write_file`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Sequence
@@ -149,8 +150,10 @@ def train(
     from pipecomp.distributed.launch_env import read_launch
     from pipecomp.distributed.ssh_launcher import (
         LackingError,
+        RankCommand,
         assign_ranks,
         check_hosts,
+        lacking_hosts,
         launch_ranks,
         working_directory,
     )
@@ -187,13 +190,17 @@ def train(
         if launch_ranks(assign_ranks(measured, 1 if hosts else len(ranks))):
             print_status("No duration is predicted: the training would fail in the same way.")
         return
-    placed = None
+    placed, needs = None, tuple[str, ...]()
+    if hosts or spares:
+        from pipecomp.cli.peers import input_paths
+
+        needs = tuple(input_paths(own))
     if any(rank.host for rank in ranks) or spares:
-        from pipecomp.cli.peers import input_paths, may_lack, set_up_peers
+        from pipecomp.cli.peers import may_lack, set_up_peers
 
         places = [f"rank {rank.rank} on {rank.host or 'this machine'}" for rank in ranks]
         print_status(f"Starting {', '.join(places)}.")
-        ranks = [replace(rank, needs=tuple(input_paths(own))) for rank in ranks]
+        ranks = [replace(rank, needs=needs) for rank in ranks]
         lacks = bool(spares) or may_lack(rank.host for rank in ranks if rank.host)
         try:
             if not lacks:
@@ -203,8 +210,8 @@ def train(
         if lacks:
             placed = set_up_peers(own, ranks, spares, packages=packages, remote_folder=remote_folder, yes=yes)
             ranks = placed.place(ranks)
-            if (results := placed.results(ranks[0])) is not None:
-                print_status(f"Results will be in {results}.")
+            if (there := placed.results(ranks[0])) is not None:
+                print_status(f"Results will be in {there}.")
             check_hosts(ranks)
     if options.plan is None:
         print_status("Measuring with 1 process." if len(ranks) == 1 else f"Measuring between {len(ranks)} processes.")
@@ -216,10 +223,30 @@ def train(
 
     each = len(ranks) // len(roster.hosts)
     if placed is None or not placed.plans:
-        raise typer.Exit(launch_elastic(command_for, roster, each, out=own.out))
+        raise typer.Exit(launch_elastic(command_for, roster, each, out=own.out, lacking=lacking_hosts, needs=needs))
+    peers, started = placed, ranks
+
+    def place(commands: list[RankCommand]) -> list[RankCommand]:
+        nonlocal started
+        started = peers.place(commands)
+        return started
+
+    def lacking(commands: Sequence[RankCommand]) -> dict[str, str]:
+        return lacking_hosts(peers.place(list(commands)))
+
     status = launch_elastic(
-        command_for, roster, each, placed.silent, out=own.out, write=placed.write, place=placed.place
+        command_for,
+        roster,
+        each,
+        peers.silent,
+        out=own.out,
+        write=peers.write,
+        place=place,
+        lacking=lacking,
+        needs=needs,
     )
+    if status == 0 and (results := peers.results(started[0])) is not None:
+        print_status(f"Fetch the results: scp -r {shlex.quote(results)} .")
     raise typer.Exit(status)
 
 

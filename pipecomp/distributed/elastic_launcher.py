@@ -152,6 +152,7 @@ class Arrivals:
         seen: Number of lines of that file that were handled.
         silent: See `silent_hosts`.
         write: See `write_file`.
+        lacking: Returns which of the hosts that would join cannot run a rank, and why.
 
     Attributes:
         roster: The machines, with those that came.
@@ -166,9 +167,11 @@ class Arrivals:
         seen: int,
         silent: Callable[[Iterable[str]], dict[str, str]],
         write: Callable[[str, Path, str], str | None],
+        lacking: Callable[[Sequence[str]], dict[str, str]],
     ) -> None:
         self.roster, self.seen = roster, seen
         self._number, self._out, self._silent, self._write = number, out, silent, write
+        self._lacking = lacking
         self._pool = ThreadPoolExecutor(1)
         self._work: Future[None] | None = None
         self._next_read = 0.0
@@ -210,10 +213,10 @@ class Arrivals:
             if host in known or host.startswith("-"):
                 _say(f"{host} cannot join: it {'takes part already' if host in known else 'is no name of a host'}")
         joining = [host for host in dict.fromkeys(asked) if host not in known and not host.startswith("-")]
-        why = self._silent([*joining, *lost])
+        why = self._lacking(joining) | self._silent([*joining, *lost])
         for host in joining:
             if host in why:
-                _say(f"{host} cannot join: {why[host]}. Add the line once more when it answers")
+                _say(f"{host} cannot join: {why[host]}. Add the line once more when that is mended")
         came = [host for host in joining if host not in why]
         back = [host for host in lost if host not in why]
         for text, hosts in (("joins", came), ("answers again", back)):
@@ -242,6 +245,8 @@ def launch_elastic(
     out: Path | None = None,
     write: Callable[[str, Path, str], str | None] = write_file,
     place: Callable[[list[RankCommand]], list[RankCommand]] = lambda ranks: ranks,
+    lacking: Callable[[Sequence[RankCommand]], dict[str, str]] = lambda ranks: {},
+    needs: Sequence[str] = (),
 ) -> int:
     """Start the ranks, and start them again on the machines that answer after one is lost, or with those that come.
 
@@ -253,6 +258,8 @@ def launch_elastic(
         out: The run's folder, relative to the working directory of all machines; None if no machine can join.
         write: See `write_file`.
         place: Changes the commands of ranks on machines that were set up.
+        lacking: Returns hosts that cannot run their ranks, and why; a machine that joins is asked before.
+        needs: Files and folders that a machine which joins must have.
 
     Returns:
         0, or the status of the rank that failed first in the last start.
@@ -260,6 +267,11 @@ def launch_elastic(
     Raises:
         ConfigError: A program cannot be started, or the first machine has no address.
     """
+
+    def cannot_join(hosts: Sequence[str]) -> dict[str, str]:
+        one = tuple(command(each))
+        return lacking([RankCommand(rank=0, host=host, command=one, needs=tuple(needs)) for host in hosts])
+
     number, seen, before = 0, 0, roster
     if out is not None and LOCAL not in roster.hosts:
         with writable("--out", out):
@@ -272,7 +284,7 @@ def launch_elastic(
         hosts = () if roster.hosts == (LOCAL,) else roster.hosts
         variables = {RESTARTS: str(number), MACHINES: ",".join(roster.hosts)}
         ranks = place(assign_ranks(command(world), world, hosts, variables))
-        with Arrivals(roster, number, out, seen, silent, write) as arrivals:
+        with Arrivals(roster, number, out, seen, silent, write, cannot_join) as arrivals:
             ended = watch_ranks(ranks, grace_s=_GRACE_S, go_on=_ADVICE, meanwhile=arrivals.look)
         earlier, before = before, roster
         roster, seen = arrivals.roster, arrivals.seen

@@ -266,19 +266,31 @@ def check_hosts(ranks: Sequence[RankCommand]) -> None:
                 allowed = f"a port that is free here ({error.strerror})"
                 raise ConfigError("MASTER_PORT", port, allowed, "An earlier run may still use it") from error
             check = _LACKS + _CONNECT
-        lines = {}
-        for rank in ranks:
-            flags = ["-P"] if "-P" in rank.command else []
-            path = rank.variables.get("PYTHONPATH", os.environ.get("PYTHONPATH"))  # as the ranks get it
-            given = ["env", f"PYTHONPATH={path}"] if path else []
-            words = shlex.join([*given, rank.command[0], *flags, "-c", check, master, str(port), *rank.needs])
-            lines[rank.host] = f"cd {shlex.quote(rank.folder or working_directory())} && {words}"
-        with ThreadPoolExecutor(len(hosts)) as pool:
-            answers = list(pool.map(lambda host: _run_there(host, lines[host]), hosts))
-        found = [(host, status, problem) for host, (status, problem) in zip(hosts, answers, strict=True) if status]
-        for host, status, problem in sorted(found, key=lambda answer: answer[1] != SSH_FAILED):
+        found = _check_there({rank.host: rank for rank in ranks if rank.host}, check, master, str(port))
+        for host, (status, problem) in sorted(found.items(), key=lambda answer: answer[1][0] != SSH_FAILED):
             lacks = status != SSH_FAILED and "CONNECT" not in problem
             raise login_error(host, problem, LackingError if lacks else ConfigError)
+
+
+def lacking_hosts(ranks: Sequence[RankCommand]) -> dict[str, str]:
+    """Return the other machines that cannot run these ranks, and why: no login, folder, Python, package or file."""
+    others = {rank.host: rank for rank in ranks if rank.host and not is_this_machine(rank.host)}
+    found = _check_there(others, _LACKS, "", "0")
+    return {host: problem for host, (_, problem) in found.items()}
+
+
+def _check_there(ranks: Mapping[str, RankCommand], check: str, *arguments: str) -> dict[str, tuple[int, str]]:
+    """Run a program with each host's Python in its folder; return status and last line where it fails."""
+    lines = []
+    for rank in ranks.values():
+        flags = ["-P"] if "-P" in rank.command else []
+        path = rank.variables.get("PYTHONPATH", os.environ.get("PYTHONPATH"))  # as the ranks get it
+        given = ["env", f"PYTHONPATH={path}"] if path else []
+        words = shlex.join([*given, rank.command[0], *flags, "-c", check, *arguments, *rank.needs])
+        lines.append(f"cd {shlex.quote(rank.folder or working_directory())} && {words}")
+    with ThreadPoolExecutor(max(1, len(ranks))) as pool:
+        answers = list(pool.map(_run_there, ranks, lines))
+    return {host: answer for host, answer in zip(ranks, answers, strict=True) if answer[0]}
 
 
 def login_error(host: str, problem: str, kind: type[ConfigError] = ConfigError) -> ConfigError:

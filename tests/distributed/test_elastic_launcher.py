@@ -218,6 +218,24 @@ def test_a_machine_that_answers_again_is_taken_in_when_the_ranks_ask_for_it(fold
     assert "127.0.0.2 takes part. Restart 2: 3 stages on 127.0.0.1, 127.0.0.3, 127.0.0.2" in said
 
 
+def test_a_new_machine_that_lacks_something_does_not_join(folder, capfd):
+    """One that was mended may; the program and files of a rank are looked for there."""
+    asked, answers = [], [{SPARE: "No such file or package: text.txt"}, {}]
+
+    def lacking(ranks):
+        asked.extend(ranks)
+        return answers.pop(0) if ranks else {}
+
+    text = "restarts == 1 and sys.exit(0)\n" + requests(0, SPARE) + requests(1, SPARE, wait_s=0.5)
+    run = program(folder / "starts", text + ASKS)
+    more = {"out": Path("run"), "lacking": lacking, "needs": ["text.txt"]}
+    assert launch_elastic(run, Roster.start(HERE[:2]), 1, lambda hosts: {}, **more) == 0
+    said = capfd.readouterr().err
+    assert "127.0.0.4 cannot join: No such file or package: text.txt" in said
+    assert said.count("127.0.0.4 joins: a spare") == 1
+    assert [(rank.host, rank.command, rank.needs) for rank in asked] == [(SPARE, tuple(run(1)), ("text.txt",))] * 2
+
+
 def test_a_new_machine_joins(folder, capfd):
     """One that does not answer is named; a line may be given again."""
     answers = {SPARE: ["no route", None]}
