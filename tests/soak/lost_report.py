@@ -96,11 +96,11 @@ def page(file: Path) -> str:
 
 `python -m tests.soak.lost_machines SCENARIO`, on {os.cpu_count()} cores of an {processor} machine that all nodes of
 the lab share with a second run and other work, over 20 Mbit/s. A small GPT-2 over three stages in `pipecomp train
---peers`, AQ-SGD with 3 and 6 bits. The first kill or cut comes 20 s after the first step, the next 20 s after the run
-goes on; a killed machine answers again after 10 s or when the run goes on, a cut line carries again after 600 s. The
-planner says whether a machine that answers takes part. A pause is from the kill to the next step's end, with the start
-of Python and the loading of the model; of a cut line 90 s of it are the limit of silence. Losses are means of the last
-50 steps.
+--peers`, AQ-SGD with 3 and 6 bits. The first kill or cut comes 20 s after the first step, the next 20 s later, but not
+before the run has gone on for 5 s. A killed machine answers again after 10 s, or when the run goes on if that is later;
+a cut line carries again after 600 s. The planner says whether a machine that answers takes part. A pause is from the
+kill to the next step's end, with the start of Python and the loading of the model; of a cut line 90 s of it are the
+limit of silence. Losses are means of the last 50 steps.
 
 {"".join(parts)}"""
 
