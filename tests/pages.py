@@ -119,6 +119,8 @@ def check(words: list[str]) -> None:
             _check_python([found.user_script, *found.user_args], elided)
     elif program == "pip":
         assert given[0] == "install", words
+    elif program in ("uv", "pipx"):  # tests/soak/test_packaging.py runs them
+        assert "install" in given[:2], words
     elif program == "bash":
         assert (ROOT / given[0]).is_file(), words
     elif program == ".":
