@@ -25,7 +25,7 @@ from benchmarks.convergence import CHANGES_BACK, quantized
 from benchmarks.minilm import INSTALL
 from benchmarks.page import Row, prose
 from benchmarks.runner import SHARED, Runs, arguments, beside, chosen, digest, weights_digest
-from benchmarks.time_to_loss import WITHIN, draw, table
+from benchmarks.time_to_loss import WITHIN, kept_rate, run_line, sections
 from benchmarks.training import adamw, in_order
 
 STAGES, SEED, MEASURED = 2, 0, 8
@@ -123,12 +123,8 @@ def results(rows: list[Row], r: float, picture: Path) -> list[str]:
 
         ![loss over time]({picture.name})
     """
-    groups = page.grouped(rows, "task")
-    draw(picture, {f"{group[0]['task']}, r = {r:g}": group for group in groups})
-    lines = prose(text)
-    for group in groups:
-        lines += [f"## {group[0]['task']}", "", *table(group, REFERENCE)]
-    return lines
+    groups = {group[0]["task"]: group for group in page.grouped(rows, "task")}
+    return [*prose(text), *sections(groups, REFERENCE, picture, f", r = {r:g}")]
 
 
 def main(argv: Sequence[str]) -> None:
@@ -150,15 +146,12 @@ def main(argv: Sequence[str]) -> None:
         exact=beside(REFERENCE, "task"),
     )
     cases = [(task, name) for task in given.tasks for name in chosen(METHODS, given.only)]
-    rate = runs.rows[0]["rate"] if runs.rows else None
-    if rate is None and runs.missing(cases):
-        rate = link_rate(given.r, given.data, given.model)
     runs.complete(
         train,
         cases,
-        rate,
+        kept_rate(runs, cases, lambda: link_rate(given.r, given.data, given.model)),
         given.data,
         given.model,
-        line=lambda row: f"{row['seconds'][-1]:.0f} s  loss {row['losses'][-1]:.4f}",
+        line=run_line,
         page=lambda rows: results(rows, given.r, given.out / "classify_time.png"),
     )

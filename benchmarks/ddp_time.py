@@ -21,7 +21,7 @@ from benchmarks.gradients import METHODS as OPTIONS
 from benchmarks.gradients import setup_digest
 from benchmarks.page import Row, prose
 from benchmarks.runner import SHARED, Runs, arguments, beside, chosen, digest, weights_digest
-from benchmarks.time_to_loss import WITHIN, draw, table
+from benchmarks.time_to_loss import WITHIN, run_line, sections
 from benchmarks.training import in_order
 
 TASK, SEED = "gpt2", 0
@@ -115,12 +115,8 @@ def results(rows: list[Row], picture: Path) -> list[str]:
 
         ![loss over time]({picture.name})
     """
-    groups = page.grouped(rows, "workers")
-    draw(picture, {f"{group[0]['workers']} workers": group for group in groups})
-    lines = prose(text)
-    for group in groups:
-        lines += [f"## {group[0]['workers']} workers", "", *table(group, REFERENCE)]
-    return lines
+    groups = {f"{group[0]['workers']} workers": group for group in page.grouped(rows, "workers")}
+    return [*prose(text), *sections(groups, REFERENCE, picture)]
 
 
 def main(argv: Sequence[str]) -> None:
@@ -145,6 +141,6 @@ def main(argv: Sequence[str]) -> None:
         given.bandwidth,
         given.data,
         given.cache,
-        line=lambda row: f"{row['seconds'][-1]:.0f} s  loss {row['losses'][-1]:.4f}",
+        line=run_line,
         page=lambda rows: results(rows, given.out / "ddp_time.png"),
     )

@@ -14,7 +14,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -162,26 +162,26 @@ def results(rows: list[Row], r: float, picture: Path) -> list[str]:
         steps. Seconds to FP32's loss: until the mean over the last epoch's number of steps is at most {100 * WITHIN:g}
         % above what {REFERENCE} ends with. MB: on the nodes' interfaces. ![loss over time]({picture.name})
     """
-    lengths = page.grouped(rows, "epochs")
-    draw(picture, {f"{group[0]['epochs']} epochs, r = {r:g}": group for group in lengths})
-    lines = prose(text)
-    for group in lengths:
-        lines += [f"## {group[0]['epochs']} epochs", "", *table(group, REFERENCE)]
-    return lines
+    groups = {f"{group[0]['epochs']} epochs": group for group in page.grouped(rows, "epochs")}
+    return [*prose(text), *sections(groups, REFERENCE, picture, f", r = {r:g}")]
 
 
-def draw(picture: Path, groups: dict[str, list[Row]]) -> None:
-    """Draw losses over time, an axis for each group of runs."""
+def sections(groups: dict[str, list[Row]], reference: str, picture: Path, link: str = "") -> list[str]:
+    """A section for each group of trainings of one length, by its heading; draws losses over time.
+
+    link: behind the headings in the picture.
+    """
     with page.picture(picture, across=len(groups), size=(6 * len(groups), 4.5)) as axes:
-        for axis, (title, group) in zip(axes, groups.items(), strict=True):
+        for axis, (heading, group) in zip(axes, groups.items(), strict=True):
             for run in group:
                 means = epoch_means(run)
                 axis.plot([s / 60 for s in run["seconds"][-len(means) :]], means, label=run["method"])
-            axis.set(title=title, xlabel="minutes", ylabel="training loss", xscale="log")
+            axis.set(title=f"{heading}{link}", xlabel="minutes", ylabel="training loss", xscale="log")
             axis.legend(fontsize=8)
+    return [line for heading, group in groups.items() for line in (f"## {heading}", "", *_table(group, reference))]
 
 
-def table(rows: list[Row], reference: str) -> list[str]:
+def _table(rows: list[Row], reference: str) -> list[str]:
     """Seconds and losses of trainings of one length, beside the reference's."""
     base = next((run for run in rows if run["method"] == reference), None)
     goal = epoch_means(base)[-1] if base else None
@@ -208,6 +208,16 @@ def table(rows: list[Row], reference: str) -> list[str]:
     return page.columns(cells, rows)
 
 
+def kept_rate(runs: Runs, cases: Sequence[tuple[Any, ...]], measure: Callable[[], int]) -> int | None:
+    """Return the link's rate of the kept runs, else a new one if a run is missing."""
+    return runs.rows[0]["rate"] if runs.rows else measure() if runs.missing(cases) else None
+
+
+def run_line(row: Row) -> str:
+    """Return the line that is printed of a run."""
+    return f"{row['seconds'][-1]:.0f} s  loss {row['losses'][-1]:.4f}"
+
+
 def main(argv: Sequence[str]) -> None:
     """See the top of the file."""
     r = (USUAL_R, "the link: float32 transfer over compute of a micro-batch")
@@ -217,15 +227,12 @@ def main(argv: Sequence[str]) -> None:
     name = "time_to_loss" if given.r == USUAL_R else f"time_to_loss_r{given.r:g}"
     runs = Runs(given, name, setup, ("method", "epochs"), exact=beside(REFERENCE, "epochs"))
     cases = [(name, epochs) for epochs in given.epochs for name in chosen(METHODS, given.only)]
-    rate = runs.rows[0]["rate"] if runs.rows else None
-    if rate is None and runs.missing(cases):
-        rate = link_rate(given.r, given.data, given.cache)
     runs.complete(
         train,
         cases,
-        rate,
+        kept_rate(runs, cases, lambda: link_rate(given.r, given.data, given.cache)),
         given.data,
         given.cache,
-        line=lambda row: f"{row['seconds'][-1]:.0f} s  loss {row['losses'][-1]:.4f}",
+        line=run_line,
         page=lambda rows: results(rows, given.r, given.out / f"{name}.png"),
     )

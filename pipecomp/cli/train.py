@@ -192,12 +192,10 @@ def train(
         return
     placed, needs = None, tuple[str, ...]()
     if hosts or spares:
-        from pipecomp.cli.peers import input_paths
+        from pipecomp.cli.peers import input_paths, may_lack, set_up_peers
 
         needs = tuple(input_paths(own))
     if any(rank.host for rank in ranks) or spares:
-        from pipecomp.cli.peers import may_lack, set_up_peers
-
         places = [f"rank {rank.rank} on {rank.host or 'this machine'}" for rank in ranks]
         print_status(f"Starting {', '.join(places)}.")
         ranks = [replace(rank, needs=needs) for rank in ranks]

@@ -326,9 +326,11 @@ class TrainOptions:
     @classmethod
     def from_json(cls, text: str) -> TrainOptions:
         """Decode the result of `to_json`."""
-        values = json.loads(text)
-        paths = {name: Path(values[name]) for name in ("evaluate", "out", "store", "adapter", "plan") if name in values}
-        return cls(**{**values, **paths, "data": [Path(file) for file in values["data"]]})
+        values, hints = json.loads(text), get_type_hints(cls)
+        for name, value in values.items():
+            if Path in get_args(hints[name]):
+                values[name] = [Path(item) for item in value] if isinstance(value, list) else Path(value)
+        return cls(**values)
 
 
 def _check_bits(options: PlanOptions | TrainOptions, *, trains_adapter: bool) -> None:

@@ -46,7 +46,7 @@ def why_not() -> str | None:
 
 @dataclass(frozen=True)
 class Result:
-    """What a command on the first machine has brought.
+    """Outcome of a command on the first machine.
 
     Attributes:
         status, text, seconds: Of the command.
