@@ -29,7 +29,6 @@ from rich.console import Console
 from pipecomp.buffers.admin import forget_other_cuts
 from pipecomp.checkpoint.manifest import finished
 from pipecomp.checkpoint.reshard import saved_pipeline
-from pipecomp.config.checks import batch_sizes
 from pipecomp.data import DataOptions, Segment
 from pipecomp.data.formats import parse_columns
 from pipecomp.data.loading import FILES, read_texts
@@ -52,19 +51,28 @@ from pipecomp.rank_layout import STAGES_ACROSS, RankLayout
 from pipecomp.recipes import language, lora, run, text
 from pipecomp.recipes.chat import JOINED, ChatData
 from pipecomp.recipes.machine_watch import MachineWatch, read_candidates, visiting_machines
+from pipecomp.recipes.plan_file import (
+    RECUT,
+    check_plan,
+    find_plan,
+    plan_batch,
+    read_given_plan,
+    suits,
+    with_layout,
+    write_here,
+)
 from pipecomp.recipes.resume import OVERWRITE, check_no_results, lock_folder
 from pipecomp.recipes.steps import warmup_decay
 from pipecomp.report.recorder import CHECKPOINTS, PLAN, SAMPLE
 from pipecomp.stages.partition.merging import merge_adapter
 from pipecomp.trainer.checkpoints import DEEPSPEED, STATE_FILE, folder_of, last_good, list_checkpoints, remove_after
 from pipecomp.utils.activity import local_activity
-from pipecomp.utils.files import UNFINISHED, atomic_write, atomic_write_text
+from pipecomp.utils.files import atomic_write_text
 from pipecomp.utils.units import format_count
 
 _BATCH_KEYS = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _CONFIG_FILE = "ds_config.json"
 _RESTARTS_FILE, _FRUITLESS = "restarts.json", 4
-RECUT = "recut"  # in a plan: the checkpoints of this machine are of another cut
 OPTIONS_FILE = "run.yaml"  # of --config
 DEFAULT_BATCH = 32  # samples per step; fewer for a short text
 FEWEST_STEPS = 50  # of a run whose batch is chosen here
@@ -322,11 +330,6 @@ def forget_other_links(store: Path, cuts: Sequence[int], layout: RankLayout) -> 
         print(f"rank {rank}: {links}: the cut is new, so cached activations are sent again", flush=True)
 
 
-def suits(made: Mapping[str, Any], names: Sequence[str]) -> bool:
-    """Return whether the machines of a start may keep a plan's cuts: a new cut is for its machines in their order."""
-    return RECUT not in made or made["machines"]["names"] == list(names)
-
-
 def watch_machines(options: TrainOptions, folder: Path, planner: CutPlanner, each: int) -> MachineWatch:
     """Return what looks, on rank 0, for machines that wait to take part and for slow ones. each: ranks per machine."""
 
@@ -340,22 +343,6 @@ def watch_machines(options: TrainOptions, folder: Path, planner: CutPlanner, eac
         rebalance=options.rebalance,
         write_plan=write_plan,
     )
-
-
-def with_layout(made: dict[str, Any], layout: str, replicas: int) -> dict[str, Any]:
-    """Return a plan with the layout that the options name; "auto" keeps the plan's, as long as there are replicas."""
-    section = dict(made["config"]["pipecomp"])
-    planned = section.pop("layout", STAGES_ACROSS)
-    chosen = layout if layout != AUTO else planned if replicas > 1 else STAGES_ACROSS
-    if chosen != STAGES_ACROSS:
-        section["layout"] = chosen
-    return {**made, "config": {**made["config"], "pipecomp": section}}
-
-
-def write_here(path: Path, content: Any, rank: int) -> None:
-    """Write a JSON file. Ranks of several machines write at the same time, perhaps into one shared folder."""
-    with atomic_write(path, part=path.with_name(f"{path.name}.{rank}{UNFINISHED}")) as part:
-        part.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def planning_options(
@@ -622,82 +609,6 @@ def resumes(options: TrainOptions, folder: Path) -> bool:
     found = list_checkpoints(str(folder / CHECKPOINTS))
     kept = options.resumable and not options.overwrite
     return kept and any((path / STATE_FILE).is_file() for _, path in found)
-
-
-def read_plan(folder: Path) -> dict[str, Any] | None:
-    """Read the plan of the run that resumes in a folder; None without one. Raises ConfigError if it cannot be read."""
-    return read_plan_file(folder / PLAN, "--out", str(folder), f"a folder with its run's {PLAN}")
-
-
-def read_plan_file(path: Path, option: str, given: str, allowed: str) -> dict[str, Any] | None:
-    """Read a plan; None if there is no such file. Raises ConfigError for the option if it cannot be read."""
-    try:
-        made: dict[str, Any] = json.loads(path.read_text())
-        return {**made, "config": dict(made["config"]), "cuts": list(made["cuts"]), "chosen": dict(made["chosen"])}
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(option, given, f"{allowed} ({error})") from error
-
-
-def read_given_plan(path: Path, stages: int, world: int, batch: int | None, samples: int) -> dict[str, Any] | None:
-    """Read the plan that `--plan` names; None if this start has fewer machines than it, as some were lost.
-
-    Raises:
-        ConfigError: It cannot be read, or is for another number of stages, processes or samples per step.
-    """
-    allowed = f"the {PLAN} of a run, on the first machine"
-    made = read_plan_file(path, "--plan", str(path), allowed)
-    if made is None:
-        raise ConfigError("--plan", str(path), allowed)
-    if restarts() and len(made["cuts"]) - 1 != stages:
-        return None
-    check_stages(made, stages, world, f"So many has {path}")
-    planned = plan_batch(made, made["chosen"]["replicas"])
-    require(batch in (None, planned), "--batch", batch, f"{planned}, as in {path}, or no --batch")
-    require(planned <= samples, "--plan", str(path), f"a plan with at most {samples} samples per step, those of --data")
-    return {key: value for key, value in made.items() if key not in ("machines", "start", RECUT)}
-
-
-def plan_batch(made: Mapping[str, Any], replicas: int) -> int:
-    """Return a plan's samples per step."""
-    micro, accumulation = batch_sizes(made["config"], replicas)
-    return micro * accumulation * replicas
-
-
-def find_plan(folder: Path) -> dict[str, Any] | None:
-    """Return the first machine's plan, or one with a new cut; None if there is none. Every rank must call this."""
-    with rendezvous.all_ranks().collective_errors():
-        own = read_plan(folder) if os.environ.get("LOCAL_RANK", "0") == "0" else None
-    plans = [made for made in gathered(own) if made is not None]
-    return next((made for made in plans if RECUT in made), plans[0] if plans else None)
-
-
-def check_plan(made: dict[str, Any] | None, folder: Path, stages: int | None, world: int) -> dict[str, Any]:
-    """Return the plan of the run that resumes.
-
-    Args:
-        made: The plan, None if no machine has it.
-        folder: Of the run.
-        stages: Its number of stages in this start; None if it may differ from the plan's.
-        world: Processes of this start.
-
-    Raises:
-        ConfigError: There is none, or it has another number of stages or processes.
-    """
-    if made is None:
-        raise ConfigError("--out", str(folder), f"a folder with its run's {PLAN} on one of the machines")
-    if stages is not None:
-        hint = f"This run resumes the one in {folder}. To start over, give --overwrite or another folder"
-        check_stages(made, stages, world, hint)
-    return made
-
-
-def check_stages(made: Mapping[str, Any], stages: int, world: int, hint: str) -> None:
-    """Raise ConfigError unless a plan is for so many stages and processes."""
-    K, replicas = len(made["cuts"]) - 1, made["chosen"]["replicas"]
-    require(stages == K, "--stages", stages, str(K), hint)
-    require(K * replicas == world, "number of processes", world, str(K * replicas), hint)
 
 
 def smallest_memory() -> float:

@@ -17,7 +17,7 @@ from pipecomp.checkpoint.reshard import PipelineDescription
 from pipecomp.distributed.rendezvous import AllRanks
 from pipecomp.errors import ConfigError, DataError, writable
 from pipecomp.plan.options import PlanOptions, TrainOptions
-from pipecomp.recipes import planned
+from pipecomp.recipes import plan_file, planned
 from pipecomp.recipes.steps import warmup_decay
 from pipecomp.report.recorder import CHECKPOINTS, PLAN
 from pipecomp.trainer.checkpoints import STATE_FILE
@@ -167,7 +167,7 @@ def test_stages_train_their_copies_apart_where_it_is_asked_for(tmp_path: Path) -
 
 def test_a_run_goes_on_in_the_layout_that_its_options_name() -> None:
     def section(earlier: dict[str, Any], layout: str, replicas: int = 2) -> dict[str, Any]:
-        made = planned.with_layout({"config": {"pipecomp": {"seed": 1, **earlier}}}, layout, replicas)
+        made = plan_file.with_layout({"config": {"pipecomp": {"seed": 1, **earlier}}}, layout, replicas)
         found: dict[str, Any] = made["config"]["pipecomp"]
         return found
 
@@ -184,13 +184,13 @@ def test_a_plan_is_for_the_stages_and_processes_that_it_was_made_for(tmp_path: P
     assert not planned.resumes(options_of(tmp_path), tmp_path)
     made = {"config": {}, "cuts": [0, 1, 4], "chosen": {"replicas": 2}, "more": 1}
     (tmp_path / PLAN).write_text(json.dumps(made))
-    assert planned.read_plan(tmp_path) == made
-    assert planned.check_plan(made, tmp_path, 2, 4) == made
+    assert plan_file.read_plan(tmp_path) == made
+    assert plan_file.check_plan(made, tmp_path, 2, 4) == made
     with pytest.raises(ConfigError, match=r"--stages: got 4, allowed: 2\."):
-        planned.check_plan(made, tmp_path, 4, 4)
+        plan_file.check_plan(made, tmp_path, 4, 4)
     with pytest.raises(ConfigError, match=r"number of processes: got 2, allowed: 4\."):
-        planned.check_plan(made, tmp_path, 2, 2)
-    assert planned.check_plan(made, tmp_path, None, 3) == made, "an elastic run may have lost a machine"
+        plan_file.check_plan(made, tmp_path, 2, 2)
+    assert plan_file.check_plan(made, tmp_path, None, 3) == made, "an elastic run may have lost a machine"
 
 
 def test_a_given_plan_is_for_as_many_stages_processes_and_samples(
@@ -200,27 +200,27 @@ def test_a_given_plan_is_for_as_many_stages_processes_and_samples(
     made = {"config": sizes, "cuts": [0, 1, 4], "chosen": {"replicas": 1}}
     file = tmp_path / "earlier.json"
     with pytest.raises(ConfigError, match=r"--plan: got .*earlier\.json"):
-        planned.read_given_plan(file, 2, 2, None, 100)
+        plan_file.read_given_plan(file, 2, 2, None, 100)
     file.write_text(json.dumps({**made, "machines": {"names": ["a", "b"]}, "recut": True}))
-    assert planned.read_given_plan(file, 2, 2, None, 100) == made, "machines are those of this start"
-    assert planned.read_given_plan(file, 2, 2, 8, 8) == made
+    assert plan_file.read_given_plan(file, 2, 2, None, 100) == made, "machines are those of this start"
+    assert plan_file.read_given_plan(file, 2, 2, 8, 8) == made
     for stages, world, batch, samples, key in (
         *((3, 3, None, 100, "--stages"), (2, 4, None, 100, "number of processes")),
         *((2, 2, 16, 100, "--batch"), (2, 2, None, 7, "--plan")),
     ):
         with pytest.raises(ConfigError, match=f"{key}: got"):
-            planned.read_given_plan(file, stages, world, batch, samples)
+            plan_file.read_given_plan(file, stages, world, batch, samples)
     monkeypatch.setenv("PIPECOMP_RESTARTS", "1")
-    assert planned.read_given_plan(file, 1, 1, None, 100) is None, "a machine was lost before the first checkpoint"
+    assert plan_file.read_given_plan(file, 1, 1, None, 100) is None, "a machine was lost before the first checkpoint"
 
 
 def test_a_run_that_goes_on_needs_its_plan_on_one_of_the_machines(tmp_path: Path) -> None:
-    assert planned.read_plan(tmp_path) is None
+    assert plan_file.read_plan(tmp_path) is None
     with pytest.raises(ConfigError, match=rf"--out: got .* allowed: a folder with its run's {PLAN}"):
-        planned.check_plan(None, tmp_path, 2, 2)
+        plan_file.check_plan(None, tmp_path, 2, 2)
     (tmp_path / PLAN).write_text('{"config": {}')
     with pytest.raises(ConfigError, match=rf"--out: got .* allowed: a folder with its run's {PLAN}"):
-        planned.read_plan(tmp_path)
+        plan_file.read_plan(tmp_path)
 
 
 def test_options_reach_the_ranks_as_they_are(tmp_path: Path) -> None:
@@ -335,11 +335,11 @@ def test_machines_write_the_plan_of_a_shared_folder_at_once(tmp_path, monkeypatc
 
     def other_machine(file: int) -> None:
         monkeypatch.setattr(os, "fsync", synced)
-        planned.write_here(tmp_path / PLAN, {"cuts": [0, 1]}, 1)
+        plan_file.write_here(tmp_path / PLAN, {"cuts": [0, 1]}, 1)
         synced(file)
 
     monkeypatch.setattr(os, "fsync", other_machine)
-    planned.write_here(tmp_path / PLAN, {"cuts": [0, 1]}, 0)
+    plan_file.write_here(tmp_path / PLAN, {"cuts": [0, 1]}, 0)
     assert [path.name for path in tmp_path.iterdir()] == [planned.PLAN]
     assert json.loads((tmp_path / planned.PLAN).read_text()) == {"cuts": [0, 1]}
 
@@ -359,15 +359,15 @@ def test_a_state_that_is_lost_ends_the_run_with_what_is_missing(tmp_path, monkey
 
 
 def test_a_new_cut_is_for_its_machines_in_their_order(monkeypatch, tmp_path):
-    cut = {"cuts": [0, 3, 4], "machines": {"names": ["a", "b"]}, planned.RECUT: True}
-    assert planned.suits(cut, ["a", "b"])
-    assert not planned.suits(cut, ["b", "a"])
-    assert planned.suits({"cuts": [0, 2, 4]}, ["b", "a"])
+    cut = {"cuts": [0, 3, 4], "machines": {"names": ["a", "b"]}, plan_file.RECUT: True}
+    assert plan_file.suits(cut, ["a", "b"])
+    assert not plan_file.suits(cut, ["b", "a"])
+    assert plan_file.suits({"cuts": [0, 2, 4]}, ["b", "a"])
     older = {"cuts": [0, 2, 4], "machines": {"names": ["a", "b"]}}
     monkeypatch.setattr(planned.rendezvous, "all_ranks", lambda: AllRanks(0, 1, torch.distributed.HashStore()))
     for plans, found in (([None, older, cut], cut), ([None, older], older), ([None], None)):
-        monkeypatch.setattr(planned, "gathered", lambda own, plans=plans: plans)
-        assert planned.find_plan(tmp_path) == found
+        monkeypatch.setattr(plan_file, "gathered", lambda own, plans=plans: plans)
+        assert plan_file.find_plan(tmp_path) == found
 
 
 def test_a_checkpoint_of_which_files_are_on_no_machine_is_found(tmp_path, monkeypatch):
