@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from pipecomp.cli.common import JsonOption, console, option, plain_errors, print_line, print_status, write_json
-from pipecomp.distributed import bring_up, peer_agent
+from pipecomp.distributed import bring_up, peer_agent, peer_question
 from pipecomp.distributed.bring_up import InputFiles, PeerPlan
 from pipecomp.distributed.elastic_launcher import silent_hosts, write_file
 from pipecomp.distributed.installation import DigestCache, Installation, SourceFile
@@ -262,7 +262,7 @@ def set_up_peers(
     python = command[: command.index("-m")]
     probe = f"packaging=={Installation.version('packaging')}"
     inputs, hub = input_paths(options), hub_address(options)
-    asked = bring_up.question(python, folder, inputs, remote_folder, os.environ, probe, hub)
+    asked = peer_question.question(python, folder, inputs, remote_folder, os.environ, probe, hub)
     name = re.sub(r"[^\w.-]", "-", os.path.basename(folder))[:40] or "run"
     digest = hashlib.sha256(f"{socket.gethostname()}\0{folder}".encode()).hexdigest()[:8]
 

@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 from pipecomp.cli import app, peers
 from pipecomp.cli.peers import PeerPlaces, find_inputs, model_files, options_there, place_there
 from pipecomp.distributed import bring_up
-from pipecomp.distributed.bring_up import EnvironmentPlan, PeerAnswer, PeerPlan
+from pipecomp.distributed.bring_up import EnvironmentPlan, PeerPlan
+from pipecomp.distributed.peer_question import PeerAnswer
 from pipecomp.distributed.ssh_launcher import RankCommand
 from pipecomp.errors import ConfigError
 from pipecomp.plan.options import TrainOptions

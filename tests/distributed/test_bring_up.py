@@ -16,17 +16,9 @@ from typing import Any
 import pytest
 
 from pipecomp.distributed import bring_up
-from pipecomp.distributed.bring_up import (
-    InputFiles,
-    PeerAnswer,
-    PeerPython,
-    choose_environment,
-    make_plan,
-    parse_answer,
-    question,
-    requirements,
-)
+from pipecomp.distributed.bring_up import InputFiles, choose_environment, make_plan, requirements
 from pipecomp.distributed.installation import Installation, SourceFile
+from pipecomp.distributed.peer_question import PeerAnswer, PeerPython, parse_answer, question
 from pipecomp.errors import ConfigError
 from tests.limits import HANG_S
 
