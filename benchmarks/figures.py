@@ -70,7 +70,7 @@ def at(page: str, column: str, *cells: str, section: str = "", part: int = 0) ->
     """The number of the one row of a page that has all of `cells`.
 
     Args:
-        page: of results/, without ".md".
+        page: name of a page in results/, without ".md".
         column: heading of the number.
         cells: texts of other cells of the row.
         section: part of a title above the table.

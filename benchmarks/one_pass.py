@@ -54,7 +54,7 @@ def versions(articles: Sequence[Sequence[int]], count: int, seed: int) -> list[l
     Args:
         articles: Sequences of tokens, from which documents are made.
         count: How many sequences.
-        seed: Of the order and the changes.
+        seed: Seed of the order and the changes.
 
     Returns:
         `count` sequences of LENGTH tokens. Where a token was left out, all that follow it stand one place earlier.

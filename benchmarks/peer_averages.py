@@ -178,7 +178,7 @@ def alq_levels(r: Tensor, weight: Tensor, levels: Tensor) -> Tensor:
 
     Args:
         r: Magnitudes in ascending order, float32 [d].
-        weight: Of each, float32 [d].
+        weight: Weight of each magnitude, float32 [d].
         levels: Where to start, from 0 to 1.
 
     Returns:

@@ -99,8 +99,8 @@ def gaussian_levels(count: int) -> tuple[Tensor, Tensor]:
 class ChannelRows:
     """Rows over their channels' scales, then over their own rms, to the levels of `gaussian_levels`.
 
-    levels: of every channel, 3 or a power of two; None to share `bits` out: a channel with twice the scale gets a bit
-    more, from 1 to MOST_BITS, and the mean is at most `bits`. unbiased: as the product's gain.
+    levels: number of levels of every channel, 3 or a power of two; None to share `bits` out: a channel with twice the
+    scale gets a bit more, from 1 to MOST_BITS, and the mean is at most `bits`. unbiased: as the product's gain.
 
     Payload: the product's block of channels; rms of rows, float32; codes by number of levels, five of 3 in a byte.
     """

@@ -60,8 +60,8 @@ class _Remembering:
 class Changes(_Remembering):
     """Changes since the sample's last visit through `rows`, first visits through `first`: AQ-SGD with another coding.
 
-    share: of a change that m moves by; the other end computes with all of it. Below 1, m is a mean of several visits,
-    which dropout changes by chance.
+    share: part of a change that m moves by; the other end computes with all of it. Below 1, m is a mean of several
+    visits, which dropout changes by chance.
 
     Payload: the rows of first visits, then the changes.
     """

@@ -149,7 +149,7 @@ class Runs(Kept):
 
         Args:
             given: what `arguments` returned.
-            name: of the files in given.out.
+            name: stem of the files in given.out.
             setup: `digest` of what runs must have in common to stand on one page.
             keys: the row's values by which a case is known, in the case's order.
             current: whether a row still belongs to the page.

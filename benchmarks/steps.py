@@ -100,7 +100,7 @@ def measure(
 ) -> Row:
     """Run a line once; give a row with "steps", the seconds of each.
 
-    rate: of links, in bit/s. network: of the lab besides.
+    rate: rate of the links, in bit/s. network: other settings of the lab.
     """
     world = stages * line.replicas
     bandwidth = None if rate is None else f"{rate}bit"

@@ -13,7 +13,7 @@ def adamw(section: dict[str, Any], *, samples: tuple[int, int], lr: float, steps
 
     Args:
         section: "pipecomp".
-        samples: of a step and of a micro-batch.
+        samples: samples of a step and of a micro-batch.
         lr: the largest learning rate.
         steps: in all, and of warm-up.
         more: further parameters of the optimizer.

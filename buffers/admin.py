@@ -37,11 +37,11 @@ class LinkInfo:
         link: its name.
         run: id of the run that the store belongs to, None if no run has used it.
         configuration: hash of the settings.
-        folder: of the rank.
+        folder: folder of the rank.
         samples: number of samples.
-        stored_bytes: of its values.
-        file_bytes: of the rank's file, which its links share.
-        bits, group_size: of the values.
+        stored_bytes: bytes of its values.
+        file_bytes: bytes of the rank's file, which its links share.
+        bits, group_size: format of the values.
         versions: lowest and highest, None without samples.
         settings: those that the activations depend on.
     """

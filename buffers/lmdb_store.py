@@ -39,8 +39,8 @@ class StepWriter:
     """Writes steps to the file, each in one transaction, on the writing thread alone.
 
     Args:
-        path: of the folder, for warnings.
-        fmt: of the values.
+        path: path of the folder, for warnings.
+        fmt: format of the values.
         on_write_error: "stop" raises the error. With "continue" a refused step stays in memory, in `refused`: first
             without its new samples, which need new pages, then all of it. Reads find it there, so both ends of a link
             stay in agreement, and every later step retries; the file keeps its last commit. Meanwhile `accepts_new` of
@@ -197,8 +197,8 @@ class LmdbEnvironment:
 
     Args:
         path: the rank's folder.
-        bits: of a stored value.
-        group_size: of the quantizer.
+        bits: bits of a stored value.
+        group_size: group size of the quantizer.
         map_bytes: address space to start with; it grows by itself.
         on_write_error: see StepWriter.
         options: see LinkStore.

@@ -208,7 +208,7 @@ class Prefetcher:
     Args:
         load: loads samples; leaves out those that fail, and returns None for those that the store does not hold.
         ahead: micro-batches; 0 disables prefetching.
-        name: of the thread.
+        name: name of the thread.
     """
 
     def __init__(self, load: Callable[[list[int]], dict[int, Prefetched | None]], ahead: int, name: str) -> None:

@@ -87,7 +87,7 @@ class ValueFormat:
 
         Args:
             sample: id, for the error.
-            version: of m.
+            version: version of m.
             m_nH: float32 [n, H].
             where: names store and sample in errors.
             values: also check the values, which waits for a GPU.

@@ -188,8 +188,8 @@ def top_k_select(
 
     Args:
         x: float32, float16 or bfloat16 [..., H].
-        fraction: Of a group's n values max(1, floor(fraction * n + 1/2)) are kept; of equal magnitudes the lowest
-            index, and NaN counts as largest.
+        fraction: Share of values to keep: max(1, floor(fraction * n + 1/2)) of a group's n; of equal magnitudes the
+            lowest index, and NaN counts as largest.
         group_size: As for `quantize`.
         backend: As for `quantize`.
 

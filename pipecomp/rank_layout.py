@@ -76,7 +76,7 @@ class RankLayout:
 
         Args:
             key: The setting.
-            machines: Of each rank; equal for ranks on one machine.
+            machines: Machine of each rank; equal for ranks on one machine.
         """
         allowed = f"{STAGES_ACROSS!r} or no value"
         several = self.stages > 1 and self.replicas > 1

@@ -142,8 +142,8 @@ class Seconds:
         remaining time of the kernels is counted where their results are waited for, such as `encode` or `reduce`.
 
     Attributes:
-        forward: Of the model.
-        backward: Of the model.
+        forward: Forward of the model.
+        backward: Backward of the model.
         encode: Quantization, message store and checksums of sent packets.
         decode: The same for received packets.
         wait: For packets.

@@ -132,8 +132,8 @@ def group_scales(x_RGn: Tensor, options: QuantizerOptions) -> tuple[Tensor, Tens
 def unbiased_scales(scale: Tensor, most: Tensor, squares: Tensor, along: Tensor) -> Tensor:
     """Compute the scales with which decoded groups are as long along their values as these are.
 
-    scale: of the codes. most, squares: as for `finish_scales`. along: sum of x / scale times the codes' values, int64
-    in units of 2**-14. Scales change by a factor of at most 4; at most 2**100.
+    scale: scales of the codes. most, squares: as for `finish_scales`. along: sum of x / scale times the codes' values,
+    int64 in units of 2**-14. Scales change by a factor of at most 4; at most 2**100.
     """
     scale64, most64, along64 = scale.to(torch.float64), most.to(torch.float64), along.to(torch.float64)
     one = torch.ones_like(scale64)

@@ -60,7 +60,8 @@ class TableRow(NamedTuple):
 class SampleTable(NamedTuple):
     """A table of samples on the device.
 
-    shape: of all rows together. w: decoded values of codes. aligned: whether all x and m begin at multiples of four.
+    shape: shape of all rows together. w: decoded values of codes. aligned: whether all x and m begin at multiples of
+    four.
     """
 
     shape: GroupShape

@@ -190,7 +190,7 @@ class Planner:
         code_bytes: bytes of a layer through a rank's link, by value, size (as given to `add_errors`) and ranks.
 
     Attributes:
-        values: of the last plan, by layer.
+        values: values of the last plan, by layer.
     """
 
     def __init__(self, adaptive: Adaptive, own: Any, code_bytes: Callable[[Any, Any, int], float]) -> None:

@@ -80,8 +80,8 @@ class Call:
 
     Attributes:
         group: the ranks.
-        counters: of the state.
-        seed: of the run.
+        counters: counters of the state.
+        seed: seed of the run.
         number: calls before this one, the same on all ranks.
         key: names the error-feedback residual.
         slices: parameters of the bucket; None for a tensor by itself.
@@ -190,7 +190,7 @@ def unused_parameters(x_d: Tensor, g_d: Tensor, call: Call, largest: float) -> l
     Args:
         x_d: values to be sent; their limits are exchanged.
         g_d: gradients, without residuals.
-        call: of the bucket.
+        call: context of the bucket's call.
         largest: allowed magnitude of x.
 
     Returns:

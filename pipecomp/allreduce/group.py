@@ -140,7 +140,7 @@ class Group:
     Attributes:
         ranks: global ranks.
         rank: this rank's index in `ranks`.
-        process_group: of the messages; None for a single rank, if `shared`.
+        process_group: process group of the messages; None for a single rank, if `shared`.
         give_way: called before each `SLICE` bytes are sent, and may wait, so that no more is queued in the system; set
             on all ranks or none.
         bytes_sent: by this rank so far.

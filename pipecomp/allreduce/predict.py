@@ -32,7 +32,7 @@ class AveragePrediction:
         method: its name.
         d: values.
         n: ranks.
-        bytes_raw: of a ring all-reduce of the bucket, per rank.
+        bytes_raw: bytes of a ring all-reduce of the bucket, per rank.
         bytes_sent_by_rank: bytes sent by each rank.
         exact: whether a state sends exactly these bytes; otherwise they are an estimate.
         quantize_s, reduce_s, decode_s: the given seconds.
@@ -91,12 +91,12 @@ def predict(
         method: as for `State`.
         d: values in the bucket.
         n: ranks.
-        bandwidth_bit_per_s: of each rank's link, in each direction.
-        latency_s: of one message, in seconds.
+        bandwidth_bit_per_s: rate of each rank's link, in each direction.
+        latency_s: latency of one message, in seconds.
         kernel_seconds: "quantize", "reduce" and "decode" of one call of this size, as in `State.stats()["seconds"]`
             (its "wait" is ignored), distributed over the pieces by their bytes. None: kernels take no time.
-        shapes: of the bucket's parameters, for "powersgd", which does not compress vectors; None: one vector. The
-            prediction is for its third step, the first that compresses, and later ones.
+        shapes: shapes of the bucket's parameters, for "powersgd", which does not compress vectors; None: one vector.
+            The prediction is for its third step, the first that compresses, and later ones.
         **options: as for `State`.
 
     Returns:

@@ -121,7 +121,7 @@ class State:
         method: a gradient method's name, see `pipecomp.gradient_config.Gradients`.
         group: a process group or a list of global ranks; None for all ranks. Without torch.distributed there is one
             rank, and an average has the method's error alone.
-        seed: of all random draws, the same on all ranks.
+        seed: seed of all random draws, the same on all ranks.
         timeout_s: seconds of silence after which a rank counts as lost; "fp16" and "powersgd" use the timeout of a
             given process group.
         **options: the method's options.
@@ -198,7 +198,7 @@ class State:
         """Start to average a tensor, which must not change before the future is done.
 
         Args:
-            tensor: of any float dtype and shape.
+            tensor: values of any float dtype and shape.
             key: names its error-feedback residual.
             slices: (name, number of values) of each parameter in a bucket; residuals then belong to the parameters, and
                 each is a layer for `adaptive`.
@@ -241,7 +241,7 @@ class State:
         While one bucket is copied, the one before it is on the link.
 
         Args:
-            tensors: of float dtypes, by name; they must not change until the averages are done.
+            tensors: values of float dtypes, by name; they must not change until the averages are done.
             label: identifies this subset of the tensors, if they are not always averaged together.
 
         Returns:
@@ -431,8 +431,8 @@ class State:
         """Restore the return value of `state_dict`.
 
         Args:
-            state: of a state with the same options, rank and number of ranks.
-            device: of the gradients.
+            state: dict of a state with the same options, rank and number of ranks.
+            device: device of the gradients.
 
         Raises:
             ConfigError: for the dict of another state.
@@ -457,8 +457,8 @@ class State:
         PowerSGD without `adaptive` sends two uncompressed steps, as at its start, before it uses its memory.
 
         Args:
-            path: of a state with the same options, rank and number of ranks.
-            device: of the gradients.
+            path: file of a state with the same options, rank and number of ranks.
+            device: device of the gradients.
 
         Raises:
             ConfigError: for an incomplete file, and the file of another state.
@@ -550,7 +550,7 @@ def allreduce_mean(state: State, tensor: Tensor, key: str = "tensor") -> Tensor:
 
     Args:
         state: averages.
-        tensor: of any float dtype and shape, the same on every rank.
+        tensor: values of any float dtype and shape, the same on every rank.
         key: names the error-feedback residual; use one for each tensor.
 
     Returns:

@@ -69,9 +69,9 @@ Names = dict[str, str]  # a stage's own name of a parameter -> its name in every
 class PipelineDescription:
     """The pipeline that wrote a checkpoint. Plain values, in the file of every stage.
 
-    cuts, model_class, tie: of the plan. replicas: their number. micro_batch: samples. precision: "fp32", "bf16" or
-    "fp16". zero: ZeRO's stage. parameters: for each stage and each parameter group of its optimizer the names, in the
-    optimizer's order.
+    cuts, model_class, tie: values of the plan. replicas: their number. micro_batch: samples. precision: "fp32", "bf16"
+    or "fp16". zero: ZeRO's stage. parameters: for each stage and each parameter group of its optimizer the names, in
+    the optimizer's order.
     """
 
     cuts: list[int]
@@ -335,9 +335,9 @@ def open_if_resharded(engine: TrainingEngine, folder: Path, key: str, *, with_op
     """Open the checkpoint if it must be resharded; None if DeepSpeed can load it. Every rank must call this.
 
     Args:
-        engine: Of this run.
+        engine: Engine of this run.
         folder: The checkpoint.
-        key: Of this project's own state in the caller's.
+        key: Key of this project's own state in the caller's.
         with_optimizer: Whether optimizer states are loaded. Weights alone may be of another precision or ZeRO stage.
 
     Raises:

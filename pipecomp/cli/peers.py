@@ -177,7 +177,7 @@ class PeerPlaces:
     """Places where ranks run on machines that were set up.
 
     Args:
-        plans: Of these machines.
+        plans: Plans of these machines.
         folder: Working directory here.
     """
 
@@ -238,7 +238,7 @@ def set_up_peers(
     """Bring the other machines of a run to it; those that have everything are left as they are.
 
     Args:
-        options: Of the run.
+        options: Options of the run.
         ranks: Its ranks.
         spares: Machines that take the places of lost ones.
         packages: Where the packages come from, see `bring_up.choose_environment`.

@@ -80,7 +80,7 @@ class Codec(Protocol):
         Args:
             x_TH: Rows in any training dtype; not modified.
             payload: uint8 [payload_bytes], beside x.
-            seed: Of stochastic rounding.
+            seed: Seed of stochastic rounding.
             packet: Packet that contains the payload; quantizing codecs write its checksum on the way, see
                 `ops.encode_batch`.
 
@@ -304,8 +304,8 @@ class DeltaCodecs:
     """The codecs of one direction whose samples are sent as changes of cached values.
 
     Attributes:
-        change: Of changes.
-        first: Of first visits; None for plain values (`first_bits` 0).
+        change: Codec of changes.
+        first: Codec of first visits; None for plain values (`first_bits` 0).
         flags: Whether the payload begins with a bit per token: its change is sent (1), or the value itself (0).
     """
 
@@ -343,7 +343,7 @@ class DeltaCodecs:
             changed: Their tokens that are sent as changes.
             new: Their tokens that are first visits.
             hidden: H.
-            dtype: Of the stages.
+            dtype: Dtype of the stages.
         """
         first = self.first_visit(dtype).payload_bytes(new, hidden)
         return self.change.payload_bytes(changed, hidden, changes=True) + first
@@ -402,7 +402,7 @@ class Clustered:
     """Rows as changes from cluster centers: packed numbers of their centers, scales of all changes, packed codes.
 
     Attributes:
-        change: Of the changes.
+        change: Codec of the changes.
         clusters: C, a power of two, so that every number of `number_bits` bits is a center's.
     """
 
@@ -447,7 +447,7 @@ class Clustered:
             c_TH: Their centers, float32; changed in place to what the other end computes with.
             payload: uint8 [payload_bytes] beside x.
             packet: As for `ops.encode_batch`.
-            seed: Of stochastic rounding.
+            seed: Seed of stochastic rounding.
 
         Returns:
             The flag of all values being encodable; if not, payload and c are undefined.

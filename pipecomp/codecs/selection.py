@@ -19,11 +19,11 @@ class LinkCodecs:
     """The codecs of one link.
 
     Attributes:
-        forward: Of activations ("direct"), or of their changes ("aqsgd").
-        activations: Of changes and first visits of activations.
-        clustered: Of changes from cluster centers, in place of both; None without clusters.
-        backward: Of gradients, if they are quantized.
-        gradients: Of changes and first visits of gradients; None if gradients are sent without memory.
+        forward: Codec of activations ("direct"), or of their changes ("aqsgd").
+        activations: Codecs of changes and first visits of activations.
+        clustered: Codec of changes from cluster centers, in place of both; None without clusters.
+        backward: Codec of gradients, if they are quantized.
+        gradients: Codecs of changes and first visits of gradients; None if gradients are sent without memory.
     """
 
     def __init__(self, a: Activations, link: int, clusters: int | None = None) -> None:

@@ -74,8 +74,8 @@ class Scales(Section):
     """Kinds of scale, one for each direction.
 
     Attributes:
-        forward: of activations.
-        backward: of gradients.
+        forward: kind for activations.
+        backward: kind for gradients.
     """
 
     forward: Annotated[str, OneOf(SCALES)] = "max"
@@ -90,8 +90,8 @@ class Gains(Section):
     """Kinds of gain, one for each direction.
 
     Attributes:
-        forward: of activations; a list has one entry per link.
-        backward: of gradients.
+        forward: kind for activations; a list has one entry per link.
+        backward: kind for gradients.
     """
 
     forward: (
@@ -225,7 +225,7 @@ class Activations(Section):
 
         Args:
             direction: "forward" or "backward".
-            tokens: Of a packet.
+            tokens: Number of tokens of a packet.
             gpu: Whether values are on a GPU, which chooses bits by an error without waiting only with "max".
         """
         forward = direction == "forward"

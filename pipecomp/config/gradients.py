@@ -206,7 +206,7 @@ class RandomKOptions(MethodOptions):
         error_feedback: add dropped values to later gradients.
         coordinates: "random": drawn anew in every call; "walk": the next k of a random order of all, which is drawn
             anew at its end.
-        norm: of the k values, as for `global_qsgd`.
+        norm: norm of the k values, as for `global_qsgd`.
     """
 
     k: Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, lt=1)] = Field(
@@ -410,7 +410,7 @@ class Outer(Section):
     Attributes:
         optimizer: "nesterov" (DiLoCo's), or "sgd" with or without heavy-ball momentum.
         lr: learning rate; 1 without momentum is plain averaging. None: a rate of each row's own (`CommonWeights.step`).
-        momentum: of the outer gradients.
+        momentum: momentum of the outer gradients.
     """
 
     optimizer: Annotated[str, OneOf(("nesterov", "sgd"))] = "sgd"

@@ -38,7 +38,7 @@ class Config(Section):
 
     Attributes:
         activations, store, gradients, transport, elastic: the sections of these names.
-        seed: of shuffling, stochastic rounding and random weights.
+        seed: seed of shuffling, stochastic rounding and random weights.
         tie: keep weights tied that the model ties.
         kernels: backend of quantization: "native" (CPU tensors), "triton" (GPU tensors), "torch" (slow, anywhere), or
             "auto".

@@ -39,10 +39,10 @@ class MicroBatch:
 
     Attributes:
         ids: B sample ids.
-        inputs: of the first stage, with input_ids [B, S] or pixel_values [B, …].
-        labels: of the loss.
-        lengths: of a packed micro-batch, tokens of each sample in each row, in the order of the ids; None otherwise.
-        places: of a packed micro-batch, the place of each sample in the list that was collated; None if in its order.
+        inputs: inputs of the first stage, with input_ids [B, S] or pixel_values [B, …].
+        labels: labels of the loss.
+        lengths: for a packed micro-batch, tokens of each sample in each row, in the order of the ids; None otherwise.
+        places: for a packed micro-batch, the place of each sample in the list that was collated; None if in its order.
     """
 
     ids: tuple[int, ...]
@@ -73,7 +73,7 @@ def as_micro_batch(
     Args:
         batch: a mapping with "input_ids" (or "pixel_values") and usually "labels", or DeepSpeed's pair (inputs,
             labels).
-        ids: of the samples; None to take them from the key "sample_ids".
+        ids: ids of the samples; None to take them from the key "sample_ids".
         number_from: first of consecutive ids for a batch without ids, if samples need not be recognized later.
         samples: that were collated, in the order of `ids`; a flattened batch may have none or several documents of one.
 
@@ -181,7 +181,8 @@ class DataPosition:
 
     Attributes:
         epoch: from 0.
-        parts: of the epoch so far, in their order. The last one has the layout of the run, even if nothing is taken.
+        parts: parts of the epoch so far, in their order. The last one has the layout of the run, even if nothing is
+            taken.
         changed: the layout has changed since training began, so a number of steps does not tell the position.
     """
 
@@ -215,11 +216,11 @@ class ShardedSampler:
     last numbers of the epoch.
 
     Args:
-        samples: of the dataset.
+        samples: number of samples of the dataset.
         micro_batch: samples of a micro-batch.
         replicas: their number.
         replica: this one's number.
-        seed: of the order.
+        seed: seed of the order.
         shuffle: rearrange each replica's samples in every epoch.
         drop_last: see above.
         accumulation: micro-batches of a replica in an optimizer step; positions have it.
@@ -414,7 +415,7 @@ class TrainLoader:
         data: the dataset.
         sampler: the order.
         collate: converts a list of samples to a batch; None to stack them.
-        seed: of random draws in data and collate, mixed with the micro-batch's number.
+        seed: seed of random draws in data and collate, mixed with the micro-batch's number.
 
     Attributes:
         taken: micro-batches handed out so far; set it to resume.
@@ -460,7 +461,7 @@ def check_labels(make: Callable[[], MicroBatch], name: str) -> None:
 
     Args:
         make: loads the same micro-batch, seeded, in every call.
-        name: of the dataset.
+        name: name of the dataset.
     """
     if _digest(make().labels) != _digest(make().labels):
         raise DataError(
@@ -476,7 +477,7 @@ def dataset_facts(data: Any, name: str) -> dict[str, Any]:
 
     Args:
         data: samples by index.
-        name: of the dataset, for errors.
+        name: name of the dataset, for errors.
     """
     facts: dict[str, Any] = {f"length of {name}": len(data)}
     indices = sorted({round(i * (len(data) - 1) / max(1, SHOWN - 1)) for i in range(SHOWN)})

@@ -68,7 +68,7 @@ def detect_format(columns: Iterable[str], where: str) -> str:
 
     Args:
         columns: names after renaming.
-        where: of the first row, for the error.
+        where: place of the first row, for the error.
 
     Returns:
         TEXT, PROMPT, CHAT or ALPACA.

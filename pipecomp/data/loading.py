@@ -402,7 +402,7 @@ def once_per_machine(path: Path, is_complete: Callable[[], bool], write: Callabl
     A process that has waited for one that failed raises the same error.
 
     Args:
-        path: of the files, without a suffix or with one that is replaced by those of a lock and of an error.
+        path: path of the files, without a suffix or with one that is replaced by those of a lock and of an error.
         is_complete: Returns whether the files are written.
         write: Writes them.
 

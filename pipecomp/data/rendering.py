@@ -26,7 +26,7 @@ def decode_sample(tokenizer: Any, sample: Mapping[str, Any], most: int = _MOST) 
     """Decode a sample into segments.
 
     Args:
-        tokenizer: of transformers.
+        tokenizer: a tokenizer of transformers.
         sample: input_ids and labels, int64 [S].
         most: tokens that are decoded; what follows is left out, and "…" marks it.
 

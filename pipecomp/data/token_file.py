@@ -31,13 +31,13 @@ class TokenCounts:
 
     Attributes:
         documents: that have tokens.
-        tokens: of all documents.
+        tokens: tokens of all documents.
         learned: tokens that the loss counts.
         empty: documents without text, left out.
         forced: places where a long text was cut although the whole text may have other tokens there.
         left_out: samples whose prompt alone ends in other tokens than before its completion.
         largest: the largest token id, -1 without tokens.
-        digest: of all documents' tokens and of what is learned.
+        digest: digest of all documents' tokens and of what is learned.
     """
 
     documents: int

@@ -71,7 +71,7 @@ class TextTokenizer:
         """Find the special tokens.
 
         Args:
-            tokenizer: of transformers.
+            tokenizer: a tokenizer of transformers.
             end: append the end-of-text token.
             windows: sizes for long texts.
 

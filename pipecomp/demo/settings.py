@@ -23,8 +23,8 @@ class Settings:
 
     Attributes:
         stages: Each is a process, and a node of the slow network.
-        methods: Of `activations.method`.
-        bandwidth: Of the links, each way, as in "5mbit".
+        methods: Values of `activations.method`.
+        bandwidth: Rate of the links, each way, as in "5mbit".
         training: Sequences, of `length` tokens.
         pretraining: Sequences too, each seen once.
     """

@@ -147,7 +147,7 @@ class Arrivals:
 
     Args:
         roster: The machines of this start.
-        number: Of this start.
+        number: Number of this start.
         out: The run's folder. Each line that is added to its file JOIN, here, names a host that joins.
         seen: Number of lines of that file that were handled.
         silent: See `silent_hosts`.

@@ -208,7 +208,7 @@ class Heartbeat:
         find_failure: Returns the error that ended a link, None while all are open.
         lost: The error for a lost rank, None while all are alive.
         engine: Number of engines that this process has begun to make.
-        places: Of all ranks, by rank, once an engine is made.
+        places: Places of all ranks, by rank, once an engine is made.
     """
 
     on_exit: Callable[[FailureReport], None]

@@ -63,7 +63,7 @@ class Ended(NamedTuple):
 
     Attributes:
         status: 0, or the exit status of the process that failed first.
-        statuses: Of all processes in the order of starting; None for those that had to be killed.
+        statuses: Exit statuses of all processes in the order of starting; None for those that had to be killed.
         stopped: True if a signal has asked this launcher to end the run.
         remote: Numbers of processes that are connections to other machines.
     """

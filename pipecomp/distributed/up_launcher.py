@@ -326,7 +326,7 @@ def find_run(run: UpRun, keys: str, place: int, *, joins: bool, say: Callable[[s
     Args:
         run: The run.
         keys: This machine's folder of keys.
-        place: Of this machine.
+        place: Place of this machine.
         joins: The run must go on. Otherwise it may not have begun.
         say: Prints a line.
 

@@ -54,7 +54,7 @@ def examine(
             launcher.
         environ: Environment variables, as set by launchers.
         limit_s: Timeout of the rendezvous.
-        loader: Of each rank's data, to compare with the shared memory.
+        loader: Size of each rank's data loader, to compare with the shared memory.
 
     Returns:
         True if any finding is a problem.

@@ -71,10 +71,10 @@ class RecordInfo:
     """Place of a record.
 
     Attributes:
-        session: Of the processes that wrote it: a random name, equal on all ranks. Only records of one session and step
+        session: Random name of the processes that wrote it, equal on all ranks. Only records of one session and step
             belong together.
         step: Optimizer steps before it.
-        rank, world: Of this session.
+        rank, world: The rank and the number of ranks in this session.
         stage, cuts: The rank's stage, and the blocks at which the model is cut.
         folder: Name of the checkpoint's folder.
         engine: Folder of the engine's part inside, "" for the checkpoint's folder itself.
@@ -362,8 +362,8 @@ class RecordWriter:
     """Writes a record that arrives block by block; the file appears when it is whole.
 
     Args:
-        folder: Of the file.
-        header: Of the record.
+        folder: Folder of the file.
+        header: Header of the record.
     """
 
     def __init__(self, folder: Path, header: RecordHeader) -> None:

@@ -25,7 +25,7 @@ class RecordSchedule:
     """Records of a run.
 
     Attributes:
-        size_bytes: Of a record on the line, of the rank that sends most.
+        size_bytes: Bytes of a record on the line, for the rank that sends most.
         every_steps: Steps between two records.
         sending_steps: Steps until a record is on its second home.
     """
@@ -45,10 +45,10 @@ class RecordSchedule:
         """Predict the schedule for a line.
 
         Args:
-            size_bytes: Of a record on the line.
-            bits_per_s: Of the line.
+            size_bytes: Bytes of a record on the line.
+            bits_per_s: Rate of the line.
             step_s: Seconds of a step.
-            share: Of the line that records take on average.
+            share: Share of the line that records take on average.
         """
         line_s = 8 * size_bytes / bits_per_s
         sending_s = line_s / min(1.0, BURST * share)

@@ -47,7 +47,7 @@ def choose_homes(setting: int | str, pipelines: Sequence[Sequence[int]], hosts: 
     Args:
         setting: `elastic.second_home`, not "off".
         pipelines: For each replica the global ranks of its stages in order.
-        hosts: Of each rank.
+        hosts: Host of each rank.
 
     Returns:
         By rank: the next stage's rank on another machine, after the last stage the first; with all stages on one
@@ -104,13 +104,13 @@ class SecondHome:
 
     Args:
         settings: The section "elastic".
-        plan: Of all ranks.
+        plan: Plan of all ranks.
         give_way: Returns when no packet of the pipeline is being sent.
 
     Attributes:
         folder: The records that this rank has.
         due: Step after which the next record is due.
-        schedule: Of the records so far; None before the first.
+        schedule: Schedule of the records so far; None before the first.
 
     Raises:
         ConfigError: The folder cannot be written. From `end_step` and `save`: the state has objects of other classes.

@@ -42,7 +42,7 @@ class HomePlan:
     """The second home of each rank's records.
 
     Attributes:
-        rank, stage, cuts: Of this rank.
+        rank, stage, cuts: This rank, its stage, and the blocks at which the model is cut.
         homes: Second home of each rank.
         limits: Largest data of each rank's record, in bytes.
         timeout_s: Silence of a rank after which it is lost.

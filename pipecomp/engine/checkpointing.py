@@ -67,7 +67,7 @@ class CheckpointManager:
         run: Owner of the cached activations, once the links are open; None if none are cached.
         second_home: Where records go; None for no records.
         trainer_state: Returns a trainer's files in a checkpoint of the last step; None without a trainer.
-        description: Of the pipeline.
+        description: Description of the pipeline.
     """
 
     context: StageContext

@@ -103,9 +103,9 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine, EngineState):
 
         Args:
             pipecomp_config: The section "pipecomp".
-            plan: Of the model.
+            plan: Plan of the model.
             tied_groups: Process group of each tied weight of this stage, by its name in the plan.
-            exchanges: Of compressed gradients and local steps.
+            exchanges: Exchanges of compressed gradients and local steps.
             **ds: DeepSpeed's arguments.
         """
         self.pipecomp_config, self.plan = pipecomp_config, plan
@@ -162,7 +162,7 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine, EngineState):
         Args:
             links: This rank's ends.
             run: Owner of the cached activations; None if none are cached.
-            heartbeat: Of all ranks.
+            heartbeat: Heartbeat of all ranks.
         """
         self.links = self.reporting.links = links
         self.run = self._checkpoints.run = run

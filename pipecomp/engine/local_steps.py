@@ -60,8 +60,8 @@ class LocalTraining:
 
     Args:
         context: Its weights are the same on all replicas at first.
-        optimizer: Of the stage.
-        exchanges: Of outer steps.
+        optimizer: Optimizer of the stage.
+        exchanges: Exchanges of outer steps.
 
     Attributes:
         exchanges: The argument.

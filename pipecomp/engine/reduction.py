@@ -51,9 +51,9 @@ class GradientExchange:
         replicas: Global ranks of the replicas of `stage`.
         tied: Holders of its tied parameters, by name.
         stage: Index of this rank's stage. Stages draw different random numbers.
-        seed: Of the run.
+        seed: Seed of the run.
         timeout_s: How long an average waits for a rank.
-        prefix: Of the groups' names.
+        prefix: Prefix of the groups' names.
 
     Attributes:
         averages_replicas: True if it needs all gradients, not only those of tied weights.
@@ -186,10 +186,10 @@ class GradientReduction:
     """Reduces the gradients of one stage: sums tied weights over stages and averages replicas.
 
     Args:
-        context: Of the stage.
+        context: Context of the stage.
         engine: DeepSpeed's, after its __init__.
         tied_groups: Process group of each tied weight of this stage, by the weight's name in the plan.
-        exchanges: Of compressed gradients.
+        exchanges: Exchanges of compressed gradients.
 
     Attributes:
         synchronous: Whether this step averages over replicas.
@@ -382,7 +382,7 @@ class GradientReduction:
 def save_residuals(states: Iterable[tuple[str, State]], folder: Path, number: int) -> None:
     """Write the error-feedback residuals of a rank into a checkpoint, one file for each name in `states`.
 
-    number: of the rank's state.
+    number: number of the rank's state.
     """
     for name, state in states:
         state.save(folder / residuals_file(name, number))

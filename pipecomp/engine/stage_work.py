@@ -43,7 +43,7 @@ class StageWork:
     """Executes the instructions of one stage but for the backward.
 
     Args:
-        context: Of the stage.
+        context: Context of the stage.
         engine: Its links, data and buffers.
         control: Observes waits and memory.
     """

@@ -221,7 +221,7 @@ class _FragmentAverage:
         lands: step after which its result is applied.
         keep: share of its own weights that the replica keeps then; None to keep its progress since `sent`.
         sent: the replica's weights when it was sent, if `keep` is None.
-        mean: of the replicas' outer gradients.
+        mean: mean of the replicas' outer gradients.
         sums: mean of the replicas' `row_sums`.
         rows: this replica's row means of second moments.
         row_means: mean of all replicas' `rows`.

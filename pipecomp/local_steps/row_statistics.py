@@ -30,8 +30,8 @@ def row_sums(moved: Tensor, seed: int) -> Tensor:
     """Summarize the movement of each row (first index) of a weight.
 
     Args:
-        moved: of one replica.
-        seed: of the directions, the same on all replicas.
+        moved: movement of the weight on one replica.
+        seed: seed of the directions, the same on all replicas.
 
     Returns:
         float32: the squared length of each row, then the projections of all rows on random directions, at least 256.

@@ -59,7 +59,7 @@ class Adam:
             momentum: momentum of a parameter or of a part of it, float32.
             g: gradient of these values, float32. One rank's gradient is enough, as the update is linear in it.
             p: these values.
-            options: of the parameter's group.
+            options: options of the parameter's group.
 
         Returns:
             The gradient, with weight decay unless that is decoupled.

@@ -68,7 +68,7 @@ class QuantizedAdam(torch.optim.Optimizer):
         bits: bits per value of the momentum, 1 to 8.
         group_size: values that share a scale.
         group: a process group, None for all ranks; one rank without torch.distributed.
-        seed: of the exchange's random numbers; double_squeeze rounds to nearest and draws none.
+        seed: seed of the exchange's random numbers; double_squeeze rounds to nearest and draws none.
         tied: params that other pipeline stages share, with gradients summed over these stages before `step`; each has
             buckets of its own, so that the groups of all its stages get the same bits.
         adam_w: decoupled weight decay; otherwise it is added to the gradient.
@@ -338,8 +338,8 @@ class QuantizedAdam(torch.optim.Optimizer):
         """Restore a copy of a state of this rank.
 
         Args:
-            state_dict: of an optimizer with the same settings and parameters. Set ["exchange"]["memories"] to None to
-                start with empty residuals on another rank, or with another number of ranks.
+            state_dict: state of an optimizer with the same settings and parameters. Set ["exchange"]["memories"] to
+                None to start with empty residuals on another rank, or with another number of ranks.
 
         Raises:
             ConfigError: for residuals of another rank, other settings, or another optimizer's state.

@@ -151,7 +151,7 @@ class RankMeasurement(NamedTuple):
         costs: Seconds of its stage and of packets.
         link: The link to the next stage; None on the last stage, and where rates are given.
         fewest: Lower limit of "auto" forward bits for the stage's dropout.
-        spread: Of the stage's seconds, see `StageTime`.
+        spread: Spread of the stage's seconds, see `StageTime`.
     """
 
     stage: int

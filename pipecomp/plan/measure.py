@@ -147,7 +147,7 @@ def time_link(
         samples: B.
         tokens: S.
         hidden: H.
-        dtype: Of activations.
+        dtype: Dtype of activations.
         device: Where activations are.
         seconds: Approximate duration of the measurement.
         staging: Copies between device and host; by default one of its own.
@@ -563,7 +563,7 @@ def _measure_lines(all_ranks: AllRanks, machines: Sequence[int], pacer_to: Pacer
 def _measure_rows(all_ranks: AllRanks, rows: Sequence[Sequence[int]], pacer_to: PacerTo) -> LinkMeasurement | None:
     """Measure this rank's link to the next rank of its row, together with all others; every rank must call this.
 
-    rows: of ranks, each with a rank once at most. Ranks in no row only wait.
+    rows: rows of ranks, each with a rank once at most. Ranks in no row only wait.
     """
     neighbors = open_neighbors(rows, timeout_s=_TIMEOUT_S, streams="auto", all_ranks=all_ranks, pacer_to=pacer_to)
     rank, transports = dist.get_rank(), neighbors.transports

@@ -86,8 +86,8 @@ class Profile:
         last: Cost of head and loss.
         call_s: Seconds of a stage's forward, and of its backward, that do not depend on the number of samples.
         measured: Source of the seconds, for tables.
-        backward_operations: Of the backward per operation of the forward: 1 for gradients of inputs, 1 for those of
-            weights, of which frozen ones have none.
+        backward_operations: Operations of the backward per operation of the forward: 1 for gradients of inputs, 1 for
+            those of weights, of which frozen ones have none.
         again_bytes: With activation checkpointing, bytes that a block keeps per sample while its backward runs. A
             stage has them once, however many micro-batches are in flight.
         spread: Lowest and highest of several measurements, as factors of the seconds.

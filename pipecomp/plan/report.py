@@ -43,7 +43,7 @@ class LayoutPrediction(NamedTuple):
     """Prediction for an order of ranks.
 
     Attributes:
-        name: Of the layout.
+        name: Name of the layout.
         step_s: Seconds of a step.
         activations: True if activations cross the line between machines.
         gradients: True if gradients of replicas do.

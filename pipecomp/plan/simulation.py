@@ -283,7 +283,7 @@ class SimulatedStep:
     """Result of a simulation.
 
     Attributes:
-        seconds: Of the whole step.
+        seconds: Seconds of the whole step.
         waits: Seconds that each stage waits for packets.
         events: All events, ordered by their end.
     """

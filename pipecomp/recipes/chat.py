@@ -70,7 +70,7 @@ def fine_tune(args: argparse.Namespace) -> None:
     the rate warms up over a tenth of the steps, from rate / warm-up steps on, and decays to 0.
 
     Args:
-        args: Of a parser with the arguments of `text`, this module and `lora`.
+        args: Arguments from a parser with those of `text`, this module and `lora`.
 
     Raises:
         PipecompError: On every rank, if one has an error.

@@ -69,7 +69,7 @@ def check_plan(made: dict[str, Any] | None, folder: Path, stages: int | None, wo
 
     Args:
         made: The plan, None if no machine has it.
-        folder: Of the run.
+        folder: Folder of the run.
         stages: Its number of stages in this start; None if it may differ from the plan's.
         world: Processes of this start.
 

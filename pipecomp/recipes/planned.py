@@ -479,7 +479,7 @@ def check_not_lost(folder: Path, lost: tuple[int, list[int]], reached: int, name
     """Report that the newest complete state went with its machines.
 
     Args:
-        folder: Of the run.
+        folder: Folder of the run.
         lost: Its step, and the ranks whose records are missing.
         reached: The step from which the run can go on; 0 if there is none.
         names: The machine of each rank in the start that was lost, empty if unknown.

@@ -187,7 +187,7 @@ class RunCheckpoints:
         auto: Keys of the settings that were "auto" in the configuration file.
 
     Attributes:
-        folder: Of all checkpoints; None for a run without.
+        folder: Folder of all checkpoints; None for a run without.
         found: The checkpoint that this run resumes from; None for a new run.
         keep: The number of checkpoints to keep.
         on_signal: The run writes a checkpoint after a signal.

@@ -47,8 +47,8 @@ class RunSimulation:
     Attributes:
         step: Measured costs and bytes of a step.
         network: The links.
-        source: Of the links' rates: LAB; MEASURED between the ranks; or FITTED, with the one rate at which a simulated
-            step takes the measured seconds.
+        source: Source of the links' rates: LAB; MEASURED between the ranks; or FITTED, with the one rate at which a
+            simulated step takes the measured seconds.
         measured_s: Measured mean seconds of a step.
         seconds: Simulated seconds of a step.
         raw_bytes: Bytes of a micro-batch's activations in the training dtype, for each link.

@@ -55,11 +55,11 @@ class MembershipConfig:
     """The facts that a machine has before the agreement.
 
     Attributes:
-        place: Of this machine, from 0, in the order of the invitations.
+        place: Place of this machine, from 0, in the order of the invitations.
         procs: Ranks per machine; machine P's certificate names ranks from P * procs on.
-        addresses: Of the machines that listen, by place.
+        addresses: Addresses of the machines that listen, by place.
         before: The places that took part in the last start; () if this machine did not.
-        number: Of the next start.
+        number: Number of the next start.
         listen: Where this machine listens; None if it does not, and so cannot lead.
         wanted: Machines of the next start, if there are so many; 0 for as many as in the last one.
     """

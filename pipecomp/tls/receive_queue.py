@@ -47,7 +47,7 @@ def window_cost(total: int) -> int:
 class Transfer:
     """A message that is being sent or received. It ends once, with or without an error.
 
-    began, ended: of time.perf_counter, 0.0 before. unsent: bytes that count as not sent yet.
+    began, ended: times of time.perf_counter, 0.0 before. unsent: bytes that count as not sent yet.
     """
 
     def __init__(self, view: memoryview) -> None:

@@ -219,7 +219,7 @@ class TrainerBase:
 
         Args:
             model: Returns the logits when it is called with the inputs; the pipeline has computed them.
-            inputs: Of the micro-batch, with "labels".
+            inputs: Inputs of the micro-batch, with "labels".
             return_outputs: Return (loss, outputs).
             num_items_in_batch: Number of labels of the step.
         """
@@ -392,7 +392,7 @@ class TrainerBase:
         A failing hub is reported in one line and does not end the run.
 
         Args:
-            commit_message: Of the commit.
+            commit_message: Message of the commit.
             blocking: Wait for the upload.
             token: Default: `args.hub_token`.
             revision: Default: `args.hub_revision`.
@@ -441,7 +441,7 @@ class TrainerBase:
 
         Args:
             inputs: Prompts, int64 [B, S], padded on the left.
-            options: Of transformers' `generate`: attention_mask, max_new_tokens, do_sample, num_beams, …
+            options: Options of transformers' `generate`: attention_mask, max_new_tokens, do_sample, num_beams, …
 
         Returns:
             Prompts and new tokens on every rank, int64 [B, S + new].
@@ -464,7 +464,7 @@ class PipelineAccelerator:
     Attributes:
         is_main_process, is_local_main_process: True on rank 0, and on the first rank of each machine.
         process_index, local_process_index, num_processes: This rank, its number on its machine, and their number.
-        gradient_accumulation_steps: Of `args`.
+        gradient_accumulation_steps: The value of `args`.
         sync_gradients: True: callbacks run between optimizer steps.
     """
 

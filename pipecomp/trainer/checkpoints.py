@@ -419,7 +419,7 @@ def prepare_store(settings: Config, engine: TrainingEngine | None, number: int, 
     Args:
         settings: The "pipecomp" section.
         engine: The open engine or None.
-        number: Of this rank's state.
+        number: Number of this rank's state.
         resumes: The training resumes from a checkpoint.
     """
     if settings.activations.method != "aqsgd":

@@ -344,7 +344,7 @@ class EvalLoaders:
     ) -> EvalLoader:
         """Return the loader of a dataset. samples: the dataset with the columns that the model takes.
 
-        sequences: of the model, for each sample that `args` counts.
+        sequences: sequences of the model for each sample that `args` counts.
         """
         key = (id(data), args.per_device_eval_batch_size)
         if key in self._persistent and samples.loader is None:

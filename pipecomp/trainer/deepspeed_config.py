@@ -31,7 +31,7 @@ def engine_config(
         pipecomp: The "pipecomp" section, or a DeepSpeed configuration (a dict with that key, or a JSON file). `args`
             supplies values that are missing or "auto".
         complete: `pipecomp` is a DeepSpeed configuration with all values, optimizer included; return it unchanged.
-        sequences: of the model, for each sample that `args` counts.
+        sequences: sequences of the model for each sample that `args` counts.
         save_messages: the default of store.in_checkpoints.
 
     Raises:

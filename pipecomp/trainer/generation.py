@@ -29,7 +29,7 @@ def generate(engine: TrainingEngine, group: Any, inputs: Any, options: dict[str,
         engine: The engine.
         group: A gloo group of all ranks.
         inputs: Prompts, int64 [B, S], padded on the left; None if `options` has input_ids.
-        options: Of transformers' `generate`: attention_mask, max_new_tokens, do_sample, …
+        options: Options of transformers' `generate`: attention_mask, max_new_tokens, do_sample, …
 
     Returns:
         Prompts and new tokens on every rank, int64 [B, S + new].

@@ -43,8 +43,8 @@ class LastStageModel:
     Args:
         stage: The last stage.
         loss: The model's loss.
-        logits: Of the micro-batch.
-        inputs: Of the micro-batch, with its labels.
+        logits: Logits of the micro-batch.
+        inputs: Inputs of the micro-batch, with its labels.
     """
 
     def __init__(self, stage: Any, loss: StepLoss, logits: Tensor, inputs: Mapping[str, Any]) -> None:

@@ -99,7 +99,7 @@ class OptimizerFactories:
         scheduler: Makes a schedule from that optimizer; None for the schedule of the arguments.
         class_and_options: Trainer's optimizer_cls_and_kwargs, or None.
         original: An optimizer of the script's model, of which each stage gets a copy for its parameters, or None.
-        names: Of `original`'s parameters, by their identity.
+        names: Names of `original`'s parameters, by their identity.
     """
 
     optimizer: Callable[[list], Any] | None = None

@@ -112,7 +112,7 @@ class PipelineTrainer(TrainerBase):
         engine: The `pipecomp.PipelineEngine`.
         model: This rank's stage once the engine is made; before that the original model.
         state, control, callback_handler, accelerator: As in Trainer.
-        optimizer, lr_scheduler: Of this rank's stage.
+        optimizer, lr_scheduler: Optimizer and schedule of this rank's stage.
 
     A subclass may override Trainer's methods in `overrides.OVERRIDABLE`: compute_loss runs on the last stage,
     create_optimizer and create_scheduler on every stage, get_train_dataloader on every rank.

@@ -117,7 +117,7 @@ def next_labels(labels_BS: Tensor, logits: Tensor) -> Tensor:
 def token_statistics(logits_BSV: Tensor, labels_BS: Tensor, *names: str) -> dict[str, Tensor]:
     """Return statistics of the predictions of labels, [B, S - 1] each, 0 where there is none; without gradients.
 
-    names: of "entropy", "is_top1", "mean_logits" and "log_sum_sq_probs", as TRL's fused head has them.
+    names: some of "entropy", "is_top1", "mean_logits" and "log_sum_sq_probs", as TRL's fused head has them.
     """
     next_BS = next_labels(labels_BS, logits_BSV)
     rows: dict[str, list[Tensor]] = {name: [] for name in names}
@@ -273,11 +273,11 @@ class DatasetPreparation:
     """Prepares datasets once a machine by a function of TRL.
 
     Args:
-        module: of TRL, whose function orders processes by itself.
+        module: name of TRL's module whose function orders processes by itself.
         args: TRL's configuration.
         processing_class: The tokenizer or processor.
         columns: to keep.
-        fields: of `args` that the result depends on.
+        fields: names of the fields of `args` that the result depends on.
         more: Other values that it depends on.
     """
 

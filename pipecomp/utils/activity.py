@@ -66,7 +66,7 @@ class Activity:
     """An activity during a `with` block.
 
     Args:
-        text: Of the form "waits for its data", after the rank's name.
+        text: Words after the rank's name, such as "waits for its data".
         limit_s: Seconds after which it is interrupted; None for one that is not watched, as others watch it.
         end_s: Seconds after which the process ends; by default some more than the limit.
         explain: Describes the cause and the remedy in an error.

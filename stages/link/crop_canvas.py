@@ -24,8 +24,8 @@ class CropCanvas:
     """Geometry of the cached activations of one link.
 
     Attributes:
-        lines, columns: Of the map, h and w.
-        input_lines, input_columns: Of the input image, in pixels.
+        lines, columns: Size of the map, h and w.
+        input_lines, input_columns: Size of the input image, in pixels.
         margin: Most pixels by which a crop may move the image, in either direction.
     """
 

@@ -55,15 +55,15 @@ class Endpoint:
         index: Number of the link, counted from the first stage.
         config: The run's settings.
         transport: To the other end.
-        store: Of this end; None unless the method is "aqsgd".
+        store: Store of this end; None unless the method is "aqsgd".
         replica: Number of the pipeline.
         staging: Between the stage's device and the host; None if that is the host.
         pass_nonfinite: Whether gradients with NaN or Inf are sent as plain values, for loss scaling.
-        canvas: Of images moved by crops; None if cached activations have the shape of a sample's rows.
+        canvas: Canvas of images moved by crops; None if cached activations have the shape of a sample's rows.
         carries_gradients: False if the stages before this link train nothing, see `SplitPlan.lowest_trained`.
 
     Attributes:
-        limits: Of the peer's packets; None before they are set.
+        limits: Limits of the peer's packets; None before they are set.
         changed: Entries put since the last check for drift, if `checks_drift`.
         drifted: Whether the last check for drift found a difference.
         may_decline: Whether either end may refuse to cache a first visit.
@@ -321,7 +321,7 @@ class LinkSender(Endpoint):
 
         Args:
             x_BSH: Activations in the training dtype.
-            layout: Of the samples.
+            layout: Layout of the samples.
             at: Position in training.
             training: False in evaluation.
 
@@ -439,7 +439,7 @@ class LinkReceiver(Endpoint):
 
         Args:
             g_BSH: Gradient in the training dtype.
-            layout: Of the activations.
+            layout: Layout of the activations.
             at: Position in training.
             unit: Factor that makes gradients of different steps comparable, see `gradient_unit`. Cached gradients are
                 multiplied by it, and divided at the other end.

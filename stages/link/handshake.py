@@ -53,7 +53,7 @@ def reconcile_stores(end: Endpoint, settings: dict[str, Any]) -> int:
     """Make this end and its peer hold the same samples; both must call it.
 
     Args:
-        end: Of this rank.
+        end: End of this rank.
         settings: JSON values that must be equal at both ends.
 
     Returns:
@@ -99,7 +99,7 @@ def check_drift(end: Endpoint, step: int) -> list[int]:
     """Compare the entries that changed since the last check with the peer's; both must call it.
 
     Args:
-        end: Of this rank, with a store.
+        end: End of this rank, with a store.
         step: Training step that has ended but is not committed yet.
 
     Returns:

@@ -22,7 +22,7 @@ class Links:
     Attributes:
         to_next: None on the last stage.
         to_previous: None on the first stage.
-        environment: Of the stores; None without stores.
+        environment: Environment of the stores; None without stores.
         described: By link, JSON values that both ends must have in common.
         gradients: Whether the stores hold gradients as well.
     """

@@ -114,7 +114,7 @@ def ending_links(transports: Mapping[str, Transport], all_ranks: AllRanks, doing
     """Wrap what all ranks do over their links: an error of the body ends the links, and so the body on all ranks.
 
     Args:
-        transports: Of this rank.
+        transports: Transports of this rank.
         all_ranks: Every rank raises the error.
         doing: A verb for the body.
     """

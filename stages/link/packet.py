@@ -138,10 +138,10 @@ class DeferredHeader:
 
     Args:
         header: With any bits.
-        codec: Of all rows.
+        codec: Codec of all rows.
         changes: Whether all rows are changes of cached values.
         first: Whether all rows are first visits of samples: the chosen bits go into the header's `first_bits`.
-        head_bytes: Of the payload, before the rows.
+        head_bytes: Bytes of the payload before the rows.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class Packet:
         """Start copying the written packet to the host; where stages compute on the host, finish it.
 
         Args:
-            flags: Of all values being encodable.
+            flags: Flags of all values being encodable.
             at: Position in training, for errors.
             bits: The chosen ones, int64 [1], of a deferred packet.
 
@@ -257,12 +257,13 @@ class PacketLimits(NamedTuple):
     A header is compared with them before memory is allocated: a few bytes that claim gigabytes are refused.
 
     Attributes:
-        samples: Of a training micro-batch.
-        rows: Of a sample, padding included.
+        samples: Samples of a training micro-batch.
+        rows: Rows of a sample, padding included.
         width: Values of a row, exactly.
         changed: Entries of the stores that one check for drift compares.
         evaluated: Samples of an evaluation micro-batch; those of a training micro-batch are always allowed.
-        documents: Of a packed micro-batch in training, which has at most the tokens of `samples`; 0 for `samples`.
+        documents: Documents of a packed micro-batch in training, which has at most the tokens of `samples`; 0 for
+            `samples`.
     """
 
     samples: int

@@ -46,7 +46,7 @@ class StreamChoice:
 
     Attributes:
         streams: TCP connections.
-        round_trip_s: Of small packets; None if it was not measured.
+        round_trip_s: Round trip of small packets; None if it was not measured.
         rates: By number of streams, bytes per second of both directions together; empty if none was measured.
     """
 

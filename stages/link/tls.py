@@ -29,7 +29,7 @@ class TlsTransport(TransportBase):
     """One end of a link between two ranks of a mesh.
 
     Args:
-        mesh: Of this process; both ends must make their transports in the same order.
+        mesh: Mesh of this process; both ends must make their transports in the same order.
         peer: Global rank at the other end.
         timeout_s: Silence after which the peer counts as lost.
         pacer: Slows down sending.

@@ -73,7 +73,7 @@ class Transport(Protocol):
         on_transfer: Called as `on_transfer("send" or "receive", start, end, None, bytes)` for every packet; times of
             `time.perf_counter`.
         streams: TCP connections that packets are spread over.
-        waiting_bytes: Of packets that wait to leave.
+        waiting_bytes: Bytes of packets that wait to leave.
     """
 
     peer: int

@@ -44,8 +44,8 @@ class Adapter:
     """A LoRA adapter.
 
     config: peft's LoraConfig. name: peft's name of it. weights: the folder where it is saved, None for a new one.
-    seed: of a new one's values, which are then those that peft draws for the unsplit model; None if they may depend on
-    the layers' names.
+    seed: seed of a new one's values, which are then those that peft draws for the unsplit model; None if they may
+    depend on the layers' names.
     """
 
     config: Any

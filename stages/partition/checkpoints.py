@@ -97,8 +97,8 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         """Take up the names and layouts of the model, as transformers does: experts on disk are joined, for example.
 
         Args:
-            model: of transformers, on any device.
-            names: of its tensors. `files` has these in place of those on disk that they are made of.
+            model: a model of transformers, on any device.
+            names: names of its tensors. `files` has these in place of those on disk that they are made of.
         """
         from transformers import conversion_mapping, core_model_loading
 
@@ -232,7 +232,7 @@ def find_file(source: str, name: str, *, cached: bool = False) -> str | None:
 
     Args:
         source: folder or hub name.
-        name: of the file.
+        name: name of the file.
         cached: look in the cache only.
 
     Returns:

@@ -151,8 +151,8 @@ class SmallCopy:
     """A small copy of a model's configuration, and the key of what it shows.
 
     Attributes:
-        config: of the copy.
-        model_class: of the model.
+        config: configuration of the copy.
+        model_class: class of the model.
         key: digest of the configuration, the class's code, the versions, and pipecomp's own code.
     """
 
@@ -417,7 +417,7 @@ class _Watch:
     """Phases in which modules outside of the blocks run, and what blocks return.
 
     Attributes:
-        phases: of each module: "before" the blocks, "between" or "after" them.
+        phases: phase of each module: "before" the blocks, "between" or "after" them.
         returns: False if a block returns hidden states, else the length of its tuple.
         draws: whether random numbers are drawn before or after the blocks.
         lanes: as `Architecture.lanes`.

@@ -28,7 +28,7 @@ def check_small_copy(config: Any, model_class: type, architecture: Architecture,
     """Compare a small copy of a model with its stages, once for a configuration, class and version of transformers.
 
     Args:
-        config: of the model.
+        config: configuration of the model.
         model_class: its class.
         architecture: its entry, or the structure that was found.
         cut: makes the stages of a model from the cuts and its structure.

@@ -65,7 +65,7 @@ def pretrained(
     """Describe a `from_pretrained` folder or hub name, with another head or other settings than its config's.
 
     Args:
-        path: of the model, or the folder of a saved adapter that names its base model.
+        path: path of the model, or the folder of a saved adapter that names its base model.
         model_class: a class or its name, also an Auto class; default: the first of `config.architectures`.
         lora: a `peft.LoraConfig`, or the folder of a saved adapter to continue with: then only the adapter is trained
             and saved.
@@ -130,7 +130,7 @@ def resolve(source: Any) -> Source:
 def with_adapter(source: Any, rank: int, bits: int | None = None) -> Source:
     """Return the model of `resolve` without weights, with a new LoRA adapter in all linear layers, for planning.
 
-    bits: of the base model's linear layers, 4 or 8; default: as they are.
+    bits: bits of the base model's linear layers, 4 or 8; default: as they are.
     """
     found = resolve(source)
     quantizer = found.quantizer
@@ -225,11 +225,11 @@ def build_stage(
               alone, so they are the same for every number of stages; they are not those of the unsplit model built
               under that seed.
             - Modules: the stage takes over its blocks.
-        plan: of `plan`.
+        plan: a plan from `plan`.
         index: 0 to K - 1.
-        dtype: of the parameters; default: the model's, else the config's, else the checkpoint's.
+        dtype: dtype of the parameters; default: the model's, else the config's, else the checkpoint's.
         tie: False gives up tied weights, as in a plan with `tie=False`.
-        seed: of initialized weights.
+        seed: seed of initialized weights.
 
     Returns:
         The stage, whose input is a micro-batch or the output of the stage before it.

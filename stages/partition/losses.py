@@ -131,9 +131,9 @@ def check_labels(
 
     Args:
         make_loss: the head's, such as `causal_lm`.
-        config: of the model.
+        config: configuration of the model.
         model: its class, for errors.
-        ids: of the samples, for errors.
+        ids: ids of the samples, for errors.
         labels: [B, S] or [B, ...].
         mask_BS: 0 where links carry no token; None if they carry all.
 

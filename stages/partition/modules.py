@@ -42,7 +42,7 @@ def modules(model: nn.Sequential, input_shape: Sequence[int], *, margin: int = 0
 
     Args:
         model: on any device.
-        input_shape: of one sample: of a batch's `pixel_values` without B.
+        input_shape: shape of one sample: of a batch's `pixel_values` without B.
         margin: pixels by which random crops move an image at most, with `shifts` in the batches; cached activations
             then move with the crop (arXiv:2206.01299, H.6). 0: m is the activation sent last, wherever the crop was.
 

@@ -107,7 +107,7 @@ def balance(
     """Find the cuts that minimize the largest stage cost; among those, the sum of squares. O(K n^2).
 
     Args:
-        block_costs: of the n blocks.
+        block_costs: costs of the n blocks.
         num_stages: K; every stage gets one block at least.
         first: additional cost of the first stage, for the embeddings.
         last: additional cost of the last stage, for the head.
@@ -191,7 +191,7 @@ def plan_model(
 
     end_seconds: beside `block_seconds`, of the embeddings and of the head; by default as many as a block takes for as
     many parameters. slowdowns: factor of the seconds on each stage's machine, for cuts that are chosen; empty: 1.
-    parts: of the model, if they are known.
+    parts: parts of the model, if they are known.
     """
     if not hasattr(model, "config"):
         allowed = "a Hugging Face model, or the result of pipecomp.stages.modules for an nn.Sequential"

@@ -28,7 +28,7 @@ def named_by_class(model: nn.Module, dtype: torch.dtype, names: str | Sequence[s
 
     Args:
         model: A Hugging Face model, which may be on the meta device, or another module, which names none itself.
-        dtype: Of the other weights; float32 keeps nothing.
+        dtype: Dtype of the other weights; float32 keeps nothing.
         names: Parts of names, in which * stands for any characters; "auto" for those that the model's class names.
     """
     if dtype not in HALF:

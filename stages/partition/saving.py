@@ -44,7 +44,7 @@ def write_shard(stage: Stage, folder: str | Path, *, state: Mapping[str, Tensor]
 
     Args:
         stage: this rank's.
-        folder: of the model; made if it is missing.
+        folder: folder of the model; made if it is missing.
         state: values by Hugging Face's names, in place of the stage's own (such as float32 masters of bfloat16
             weights); all of them and no others.
 
@@ -83,7 +83,7 @@ def write_index(stage: Stage, folder: str | Path, *, generation_config: Any = No
 
     Args:
         stage: any of them.
-        folder: of `write_shard`.
+        folder: folder that `write_shard` wrote into.
         generation_config: default: that of the model that was split.
 
     Returns:

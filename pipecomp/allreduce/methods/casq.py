@@ -175,7 +175,7 @@ def share_buckets(sample: Tensor, centers: Tensor, buckets: int, *, equal: bool 
 
     Args:
         sample: values, float32 on the CPU.
-        centers: of the clusters, float32 [K].
+        centers: centers of the clusters, float32 [K].
         buckets: number of all.
         equal: give every cluster that has values as many.
     """
