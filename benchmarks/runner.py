@@ -42,7 +42,7 @@ SHARED = ROOT.parent / "shared" / "data"
 RESULTS = ROOT / "benchmarks" / "results"
 OPTIONS: dict[str, tuple[Any, ...]] = {
     "seeds": (3, "runs of every method"),
-    "only": ([], "lines whose name contains one of these"),
+    "only": ([], "lines of these names, or whose names contain one of these"),
     "workers": (2, "runs at the same time, one thread each"),
     "data": (SHARED / "wikitext-2", "folder with WikiText-2"),
     "cache": (ROOT / "runs" / "convergence", "where what runs start from is kept"),
@@ -79,8 +79,14 @@ def arguments(argv: Sequence[str], doc: str | None, *common: str, **own: tuple[A
 
 
 def chosen(names: Iterable[str], only: Sequence[str]) -> list[str]:
-    """The names that contain one of `only`, in capitals or not; all without `only`."""
-    return [name for name in names if not only or any(part.lower() in name.lower() for part in only)]
+    """The names that are one of `only`, or contain one that is no name itself; all without `only`. Capitals or not."""
+    names, parts = list(names), {part.lower() for part in only}
+    whole = parts & {name.lower() for name in names}
+
+    def wanted(name: str) -> bool:
+        return name in whole or any(part in name for part in parts - whole)
+
+    return [name for name in names if not only or wanted(name.lower())]
 
 
 def weights_digest(model: Any) -> str:

@@ -207,6 +207,8 @@ def test_options_take_their_types_from_their_defaults(capsys):
     assert "invalid choice: 'c'" in capsys.readouterr().err
     assert chosen(["FP32", "AQ-SGD", "fp16"], ["fp"]) == ["FP32", "fp16"]
     assert chosen(["FP32"], []) == ["FP32"]
+    assert chosen(["FP32", "FP32, BF16", "BF16"], ["fp32", "bf"]) == ["FP32", "FP32, BF16", "BF16"]
+    assert chosen(["FP32", "FP32, tied", "BF16"], ["fp32"]) == ["FP32"]
 
 
 def test_means_are_those_of_statistics():
