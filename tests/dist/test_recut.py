@@ -151,7 +151,8 @@ def messages(folder: str) -> dict[str, Any]:
     from pipecomp.buffers.admin import forget_other_cuts
     from pipecomp.errors import PipecompError
 
-    section = {"activations": {"method": "aqsgd"}, "store": {"path": f"{folder}/messages"}}
+    scales = {"forward": "cached_channels", "backward": "channels"}  # whole messages have none to begin with
+    section = {"activations": {"method": "aqsgd", "scale": scales}, "store": {"path": f"{folder}/messages"}}
     engine = engine_for(4, section=section)
     train(engine, 3)
     engine.save_checkpoint(f"{folder}/aqsgd")
