@@ -29,16 +29,11 @@ from pipecomp.tls.mesh import JoinConfig, connect_mesh
 from pipecomp.tls.receive_queue import ReceiveQueue
 from pipecomp.tls.routes import RELAYED, connect
 from pipecomp.tls.stream import NoAnswerError
-from tests.tls.meshes import WAIT_S, close_all, free_address, keys_for, meet_all, together
+from tests.tls.meshes import WAIT_S, close_all, free_address, meet_all, together
 
 SECRET = b"a sample's text, which nobody else must read. " * 4000
 PIECES = 8
 STRANGERS = 1000
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    return keys_for(tmp_path_factory.mktemp("keys"), 3)
 
 
 class Between:

@@ -43,18 +43,6 @@ def data(size: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    return keys_for(tmp_path_factory.mktemp("keys"), 3)
-
-
-@pytest.fixture
-def two(folders):
-    meshes = meet_all(folders[:2])
-    yield meshes
-    close_all(meshes)
-
-
 @pytest.fixture(scope="module", params=[(), (1,), (2,), (1, 2)], ids=lambda quiet: f"quiet {quiet}")
 def three(folders, request):
     meshes = meet_all(folders, request.param)

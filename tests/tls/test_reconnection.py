@@ -18,12 +18,7 @@ from pipecomp.tls.process_group import Collectives
 from pipecomp.tls.routes import DIRECT, RELAYED
 from pipecomp.tls.send_queue import SendQueue
 from pipecomp.tls.stream import close_socket
-from tests.tls.meshes import WAIT_S, Trouble, close_all, keys_for, kill, meet_all, together
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    return keys_for(tmp_path_factory.mktemp("keys"), 3)
+from tests.tls.meshes import WAIT_S, Trouble, close_all, kill, meet_all, together
 
 
 @pytest.mark.parametrize("quiet", [(), (1, 2)], ids=[DIRECT, RELAYED])

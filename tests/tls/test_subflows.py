@@ -27,22 +27,10 @@ from pipecomp.tls.receive_queue import ReceiveQueue
 from pipecomp.tls.routes import DIRECT, RELAYED, connect_direct
 from pipecomp.tls.send_queue import SendQueue
 from pipecomp.tls.stream import close_socket
-from tests.tls.meshes import WAIT_S, Trouble, close_all, keys_for, meet_all, together
+from tests.tls.meshes import WAIT_S, Trouble, close_all, meet_all, together
 
 SIZES = (0, 1, STRIPE_UNIT, STRIPE_UNIT + 1, EAGER_BYTES, EAGER_BYTES + 1, CONTENT_BYTES, CONTENT_BYTES + 1, 3_000_001)
 STREAM = FIRST_LINK_STREAM + 1
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    return keys_for(tmp_path_factory.mktemp("keys"), 3)
-
-
-@pytest.fixture
-def two(folders):
-    meshes = meet_all(folders[:2])
-    yield meshes
-    close_all(meshes)
 
 
 def ends_of(a, b, count: int, timeout_s: float = 30.0) -> list[TlsTransport]:
