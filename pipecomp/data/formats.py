@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from pipecomp.data.sources import Record
+from pipecomp.data.sources import SourceRecord
 from pipecomp.errors import ConfigError, DataError, require
 
 TEXT, PROMPT, CHAT, ALPACA = "text", "prompt and completion", "messages", "instruction and output"
@@ -52,7 +52,7 @@ def parse_columns(columns: Sequence[str], key: str = "--column") -> dict[str, st
     return renames
 
 
-def rename(record: Record, renames: Mapping[str, str], key: str = "--column") -> Record:
+def rename(record: SourceRecord, renames: Mapping[str, str], key: str = "--column") -> SourceRecord:
     """Rename a row's columns; a column that had the new name before is dropped."""
     if not renames:
         return record
@@ -60,7 +60,7 @@ def rename(record: Record, renames: Mapping[str, str], key: str = "--column") ->
         if old not in record.values:
             raise ConfigError(key, old, f"a column of {record.where}: {', '.join(map(str, record.values))}")
     kept = {k: v for k, v in record.values.items() if k not in renames and k not in renames.values()}
-    return Record({**kept, **{new: record.values[old] for old, new in renames.items()}}, record.where)
+    return SourceRecord({**kept, **{new: record.values[old] for old, new in renames.items()}}, record.where)
 
 
 def detect_format(columns: Iterable[str], where: str) -> str:
@@ -107,7 +107,7 @@ def unused_columns(columns: Iterable[str], kind: str) -> list[str]:
     return sorted(map(str, set(columns) - used))
 
 
-def example_of(record: Record, kind: str, *, conversational: bool) -> dict[str, Any]:
+def example_of(record: SourceRecord, kind: str, *, conversational: bool) -> dict[str, Any]:
     """Convert a row to an example in TRL's form.
 
     Args:
@@ -221,7 +221,7 @@ def _decoded(values: Mapping[str, Any], key: str, kind: type, where: str) -> Any
     return _without_none(value) if value else None
 
 
-def _alpaca(record: Record, conversational: bool) -> dict[str, Any]:
+def _alpaca(record: SourceRecord, conversational: bool) -> dict[str, Any]:
     values, where = record
     instruction, output = _text(values, "instruction", where), _text(values, "output", where)
     given = values.get("input") or ""

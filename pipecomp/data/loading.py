@@ -28,7 +28,7 @@ from pipecomp.data.formats import (
     unused_columns,
 )
 from pipecomp.data.samples import BlockSamples, DocumentSamples, cut_spans, documents_of, hold_out
-from pipecomp.data.sources import DataSource, Record, find_sources, find_split
+from pipecomp.data.sources import DataSource, SourceRecord, find_sources, find_split
 from pipecomp.data.token_file import TokenCounts, TokenFile, TokenWriter, is_complete
 from pipecomp.data.tokenization import TextTokenizer
 from pipecomp.errors import ConfigError, DataError, require, writable
@@ -376,7 +376,7 @@ class _Preparation:
                 writer.empty += 1
 
 
-def _format(source: DataSource, renames: dict[str, str], options: DataOptions) -> tuple[str, Record | None]:
+def _format(source: DataSource, renames: dict[str, str], options: DataOptions) -> tuple[str, SourceRecord | None]:
     """Return a source's format and its first row."""
     if source.kind == src.TEXT:
         hint = f"{source.name} is plain text, which has no columns. Files with columns end in .jsonl, .csv or .parquet"
@@ -390,7 +390,7 @@ def _format(source: DataSource, renames: dict[str, str], options: DataOptions) -
     return detect_format(first.values, first.where), first
 
 
-def _records(found: Sequence[DataSource], renames: dict[str, str], options: DataOptions) -> Iterator[Record]:
+def _records(found: Sequence[DataSource], renames: dict[str, str], options: DataOptions) -> Iterator[SourceRecord]:
     for source in found:
         for record in source.records():
             yield rename(record, renames, options.key("columns"))
@@ -498,7 +498,7 @@ class _Progress:
             self._done += len(text)
             self._look()
 
-    def records(self, records: Iterable[Record]) -> Iterator[Record]:
+    def records(self, records: Iterable[SourceRecord]) -> Iterator[SourceRecord]:
         """Count rows by their texts' characters."""
         for record in records:
             yield record

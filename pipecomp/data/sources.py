@@ -62,7 +62,7 @@ _SIGNATURES = (
 _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
-class Record(NamedTuple):
+class SourceRecord(NamedTuple):
     """A row of a source. where: file and line, or data set and row, for errors."""
 
     values: dict[str, Any]
@@ -100,7 +100,7 @@ class DataSource:
         digest.update(Path(self.name).suffix.lower().encode())
         return digest.hexdigest()
 
-    def records(self) -> Iterator[Record]:
+    def records(self) -> Iterator[SourceRecord]:
         """Read the rows. Raises DataError, with file and line, for what cannot be read; for plain text always."""
         with _readable(self.name):
             if self.kind == JSON:
@@ -385,7 +385,7 @@ def _lines(pieces: Iterable[str]) -> Iterator[str]:
 # -- records
 
 
-def _json_records(name: str) -> Iterator[Record]:
+def _json_records(name: str) -> Iterator[SourceRecord]:
     """Read JSON lines, a JSON array of rows, or a JSON object of columns; a string is a row with the column text."""
     with open(name, "rb") as file:
         begin = file.read(512)
@@ -399,7 +399,7 @@ def _json_records(name: str) -> Iterator[Record]:
         for number, line in enumerate(file, 1):
             if line.strip():
                 where = f"{name}, line {number}"
-                yield Record(_row(_json_value(line, where), where), where)
+                yield SourceRecord(_row(_json_value(line, where), where), where)
 
 
 def _is_one_document(name: str, file: BinaryIO, start: int) -> bool:
@@ -452,7 +452,7 @@ def check_characters(value: Any, where: str) -> None:
             check_characters(inner, where)
 
 
-def _json_document(name: str, content: bytes) -> Iterator[Record]:
+def _json_document(name: str, content: bytes) -> Iterator[SourceRecord]:
     """Read the rows of an array one by one, or all columns of an object."""
     try:
         text = content.decode("utf-8")
@@ -492,7 +492,7 @@ def _json_document(name: str, content: bytes) -> Iterator[Record]:
         number += 1
         if surrogates:
             check_characters(value, where)
-        yield Record(_row(value, where), where)
+        yield SourceRecord(_row(value, where), where)
         if text[at : at + 1] == ",":
             at = space.match(text, at + 1).end()  # type: ignore[union-attr]
         elif text[at : at + 1] != "]":
@@ -501,17 +501,17 @@ def _json_document(name: str, content: bytes) -> Iterator[Record]:
         raise DataError(f"{line()}: not JSON: more text after the array")
 
 
-def _columns(name: str, value: dict[str, Any]) -> Iterator[Record]:
+def _columns(name: str, value: dict[str, Any]) -> Iterator[SourceRecord]:
     lists = value and all(isinstance(column, list) for column in value.values())
     lengths = {len(column) for column in value.values()} if lists else set()
     if not lists or value.keys() <= {"messages", "conversations", "tools"}:
-        yield Record(value, name)  # one row
+        yield SourceRecord(value, name)  # one row
         return
     if len(lengths) != 1:
         counts = ", ".join(f"{key} {len(column)}" for key, column in value.items())
         raise DataError(f"{name}: its columns have different lengths: {counts}")
     for number, row in enumerate(zip(*value.values(), strict=True), 1):
-        yield Record(dict(zip(value, row, strict=True)), f"{name}, row {number}")
+        yield SourceRecord(dict(zip(value, row, strict=True)), f"{name}, row {number}")
 
 
 def _row(value: Any, where: str) -> dict[str, Any]:
@@ -522,7 +522,7 @@ def _row(value: Any, where: str) -> dict[str, Any]:
     return value
 
 
-def _csv_records(name: str) -> Iterator[Record]:
+def _csv_records(name: str) -> Iterator[SourceRecord]:
     """Read CSV with a header; quoted fields keep their line ends."""
     csv.field_size_limit(sys.maxsize)
     tabs = Path(name).suffix.lower() == ".tsv"
@@ -548,10 +548,10 @@ def _csv_records(name: str) -> Iterator[Record]:
         if len(fields) != len(columns):
             names = ", ".join(columns)
             raise DataError(f"{where}: has {len(fields)} fields; the header names {len(columns)}: {names}")
-        yield Record(dict(zip(columns, fields, strict=True)), where)
+        yield SourceRecord(dict(zip(columns, fields, strict=True)), where)
 
 
-def _parquet_records(name: str) -> Iterator[Record]:
+def _parquet_records(name: str) -> Iterator[SourceRecord]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -561,15 +561,15 @@ def _parquet_records(name: str) -> Iterator[Record]:
             for batch in file.iter_batches(batch_size=_ROWS):
                 for row in batch.to_pylist():
                     number += 1
-                    yield Record(row, f"{name}, row {number}")
+                    yield SourceRecord(row, f"{name}, row {number}")
     except pa.ArrowException as error:
         raise DataError(f"{name}: damaged Parquet: {first_line(error)}") from error
 
 
-def _dataset_records(name: str, rows: Any) -> Iterator[Record]:
+def _dataset_records(name: str, rows: Any) -> Iterator[SourceRecord]:
     number = 0
     for batch in rows.with_format(None).iter(_ROWS):
         columns = list(batch)
         for row in zip(*batch.values(), strict=True):
             number += 1
-            yield Record(dict(zip(columns, row, strict=True)), f"{name}, row {number}")
+            yield SourceRecord(dict(zip(columns, row, strict=True)), f"{name}, row {number}")

@@ -57,7 +57,7 @@ class LinkMeasurement(NamedTuple):
     spread: tuple[float, float] = (1.0, 1.0)
 
 
-class _Command(IntEnum):
+class _TransferCommand(IntEnum):
     PING, TAKE, GIVE, END = range(4)
 
 
@@ -96,11 +96,11 @@ def lead(peer: Peer) -> LinkMeasurement:
     """
     round_trip_s = _ping(peer)
     try:
-        out = _measure_rate(peer, _Command.TAKE, round_trip_s)
-        back = _measure_rate(peer, _Command.GIVE, round_trip_s)
+        out = _measure_rate(peer, _TransferCommand.TAKE, round_trip_s)
+        back = _measure_rate(peer, _TransferCommand.GIVE, round_trip_s)
     except RuntimeError as error:
         raise RuntimeError(f"{BLACK_HOLE}: {error}") from error
-    _send_command(peer, _Command.END)
+    _send_command(peer, _TransferCommand.END)
     spread = min(out[0], back[0]), max(out[2], back[2])
     return LinkMeasurement(out[1], back[1], round_trip_s, spread)
 
@@ -109,18 +109,18 @@ def follow(peer: Peer) -> None:
     """Answer the leading rank until it is done."""
     while True:
         command, size = peer.receive(torch.empty(2, dtype=torch.int64)).tolist()
-        if command == _Command.PING:
+        if command == _TransferCommand.PING:
             peer.send(torch.zeros(1, dtype=torch.uint8))
-        elif command == _Command.TAKE:
+        elif command == _TransferCommand.TAKE:
             peer.receive(torch.empty(size, dtype=torch.uint8))
             peer.send(torch.zeros(1, dtype=torch.uint8))
-        elif command == _Command.GIVE:
+        elif command == _TransferCommand.GIVE:
             peer.send(torch.zeros(size, dtype=torch.uint8))
         else:
             return
 
 
-def _send_command(peer: Peer, command: _Command, size: int = 0) -> None:
+def _send_command(peer: Peer, command: _TransferCommand, size: int = 0) -> None:
     peer.send(torch.tensor([command, size]))
 
 
@@ -131,13 +131,13 @@ def _ping(peer: Peer) -> float:
     # The first one opens the connection. Two more even on the slowest link.
     while len(trips) < 3 or (len(trips) <= _PINGS and time.perf_counter() - began < _PING_SECONDS):
         start = time.perf_counter()
-        _send_command(peer, _Command.PING)
+        _send_command(peer, _TransferCommand.PING)
         peer.receive(torch.empty(1, dtype=torch.uint8))
         trips.append(time.perf_counter() - start)
     return statistics.median(trips[1:])
 
 
-def _measure_rate(peer: Peer, command: _Command, round_trip_s: float) -> tuple[float, float, float]:
+def _measure_rate(peer: Peer, command: _TransferCommand, round_trip_s: float) -> tuple[float, float, float]:
     """Measure a rate by transfers that grow until one takes long enough, and by further ones of that size.
 
     Returns the lowest rate as a factor of the median, the median in bits per second, and the highest as a factor.
@@ -151,7 +151,7 @@ def _measure_rate(peer: Peer, command: _Command, round_trip_s: float) -> tuple[f
             buffer = torch.zeros(size, dtype=torch.uint8)
         _send_command(peer, command, size)
         began = time.perf_counter()
-        if command == _Command.TAKE:
+        if command == _TransferCommand.TAKE:
             peer.send(buffer[:size])
             peer.receive(torch.empty(1, dtype=torch.uint8))
         else:

@@ -14,7 +14,7 @@ from pipecomp.allreduce.state import save_state_dict
 from pipecomp.checkpoint import manifest
 from pipecomp.checkpoint.writing import private_files, write_state
 from pipecomp.elastic.index import IndexEntry, find_records
-from pipecomp.elastic.record import SHARED, Record
+from pipecomp.elastic.record import SHARED, StateRecord
 from pipecomp.errors import CheckpointError, WireError
 from pipecomp.utils.files import UNFINISHED, atomic_write_text
 
@@ -111,7 +111,7 @@ def assemble(
     """
     state = newest_complete(folders, step=step)
     try:
-        records = [Record.open(path) for path in state.records]
+        records = [StateRecord.open(path) for path in state.records]
         info, first = records[0].info, records[0].files()
         shared = first.pop(SHARED, {})
         target = Path(out) / info.folder

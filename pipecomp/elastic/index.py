@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pipecomp.elastic.record import Record, parse_file_name
+from pipecomp.elastic.record import StateRecord, parse_file_name
 from pipecomp.errors import WireError
 from pipecomp.utils.files import UNFINISHED, atomic_write_text, file_crc
 
@@ -71,7 +71,7 @@ class RecordFolder:
         self._lock = threading.Lock()
         self._entries = {(entry.step, entry.rank): entry for entry in read_index(path)}
 
-    def add(self, record: Record, checkpoint: str | None = None) -> None:
+    def add(self, record: StateRecord, checkpoint: str | None = None) -> None:
         """List a record whose file is in the folder. checkpoint: see `IndexEntry`."""
         info, path = record.info, self.path / record.info.file_name
         size = len(record.header.text) + record.header.data_bytes
@@ -93,12 +93,12 @@ class RecordFolder:
         with self._lock:
             return sorted(e.step for e in self._entries.values() if (e.rank, e.session) == (rank, session))
 
-    def open(self, step: int, rank: int) -> Record | None:
+    def open(self, step: int, rank: int) -> StateRecord | None:
         """Map a record; None if it is not here, or cannot be read."""
         with self._lock:
             entry = self._entries.get((step, rank))
         try:
-            return None if entry is None else Record.open(entry.path)
+            return None if entry is None else StateRecord.open(entry.path)
         except (OSError, WireError):
             return None
 

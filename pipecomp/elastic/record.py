@@ -130,7 +130,7 @@ class RecordHeader:
 
     @classmethod
     def parse(cls, text: bytes) -> RecordHeader:
-        """Read a header. Raises WireError for anything that `Record.take` cannot have made."""
+        """Read a header. Raises WireError for anything that `StateRecord.take` cannot have made."""
         try:
             (length,) = _LENGTH.unpack_from(text)
             if len(text) != _LENGTH.size + length:
@@ -189,7 +189,7 @@ def check_plain(value: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Record:
+class StateRecord:
     """A record in memory, or mapped from its file. data: uint8 [n]."""
 
     header: RecordHeader
@@ -201,7 +201,7 @@ class Record:
         return self.header.info
 
     @classmethod
-    def take(cls, info: RecordInfo, files: Mapping[str, Any]) -> Record:
+    def take(cls, info: RecordInfo, files: Mapping[str, Any]) -> StateRecord:
         """Copy the contents of a rank's files.
 
         Args:
@@ -247,7 +247,7 @@ class Record:
         return cls(RecordHeader.parse(_LENGTH.pack(len(text)) + text), data)
 
     @classmethod
-    def open(cls, path: Path) -> Record:
+    def open(cls, path: Path) -> StateRecord:
         """Map a record's file. Raises WireError for another file, OSError if it cannot be read."""
         with path.open("rb") as file:
             start = file.read(_LENGTH.size)

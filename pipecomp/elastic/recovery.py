@@ -22,7 +22,7 @@ from pipecomp.distributed.collectives import gathered, while_others_wait
 from pipecomp.distributed.rendezvous import all_ranks
 from pipecomp.elastic.assembly import assemble
 from pipecomp.elastic.index import IndexEntry, RecordFolder, complete_steps, find_records
-from pipecomp.elastic.record import Record
+from pipecomp.elastic.record import StateRecord
 from pipecomp.errors import CheckpointError, WireError, write_error
 from pipecomp.utils.files import UNFINISHED
 
@@ -206,12 +206,12 @@ def _receive(row: Row, source: int, path: Path) -> None:
     session, step, rank, _, size, crc = row
     part = path / f"step-{step}-rank-{rank}.safetensors{UNFINISHED}"
     _receive_file(part, size, source)
-    record = Record.open(part)
+    record = StateRecord.open(part)
     if (record.info.session, record.info.step, record.info.rank, record.crc) != (session, step, rank, crc):
         part.unlink()
         raise WireError(f"rank {source} has sent another record than that of rank {rank} after step {step}")
     os.replace(part, path / record.info.file_name)
-    RecordFolder(path).add(Record.open(path / record.info.file_name))
+    RecordFolder(path).add(StateRecord.open(path / record.info.file_name))
 
 
 def _receive_file(path: Path, size: int, source: int) -> None:

@@ -27,7 +27,7 @@ from pipecomp.config.elastic import Elastic
 from pipecomp.distributed.collectives import gathered
 from pipecomp.distributed.preemption import say_here
 from pipecomp.elastic.index import RecordFolder
-from pipecomp.elastic.record import Record, RecordInfo
+from pipecomp.elastic.record import RecordInfo, StateRecord
 from pipecomp.elastic.schedule import BURST, LineShare, RecordSchedule, steps_between
 from pipecomp.elastic.transfer import NO_BASE, HomePlan, RecordJob, RecordReceiver, RecordSender
 from pipecomp.errors import ConfigError, require, writable
@@ -82,7 +82,7 @@ def choose_homes(setting: int | str, pipelines: Sequence[Sequence[int]], hosts: 
 class RankState:
     """The state of a rank after a step.
 
-    files: Contents of the rank's files, see `Record.take`. folder, engine: see `RecordInfo`.
+    files: Contents of the rank's files, see `StateRecord.take`. folder, engine: see `RecordInfo`.
     """
 
     files: Mapping[str, Any]
@@ -246,7 +246,7 @@ class SecondHome:
             engine=state.engine,
         )
         try:
-            record = Record.take(info, state.files)
+            record = StateRecord.take(info, state.files)
         except TypeError as error:
             allowed = f"'off' with this optimizer or model: {error}"
             raise ConfigError("elastic.second_home", self._settings.second_home, allowed) from error

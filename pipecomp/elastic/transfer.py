@@ -26,7 +26,7 @@ import torch
 from pipecomp.allreduce.group import Group
 from pipecomp.elastic.delta import BLOCK_BYTES, OVERHEAD_BYTES, decode_block, encode_block, inflate
 from pipecomp.elastic.index import RecordFolder
-from pipecomp.elastic.record import MAX_HEADER_BYTES, Record, RecordHeader, RecordWriter
+from pipecomp.elastic.record import MAX_HEADER_BYTES, RecordHeader, RecordWriter, StateRecord
 from pipecomp.elastic.schedule import LineShare
 from pipecomp.errors import WireError, write_error
 
@@ -70,7 +70,7 @@ class RecordJob(NamedTuple):
     session: str
     checkpoint: str | None
     base: int
-    record: Record | None
+    record: StateRecord | None
 
     def without_record(self) -> RecordJob:
         """Return the job of the rank that receives."""
@@ -154,7 +154,7 @@ class RecordWorker(ABC):
     def handle(self, job: RecordJob) -> None:
         """Handle a job. Any error ends the worker's use."""
 
-    def list(self, record: Record) -> None:
+    def list(self, record: StateRecord) -> None:
         """List a record that has been written."""
         step = record.info.step
         self.folder.add(record, self.checkpoints.get(step))
@@ -203,7 +203,7 @@ class RecordSender(RecordWorker):
         self.raw_bytes += record.header.data_bytes
         self.last = [self.sent_bytes - before, self.share.line_s - line_s, time.monotonic() - began]
 
-    def _base(self, job: RecordJob, header: RecordHeader) -> Record | None:
+    def _base(self, job: RecordJob, header: RecordHeader) -> StateRecord | None:
         base = None if job.base == NO_BASE else self.folder.open(job.base, header.info.rank)
         return base if base is not None and base.header.tensors == header.tensors else None
 
@@ -244,7 +244,7 @@ class RecordReceiver(RecordWorker):
         header = RecordHeader.parse(inflate(message.payload, message.number))
         self._check(header, job)
         writer: RecordWriter | None = None
-        base: Record | None = None
+        base: StateRecord | None = None
         try:
             writer = RecordWriter(self.folder.path, header)
         except OSError as error:
@@ -275,7 +275,7 @@ class RecordReceiver(RecordWorker):
             return
         try:
             writer.finish(message.number)
-            self.list(Record.open(self.folder.path / header.info.file_name))
+            self.list(StateRecord.open(self.folder.path / header.info.file_name))
         except (OSError, WireError) as error:
             self._discard(job, error)
 
@@ -288,7 +288,7 @@ class RecordReceiver(RecordWorker):
         if header.data_bytes > limit:
             raise WireError(f"rank {self.peer} announces a record of {header.data_bytes} bytes, allowed: {limit}")
 
-    def _base(self, step: int, header: RecordHeader) -> Record:
+    def _base(self, step: int, header: RecordHeader) -> StateRecord:
         base = self.folder.open(step, self.peer)
         if base is None or base.header.tensors != header.tensors:
             self.folder.forget(step, self.peer)  # the next record will be whole

@@ -32,11 +32,11 @@ _FIXED_S, _ROUND_TRIPS, _MOST_S = 0.5, 10, 8.0  # seconds of one rate: TCP's slo
 _BLOCK_BYTES = (1 << 15, 1 << 20)  # first and largest
 _AHEAD_BYTES = 1 << 21  # that wait for the network in this process
 _POLL_S = 0.002
-_PACKET = struct.Struct("<4sIdd")  # mark, command, two values
+_PACKET = struct.Struct("<4sIdd")  # mark, kind, two values
 _MARK = b"PCST"
 
 
-class _Command(IntEnum):
+class _PacketKind(IntEnum):
     PING, RATE, REPORT, USE, BLOCK, LAST = range(6)
 
 
@@ -133,15 +133,15 @@ def _in_turn(stage: int, transports: Mapping[str, Transport]) -> list[str]:
 # -- both ends of a measurement
 
 
-def _send(transport: Transport, command: _Command, first: float = 0.0, second: float = 0.0) -> None:
-    transport.send(np.frombuffer(_PACKET.pack(_MARK, command, first, second), dtype=np.uint8))
+def _send(transport: Transport, kind: _PacketKind, first: float = 0.0, second: float = 0.0) -> None:
+    transport.send(np.frombuffer(_PACKET.pack(_MARK, kind, first, second), dtype=np.uint8))
 
 
-def _receive(transport: Transport, command: _Command) -> tuple[float, float]:
+def _receive(transport: Transport, kind: _PacketKind) -> tuple[float, float]:
     packet = transport.recv()
     if packet.size == _PACKET.size:
         mark, found, first, second = _PACKET.unpack(packet.tobytes())
-        if mark == _MARK and found == command and math.isfinite(first) and math.isfinite(second):
+        if mark == _MARK and found == kind and math.isfinite(first) and math.isfinite(second):
             return first, second
     raise LinkError(f"rank {transport.peer} sent {packet.size} bytes while the streams of the link were measured")
 
@@ -151,46 +151,46 @@ def _lead_pings(transport: Transport) -> float:
     trips = []
     for _ in range(_PINGS):
         began = time.perf_counter()
-        _send(transport, _Command.PING)
-        _receive(transport, _Command.PING)
+        _send(transport, _PacketKind.PING)
+        _receive(transport, _PacketKind.PING)
         trips.append(time.perf_counter() - began)
     seconds = min(trips)  # the others had to wait for a busy machine, or opened the connection
-    _send(transport, _Command.PING, seconds)
+    _send(transport, _PacketKind.PING, seconds)
     return seconds
 
 
 def _follow_pings(transport: Transport) -> float:
     for _ in range(_PINGS):
-        _receive(transport, _Command.PING)
-        _send(transport, _Command.PING)
-    return _receive(transport, _Command.PING)[0]
+        _receive(transport, _PacketKind.PING)
+        _send(transport, _PacketKind.PING)
+    return _receive(transport, _PacketKind.PING)[0]
 
 
 def _lead_rates(transport: Transport, round_trip_s: float) -> dict[int, float]:
     """Measure until twice the streams bring little; each rate takes up to `_MOST_S` seconds, and a queue's drain."""
     rates: dict[int, float] = {}
     for count in COUNTS:
-        _send(transport, _Command.USE, count)
+        _send(transport, _PacketKind.USE, count)
         transport.use_streams(count)
         own = _exchange_blocks(transport, round_trip_s)
-        rates[count] = own + _receive(transport, _Command.REPORT)[0]
+        rates[count] = own + _receive(transport, _PacketKind.REPORT)[0]
         if count > 1 and rates[count // 2] >= (1 - TOLERANCE) * rates[count]:
             break
-    _send(transport, _Command.USE, 0)
+    _send(transport, _PacketKind.USE, 0)
     for count in rates:
-        _send(transport, _Command.RATE, count, rates[count])
-    _send(transport, _Command.RATE)
+        _send(transport, _PacketKind.RATE, count, rates[count])
+    _send(transport, _PacketKind.RATE)
     return rates
 
 
 def _follow_rates(transport: Transport, round_trip_s: float) -> dict[int, float]:
-    while count := int(_receive(transport, _Command.USE)[0]):
+    while count := int(_receive(transport, _PacketKind.USE)[0]):
         if count not in COUNTS:
             raise LinkError(f"rank {transport.peer} measures {count} streams, allowed: 1 to {MAX_SUBFLOWS}")
         transport.use_streams(count)
-        _send(transport, _Command.REPORT, _exchange_blocks(transport, round_trip_s))
+        _send(transport, _PacketKind.REPORT, _exchange_blocks(transport, round_trip_s))
     rates: dict[int, float] = {}
-    while len(rates) <= len(COUNTS) and (found := _receive(transport, _Command.RATE))[0]:
+    while len(rates) <= len(COUNTS) and (found := _receive(transport, _PacketKind.RATE))[0]:
         rates[int(found[0])] = found[1]
     if not rates or any(count not in COUNTS or rate <= 0 for count, rate in rates.items()):
         raise LinkError(f"rank {transport.peer} sent rates that are none: {rates}")
@@ -210,11 +210,11 @@ def _exchange_blocks(transport: Transport, round_trip_s: float) -> float:
         try:
             while time.monotonic() < until:
                 if transport.waiting_bytes < min(_AHEAD_BYTES, 2 * size):
-                    transport.send(_block(size, _Command.BLOCK))
+                    transport.send(_block(size, _PacketKind.BLOCK))
                     size = min(_BLOCK_BYTES[1], 2 * size) if transport.waiting_bytes == 0 else size
                 else:
                     time.sleep(_POLL_S)
-            transport.send(_block(_PACKET.size, _Command.LAST))
+            transport.send(_block(_PACKET.size, _PacketKind.LAST))
         except Exception as error:
             failed.append(error)
 
@@ -223,10 +223,10 @@ def _exchange_blocks(transport: Transport, round_trip_s: float) -> float:
     arrivals: list[tuple[float, int]] = []
     while True:
         block = transport.recv()
-        mark, command, _, _ = _PACKET.unpack_from(block) if block.size >= _PACKET.size else (b"", -1, 0.0, 0.0)
-        if mark != _MARK or command not in (_Command.BLOCK, _Command.LAST) or block.size > _BLOCK_BYTES[1]:
+        mark, kind, _, _ = _PACKET.unpack_from(block) if block.size >= _PACKET.size else (b"", -1, 0.0, 0.0)
+        if mark != _MARK or kind not in (_PacketKind.BLOCK, _PacketKind.LAST) or block.size > _BLOCK_BYTES[1]:
             raise LinkError(f"rank {transport.peer} sent {block.size} bytes while the rate of the link was measured")
-        if command == _Command.LAST:
+        if kind == _PacketKind.LAST:
             break
         arrivals.append((time.perf_counter(), block.size))
     sender.join()
@@ -235,9 +235,9 @@ def _exchange_blocks(transport: Transport, round_trip_s: float) -> float:
     return _late_rate(arrivals)
 
 
-def _block(size: int, command: _Command) -> np.ndarray:
+def _block(size: int, kind: _PacketKind) -> np.ndarray:
     block = np.zeros(size, dtype=np.uint8)
-    _PACKET.pack_into(block, 0, _MARK, command, 0.0, 0.0)
+    _PACKET.pack_into(block, 0, _MARK, kind, 0.0, 0.0)
     return block
 
 

@@ -643,7 +643,7 @@ class FakePeer:
     def receive(self, data: torch.Tensor) -> torch.Tensor:
         command, size = self.answer
         self.now_s += self.delay_s
-        if command == measure._Command.GIVE:
+        if command == measure._TransferCommand.GIVE:
             assert data.numel() == size
             self.transferred += size
             self.now_s += 8 * size / self.back_bit_s
@@ -663,7 +663,7 @@ def test_measuring_a_known_link(out, back, delay):
     if 2 * delay < 8 * 2**22 / max(out, back):  # otherwise the largest transfer is too short to tell
         assert measured.out_bit_s == pytest.approx(out, rel=0.01)
         assert measured.back_bit_s == pytest.approx(back, rel=0.01)
-    assert peer.answer[0] == measure._Command.END
+    assert peer.answer[0] == measure._TransferCommand.END
     assert peer.transferred <= 8 * 2**22, "each way three that are measured, and smaller ones before"
     if delay == 0:
         assert measured.spread == pytest.approx((1.0, 1.0))

@@ -21,7 +21,7 @@ from pipecomp.elastic import record as record_module
 from pipecomp.elastic.assembly import assemble, newest_complete
 from pipecomp.elastic.delta import BLOCK_BYTES, OVERHEAD_BYTES, decode_block, encode_block
 from pipecomp.elastic.index import INDEX, RecordFolder, find_records
-from pipecomp.elastic.record import SHARED, Record, RecordHeader, RecordInfo, RecordWriter
+from pipecomp.elastic.record import SHARED, RecordHeader, RecordInfo, RecordWriter, StateRecord
 from pipecomp.elastic.schedule import LineShare, RecordSchedule, steps_between
 from pipecomp.elastic.second_home import choose_homes
 from pipecomp.errors import CheckpointError, ConfigError, WireError
@@ -126,10 +126,10 @@ def equal(a: Any, b: Any) -> bool:
 def test_a_record_has_all_that_was_taken(tmp_path: Path) -> None:
     from safetensors import safe_open
 
-    taken = Record.take(info(), contents(0))
+    taken = StateRecord.take(info(), contents(0))
     taken.write(tmp_path)
     path = tmp_path / taken.info.file_name
-    opened = Record.open(path)
+    opened = StateRecord.open(path)
     assert opened.info == info()
     assert opened.crc == taken.crc == zlib.crc32(path.read_bytes())
     assert equal(opened.files(), contents(0))
@@ -140,14 +140,14 @@ def test_a_record_has_all_that_was_taken(tmp_path: Path) -> None:
 
 def test_a_record_is_a_copy() -> None:
     files = contents(0)
-    taken = Record.take(info(), files)
+    taken = StateRecord.take(info(), files)
     files["layer_00-model_states.pt"]["weight"].zero_()
     assert equal(taken.files(), contents(0))
 
 
 def test_objects_are_refused() -> None:
     with pytest.raises(TypeError, match=r"plain values only, not .*Random"):
-        Record.take(info(), {"a.pt": {"mine": random.Random(0)}})
+        StateRecord.take(info(), {"a.pt": {"mine": random.Random(0)}})
 
 
 def test_objects_of_deepspeed_come_back(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_objects_of_deepspeed_come_back(tmp_path: Path) -> None:
 
     scaler = DynamicLossScaler(2**10, 2.0, 1000, 1.0, 2, False, dtype=torch.float16)
     files = {"a.pt": {"loss_scaler": scaler, "place": fragment_address(numel=3, start=4)}}
-    found = Record.take(info(), files).files()["a.pt"]
+    found = StateRecord.take(info(), files).files()["a.pt"]
     assert type(found["loss_scaler"]) is DynamicLossScaler
     assert vars(found["loss_scaler"]) == vars(scaler)
     assert found["place"] == fragment_address(numel=3, start=4)
@@ -164,7 +164,7 @@ def test_objects_of_deepspeed_come_back(tmp_path: Path) -> None:
 
 def changed_header(**changes: Any) -> bytes:
     """The header of a record with other values for its tensors' entries, its state or its place."""
-    text = Record.take(info(), contents(0)).header.text
+    text = StateRecord.take(info(), contents(0)).header.text
     entries = json.loads(text[8:])
     metadata = entries["__metadata__"]
     metadata["info"] = json.dumps({**json.loads(metadata["info"]), **changes.pop("info", {})})
@@ -218,11 +218,11 @@ def test_foreign_contents_are_refused(state: Any, tmp_path: Path) -> None:
     header = RecordHeader.parse(changed_header(state=json.dumps(state)))
     (tmp_path / "x.safetensors").write_bytes(header.text + bytes(header.data_bytes))
     with pytest.raises(WireError, match="cannot be read"):
-        Record.open(tmp_path / "x.safetensors").files()
+        StateRecord.open(tmp_path / "x.safetensors").files()
 
 
 def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
-    taken = Record.take(info(), contents(0))
+    taken = StateRecord.take(info(), contents(0))
     path = tmp_path / taken.info.file_name
     writer = RecordWriter(tmp_path, taken.header)
     writer.write(taken.data[:11])
@@ -238,7 +238,7 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     writer = RecordWriter(tmp_path, taken.header)
     writer.write(taken.data)
     writer.finish(taken.crc)
-    assert Record.open(path).crc == taken.crc
+    assert StateRecord.open(path).crc == taken.crc
 
 
 # -- folders
@@ -250,7 +250,7 @@ def write_records(root: Path, steps: tuple[int, ...] = (2, 4), world: int = 3, *
         folder = RecordFolder(root / f"machine-{holder}" / f"rank-{holder}")
         for step in steps:
             for rank in (holder, (holder - 1) % world):
-                made = Record.take(info(step, rank, world, **more), contents(rank))
+                made = StateRecord.take(info(step, rank, world, **more), contents(rank))
                 made.write(folder.path)
                 folder.add(made)
 
@@ -304,7 +304,7 @@ def test_records_of_two_sessions_are_not_mixed(tmp_path: Path) -> None:
     write_records(tmp_path)
     for path in (tmp_path / "machine-0").rglob("*.safetensors"):
         path.unlink()
-    other = Record.take(info(6, 0, session="ab"), contents(0))
+    other = StateRecord.take(info(6, 0, session="ab"), contents(0))
     folder = RecordFolder(tmp_path / "machine-0" / "rank-0")
     other.write(folder.path)
     folder.add(other)
@@ -317,7 +317,7 @@ def test_steps_that_nobody_needs_are_deleted(tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoint-2"
     checkpoint.mkdir()
     for step in (2, 4, 6, 8):
-        made = Record.take(info(step), contents(0))
+        made = StateRecord.take(info(step), contents(0))
         made.write(folder.path)
         folder.add(made, str(checkpoint) if step == 2 else None)
     folder.keep([6, 8], SESSION, earlier=True)

@@ -15,7 +15,7 @@ from pipecomp.distributed.local_launcher import run_ranks
 from pipecomp.distributed.rendezvous import join_processes
 from pipecomp.elastic import recovery
 from pipecomp.elastic.index import RecordFolder
-from pipecomp.elastic.record import Record
+from pipecomp.elastic.record import StateRecord
 from pipecomp.elastic.recovery import find_lost_step, recover, share_checkpoint
 from pipecomp.errors import PipecompError
 from tests.elastic.test_records import contents, info
@@ -29,7 +29,7 @@ def wrote(machine: Path, own: int, steps: list[int], *, session: str = "ab", hel
     folder = RecordFolder(machine / "second-home" / f"rank-{own}")
     for step in steps:
         for rank in (own, (own - 1) % 3 if held is None else held):
-            record = Record.take(info(step, rank, session=session), contents(rank))
+            record = StateRecord.take(info(step, rank, session=session), contents(rank))
             record.write(folder.path)
             folder.add(record)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pipecomp.elastic.index import RecordFolder
-from pipecomp.elastic.record import Record
+from pipecomp.elastic.record import StateRecord
 from pipecomp.elastic.schedule import LineShare
 from pipecomp.elastic.transfer import NO_BASE, HomePlan, RecordJob, RecordReceiver, RecordSender
 from pipecomp.errors import PeerLostError
@@ -70,8 +70,8 @@ class Ends:
         self.sender = RecordSender(self.line, self.folders[0], LineShare(lambda: None, 1.0), 1)
         self.receiver = RecordReceiver(self.line, self.folders[1], plan, 0)
 
-    def send(self, step: int, files: dict[str, Any], base: int = NO_BASE, checkpoint: str | None = None) -> Record:
-        taken = Record.take(info(step, 0, 2), files)
+    def send(self, step: int, files: dict[str, Any], base: int = NO_BASE, checkpoint: str | None = None) -> StateRecord:
+        taken = StateRecord.take(info(step, 0, 2), files)
         job = RecordJob(step, SESSION, checkpoint, base, taken)
         self.receiver.put(job.without_record())
         self.sender.put(job)
@@ -201,7 +201,7 @@ def test_a_record_beyond_the_limit_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_record_of_another_rank_or_step_is_refused(ends: Ends) -> None:
-    taken = Record.take(info(4, 0, 2), weights())
+    taken = StateRecord.take(info(4, 0, 2), weights())
     ends.receiver.put(RecordJob(2, SESSION, None, NO_BASE, None))
     ends.sender.put(RecordJob(4, SESSION, None, NO_BASE, taken))
     ends.wait()
