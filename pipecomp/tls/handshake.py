@@ -224,6 +224,15 @@ def request_connection(
     return ConnectReply(str(reply.get("session")), _frame_count(reply))
 
 
+def receive_message(stream: SecureStream, peer: certs.MachineIdentity, credentials: Credentials) -> dict[str, Any]:
+    """Receive the first message of a connection. Raises KeysError if the peer is of another run, or revoked."""
+    message = stream.receive_json()
+    credentials.check_peer(peer)
+    credentials.merge_revocations(message.get("revoked"))
+    credentials.check_peer(peer)  # once more: the peer's own list may revoke it
+    return message
+
+
 def receive_request(
     sock: socket.socket, own: RankInfo, purposes: tuple[str, ...], buffered: bytes = b""
 ) -> IncomingConnection:
@@ -241,10 +250,7 @@ def receive_request(
     credentials = own.credentials
     stream, peer = credentials.secure(sock, server=True, buffered=buffered, within_s=HANDSHAKE_S)
     try:
-        message = stream.receive_json()
-        credentials.check_peer(peer)
-        credentials.merge_revocations(message.get("revoked"))
-        credentials.check_peer(peer)  # once more: the peer's own list may revoke it
+        message = receive_message(stream, peer, credentials)
         if message.get("purpose") == MEMBERS and MEMBERS in purposes and message.get("version") == VERSION:
             return IncomingConnection(min(peer.ranks), MEMBERS, -1, 0, stream)
         rank = credentials.check_rank(peer, message.get("rank"))

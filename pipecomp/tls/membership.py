@@ -23,7 +23,7 @@ from typing import Any
 from pipecomp.errors import KeysError, LinkError, LinkTimeoutError, PipecompError, WireError
 from pipecomp.tls.certificates import MachineIdentity, format_ranks
 from pipecomp.tls.frames import VERSION
-from pipecomp.tls.handshake import HANDSHAKE_S, MEMBERS, Credentials, reject
+from pipecomp.tls.handshake import HANDSHAKE_S, MEMBERS, Credentials, receive_message, reject
 from pipecomp.tls.listener import Address, Listener
 from pipecomp.tls.stream import SecureStream
 
@@ -315,10 +315,7 @@ class _Leader:
 
     def _authenticate(self, sock: socket.socket) -> Callable[[], None]:
         stream, peer = self._credentials.secure(sock, server=True, within_s=HANDSHAKE_S)
-        message = stream.receive_json()
-        self._credentials.check_peer(peer)
-        self._credentials.merge_revocations(message.get("revoked"))
-        self._credentials.check_peer(peer)
+        message = receive_message(stream, peer, self._credentials)
         if message.get("purpose") != MEMBERS or message.get("version") != VERSION:
             reject(stream, "this machine waits for the others of its run between two starts")
             raise LinkError(f"machine {peer.machine!r} sends {message.get('purpose')!r} between two starts")
