@@ -23,8 +23,16 @@ from pipecomp.data.batches import (
 )
 from pipecomp.data.loading import DataCounts, DataOptions, TrainingData, load_data
 from pipecomp.data.packing import PackedSampler, PackingCollator
-from pipecomp.data.rendering import Segment, decode_sample, sample_html, sample_plain, sample_terminal
-from pipecomp.data.samples import IGNORED, BlockSamples, DocumentSamples
+from pipecomp.data.samples import (
+    IGNORED,
+    BlockSamples,
+    DocumentSamples,
+    Segment,
+    decode_sample,
+    sample_html,
+    sample_plain,
+    sample_terminal,
+)
 from pipecomp.data.sources import find_sources
 
 __all__ = [
