@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from pipecomp.checkpoint.reshard import PipelineDescription
 from pipecomp.distributed.rendezvous import AllRanks
 from pipecomp.errors import ConfigError, DataError, writable
 from pipecomp.plan.options import PlanOptions, TrainOptions
@@ -344,20 +342,6 @@ def test_machines_write_the_plan_of_a_shared_folder_at_once(tmp_path, monkeypatc
     assert json.loads((tmp_path / planned.PLAN).read_text()) == {"cuts": [0, 1]}
 
 
-def test_a_state_that_is_lost_ends_the_run_with_what_is_missing(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(planned.rendezvous, "all_ranks", lambda: AllRanks(0, 1, torch.distributed.HashStore()))
-    monkeypatch.setattr(planned.dist, "get_rank", lambda: 0)
-    with pytest.raises(ConfigError) as caught:
-        planned.check_not_lost(tmp_path, (40, [1, 2]), 0, ["host1", "host2"])
-    told = str(caught.value)
-    assert "the records of rank 1 on host2, rank 2 after step 40 are on none of these machines" in told
-    assert "Bring one of them back, and start the same command again. --overwrite starts over" in told
-    planned.check_not_lost(tmp_path, (40, [1]), 30, [])
-    said = capfd.readouterr().err
-    assert "the records of rank 1 after step 40 are on none of these machines" in said
-    assert "goes on from an earlier state, 10 steps before" in said
-
-
 def test_a_new_cut_is_for_its_machines_in_their_order(monkeypatch, tmp_path):
     cut = {"cuts": [0, 3, 4], "machines": {"names": ["a", "b"]}, plan_file.RECUT: True}
     assert plan_file.suits(cut, ["a", "b"])
@@ -368,24 +352,3 @@ def test_a_new_cut_is_for_its_machines_in_their_order(monkeypatch, tmp_path):
     for plans, found in (([None, older, cut], cut), ([None, older], older), ([None], None)):
         monkeypatch.setattr(plan_file, "gathered", lambda own, plans=plans: plans)
         assert plan_file.find_plan(tmp_path) == found
-
-
-def test_a_checkpoint_of_which_files_are_on_no_machine_is_found(tmp_path, monkeypatch):
-    monkeypatch.setattr(planned.rendezvous, "all_ranks", lambda: AllRanks(0, 1, torch.distributed.HashStore()))
-    monkeypatch.setattr(planned, "gathered", lambda value: [value])
-    assert planned.find_lost_checkpoint(tmp_path) is None, "there is none"
-    monkeypatch.setattr(planned, "finished", lambda folder: "30" not in str(folder))
-    for step, present in ((10, (0, 1, 2)), (30, (0,)), (20, (0, 2))):
-        folder = tmp_path / f"checkpoint-{step}" / planned.DEEPSPEED
-        folder.mkdir(parents=True)
-        for rank in present:
-            planned.rank_file(folder, rank).touch()
-        sizes: dict[str, Any] = {"replicas": 1, "micro_batch": 1, "zero": 0, "parameters": []}
-        described = PipelineDescription(cuts=[0, 1, 2, 3], model_class="Model", tie=True, precision="fp32", **sizes)
-        state = {planned.STATE_KEY: {"pipeline": asdict(described)}}
-        torch.save(state, folder / "mp_rank_00_model_states.pt")
-    assert planned.find_lost_checkpoint(tmp_path) == (20, [1])
-    planned.rank_file(folder, 1).touch()
-    assert planned.find_lost_checkpoint(tmp_path) is None
-    monkeypatch.setattr(planned, "gathered", lambda value: [value, []])
-    assert planned.find_lost_checkpoint(tmp_path) is None, "a machine without checkpoints"
