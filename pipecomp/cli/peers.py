@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from pipecomp.cli.common import JsonOption, console, option, plain_errors, print_line, print_status, write_json
-from pipecomp.distributed import bring_up, peer_agent, peer_question
+from pipecomp.distributed import bring_up, peer_agent, peer_question, peer_session
 from pipecomp.distributed.bring_up import InputFiles, PeerPlan
 from pipecomp.distributed.elastic_launcher import silent_hosts, write_file
 from pipecomp.distributed.installation import DigestCache, Installation, SourceFile
@@ -310,7 +310,7 @@ def list_peers(hosts: _Hosts = None, remote_folder: _Folder = None, json_file: J
 
     def measure(host: str) -> dict[str, Any]:
         try:
-            return bring_up.request_of(host, roots[host], {"do": "measure"})
+            return peer_session.request_of(host, roots[host], {"do": "measure"})
         except PipecompError as error:
             return {"problem": str(error)}
 
@@ -354,7 +354,7 @@ def remove_peers(
         if not typer.confirm("Remove?", err=True):
             raise typer.Exit(1)
     for host, root in roots.items():
-        left = bring_up.request_of(host, root, {"do": "remove", "keep_results": not results})
+        left = peer_session.request_of(host, root, {"do": "remove", "keep_results": not results})
         if left.get("files"):
             print_line(
                 f"{host}: removed; {format_size(left['results'])} of results are left in {root}/work (--results)"

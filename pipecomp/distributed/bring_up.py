@@ -2,7 +2,8 @@
 
 A machine (`pipecomp.distributed.peer_question`) on which the launcher's own Python imports pipecomp, with the same
 folder and files, is left as it is. The others get an environment with the versions of this installation, pipecomp
-itself, and the files of the run, all below one folder (`pipecomp.distributed.peer_agent`).
+itself, and the files of the run, all below one folder, in a session (`pipecomp.distributed.peer_session`) with the
+program that receives them (`pipecomp.distributed.peer_agent`).
 """
 
 from __future__ import annotations
@@ -11,16 +12,14 @@ import json
 import os
 import re
 import shlex
-import subprocess
-import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from pipecomp.distributed import peer_agent
 from pipecomp.distributed.installation import (
@@ -31,8 +30,8 @@ from pipecomp.distributed.installation import (
     name_of,
     package_files,
 )
-from pipecomp.distributed.peer_question import MOST_BYTES, PeerAnswer, PeerPython, ask, index_variables
-from pipecomp.distributed.ssh_launcher import SSH
+from pipecomp.distributed.peer_question import PeerAnswer, PeerPython, ask, index_variables
+from pipecomp.distributed.peer_session import PeerSession, agent_source, open_session
 from pipecomp.errors import ConfigError, foreign_text, require
 from pipecomp.utils.files import atomic_write_text
 from pipecomp.utils.units import format_count, format_size
@@ -48,11 +47,6 @@ _PROGRESS_S = 5.0
 _INDEX_BYTES = {False: 3 << 30, True: 12 << 30}  # free space for packages of an index, without and with CUDA
 _OWN_PACKAGES = re.compile(r"(nvidia|cuda)-|triton$")  # torch's wheel for the machine names its own
 _TEST = "import torch, deepspeed, transformers, datasets, pipecomp.recipes.planned"
-
-
-def agent_source() -> str:
-    """Return the program that runs on another machine."""
-    return Path(peer_agent.__file__).read_text(encoding="utf-8")
 
 
 # -- the decision
@@ -298,112 +292,7 @@ def describe_plan(plan: PeerPlan, here: Installation) -> str:
     return f"{plan.host}: {', '.join(parts)}, in {plan.answer.root}{note}"
 
 
-# -- the conversation with a machine
-
-
-class PeerSession:
-    """The program of `peer_agent` on another machine.
-
-    Args:
-        host: As for ssh.
-        python: Words of the shell that start its Python.
-        request: The request.
-
-    Attributes:
-        sent_bytes: Bytes that were sent.
-    """
-
-    def __init__(self, host: str, python: str, request: Mapping[str, Any]) -> None:
-        self.host, self.sent_bytes = host, 0
-        source = agent_source().encode()
-        start = shlex.quote(f"import sys; exec(compile(sys.stdin.buffer.read({len(source)}), 'agent', 'exec'))")
-        line = f"exec sh -c {shlex.quote(f'{python} -c {start}')}"
-        self._process = subprocess.Popen(
-            [*SSH, host, line], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
-        self._errors: list[str] = []
-        threading.Thread(target=self._read_errors, daemon=True).start()
-        self.write(source + json.dumps(request).encode() + b"\n")
-        for line in self._lines():
-            if line == peer_agent.READY:
-                return
-        raise self.error("it ends")
-
-    @property
-    def _stdout(self) -> IO[bytes]:
-        assert self._process.stdout is not None, "a pipe"
-        return self._process.stdout
-
-    def _read_errors(self) -> None:
-        assert self._process.stderr is not None, "a pipe"
-        for line in self._process.stderr:
-            self._errors = [*self._errors[-4:], line.decode(errors="replace").strip()]
-
-    def _lines(self) -> Iterator[str]:
-        while line := self._stdout.readline(MOST_BYTES):
-            yield line.decode(errors="replace").rstrip("\n")
-
-    def write(self, data: bytes) -> None:
-        """Send bytes. Raises ConfigError if the program has ended."""
-        assert self._process.stdin is not None, "a pipe"
-        try:
-            self._process.stdin.write(data)
-            self._process.stdin.flush()
-        except OSError:
-            for message in self.messages():
-                if "error" in message:
-                    raise self.error(str(message["error"])) from None
-            raise self.error("the connection ended") from None
-        self.sent_bytes += len(data)
-
-    def messages(self) -> Iterator[dict[str, Any]]:
-        """Yield the answers until the end."""
-        for line in self._lines():
-            try:
-                message = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(message, dict):
-                yield message
-
-    def error(self, why: str) -> ConfigError:
-        """Return the error that names the machine."""
-        said = next((line for line in reversed(self._errors) if line), "")
-        reason = foreign_text(why if not said or why != "it ends" else said)
-        return ConfigError("--peers", self.host, f"a machine that can be set up ({reason})")
-
-    def result(self, say: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
-        """Wait for the end and return the result. Raises ConfigError for the machine's error."""
-        for message in self.messages():
-            if "say" in message:
-                say(f"{self.host}: {foreign_text(message['say'])}")
-            elif "error" in message:
-                raise self.error(str(message["error"]))
-            elif isinstance(message.get("done"), dict):
-                return dict(message["done"])
-        raise self.error("it ends" if self._errors else "the connection ended; the same command goes on from there")
-
-    def close(self) -> None:
-        """Close the connection."""
-        for stream in (self._process.stdin, self._process.stdout):
-            if stream is not None:
-                with suppress(OSError):
-                    stream.close()
-        try:
-            self._process.wait(5.0)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-
-@contextmanager
-def open_session(host: str, python: str, request: Mapping[str, Any]) -> Iterator[PeerSession]:
-    """Yield a session, and close it."""
-    session = PeerSession(host, python, request)
-    try:
-        yield session
-    finally:
-        session.close()
+# -- what a machine lacks
 
 
 def set_up(plan: PeerPlan, here: Installation, environment: Mapping[str, str], say: Callable[[str], None]) -> int:
@@ -638,14 +527,3 @@ def remember(roots: Mapping[str, str], gone: Sequence[str] = ()) -> None:
             path.unlink(missing_ok=True)
         with suppress(OSError):  # this machine may have been set up from another one
             book_path().parent.rmdir()
-
-
-def request_of(host: str, root: str, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Carry out a request without files on a machine: "measure" or "remove". Raises ConfigError."""
-    fallback = shlex.quote(f"{root}/{peer_agent.ENVIRONMENTS}")
-    python = (
-        f"for python in {fallback}/*/bin/python python3 python3.11 python3.12 python3.13; do "
-        'command -v "$python" >/dev/null && break; done; exec "$python"'
-    )
-    with open_session(host, python, {**request, "root": root}) as session:
-        return session.result()

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from pipecomp.cli import app, peers
 from pipecomp.cli.peers import PeerPlaces, find_inputs, model_files, options_there, place_there
-from pipecomp.distributed import bring_up
+from pipecomp.distributed import bring_up, peer_session
 from pipecomp.distributed.bring_up import EnvironmentPlan, PeerPlan
 from pipecomp.distributed.peer_question import PeerAnswer
 from pipecomp.distributed.ssh_launcher import RankCommand
@@ -193,7 +193,7 @@ class TestCommands:
             return answers[str(request["do"])]
 
         asked: list[object] = []
-        monkeypatch.setattr(bring_up, "request_of", request_of)
+        monkeypatch.setattr(peer_session, "request_of", request_of)
         text = told("peers", "list", "--json", str(tmp_path / "list.json"))
         assert "two │ /r │ 1.7 GB │ 5.0 kB" in text
         assert "three │ /r │ no answer" in text

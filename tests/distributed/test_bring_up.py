@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from pipecomp.distributed import bring_up
+from pipecomp.distributed import bring_up, peer_session
 from pipecomp.distributed.bring_up import InputFiles, choose_environment, make_plan, requirements
 from pipecomp.distributed.installation import Installation, SourceFile
 from pipecomp.distributed.peer_question import PeerAnswer, PeerPython, parse_answer, question
@@ -358,8 +358,9 @@ def test_packages_that_cannot_be_imported(bare, monkeypatch):
 
 
 def test_a_machine_that_asks_for_other_files(bare, monkeypatch):
-    program = bring_up.agent_source().replace('reply({"wanted": wanted})', 'reply({"wanted": [["0" * 64, 0]]})')
-    monkeypatch.setattr(bring_up, "agent_source", lambda: program)
+    program = peer_session.agent_source().replace('reply({"wanted": wanted})', 'reply({"wanted": [["0" * 64, 0]]})')
+    for module in (bring_up, peer_session):
+        monkeypatch.setattr(module, "agent_source", lambda: program)
     with pytest.raises(ConfigError, match="asks for files that were not offered"):
         bare.start(text=b"one")
 
@@ -376,6 +377,6 @@ def test_the_book_of_machines_may_be_damaged(bare):
     bring_up.book_path().write_text("[")
     assert bring_up.known_peers() == {}
     bare.start(text=b"one")
-    assert bring_up.request_of("two", ".pipecomp", {"do": "measure"})["bytes"] > 0
-    assert bring_up.request_of("two", ".pipecomp", {"do": "remove", "keep_results": False})["files"] == 0
+    assert peer_session.request_of("two", ".pipecomp", {"do": "measure"})["bytes"] > 0
+    assert peer_session.request_of("two", ".pipecomp", {"do": "remove", "keep_results": False})["files"] == 0
     assert list(bare.home.iterdir()) == []
