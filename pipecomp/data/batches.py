@@ -75,7 +75,8 @@ def as_micro_batch(
             labels).
         ids: ids of the samples; None to take them from the key "sample_ids".
         number_from: first of consecutive ids for a batch without ids, if samples need not be recognized later.
-        samples: that were collated, in the order of `ids`; a flattened batch may have none or several documents of one.
+        samples: samples that were collated, in the order of `ids`; a flattened batch may have none or several documents
+            of one.
 
     Raises:
         DataError: for other batches, and batches without ids.

@@ -87,7 +87,7 @@ class ExampleTokenizer:
         """Check the tokenizer's template.
 
         Args:
-            tokenizer: with its chat template set.
+            tokenizer: a tokenizer with its chat template set.
             loss: from `choose_loss`.
             conversational: examples are messages.
 

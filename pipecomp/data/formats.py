@@ -111,7 +111,7 @@ def example_of(record: SourceRecord, kind: str, *, conversational: bool) -> dict
     """Convert a row to an example in TRL's form.
 
     Args:
-        record: with renamed columns.
+        record: a record with renamed columns.
         kind: from `detect_format`.
         conversational: the tokenizer has a chat template, so that Alpaca's rows become messages.
 

@@ -96,7 +96,7 @@ class DataCounts:
     """Counts of what became of the documents, without those held out.
 
     Attributes:
-        samples: for training.
+        samples: number of samples for training.
         tokens: number of tokens in these samples.
         cut: samples that lost their end, with `cut_tokens` tokens.
         split: documents that became several samples.

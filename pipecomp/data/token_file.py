@@ -30,7 +30,7 @@ class TokenCounts:
     """Counts of a file of tokens.
 
     Attributes:
-        documents: that have tokens.
+        documents: number of documents that have tokens.
         tokens: tokens of all documents.
         learned: tokens that the loss counts.
         empty: documents without text, left out.

@@ -196,7 +196,7 @@ def run_plan(
 def describe_records(options: PlanOptions) -> str:
     """Describe how often a stage's state can go to its second home, from the model's sizes alone.
 
-    options: with a number of stages.
+    options: options with a number of stages.
 
     Raises:
         ConfigError, SplitError: The model cannot be read or cut.

@@ -163,7 +163,7 @@ class EngineHolder:
     def prepare_training(self, args: Any, *, resumes: bool, clear_stores: bool = True) -> None:
         """Call `model_init`, if there is one, for a new model as Trainer does, and clear the message stores.
 
-        resumes: from a checkpoint. Raises ConfigError if an argument changed after its last use.
+        resumes: the training resumes from a checkpoint. Raises ConfigError if an argument changed after its last use.
         """
         if self._model_init is not None and self.engine is not None:
             self.close()

@@ -276,7 +276,7 @@ class DatasetPreparation:
         module: name of TRL's module whose function orders processes by itself.
         args: TRL's configuration.
         processing_class: The tokenizer or processor.
-        columns: to keep.
+        columns: names of the columns to keep.
         fields: names of the fields of `args` that the result depends on.
         more: Other values that it depends on.
     """

@@ -322,7 +322,7 @@ def read_saved(
     """Read a saved adapter's parameters, and embeddings of the base model that peft has saved beside them.
 
     Args:
-        adapter: with the folder; a new one has nothing to read.
+        adapter: an adapter with the folder; a new one has nothing to read.
         whole: the skeleton of the model.
         names: those that the stage needs, of `saved_names`.
         like: tensors of these names, with their shapes.

@@ -140,7 +140,7 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         Args:
             names: the model's.
             base: name of the base model (`transformer`), which names lack in the checkpoint of a base model.
-            architecture: with the modules that checkpoints may lack (`optional`) or name differently (`renamed`).
+            architecture: entry with the modules that checkpoints may lack (`optional`) or name differently (`renamed`).
             ignored: patterns of tensors that the model's class ignores.
 
         Returns:

@@ -33,7 +33,7 @@ class TiedGroup:
 
     Attributes:
         name: Hugging Face's name of the original.
-        stages: with a copy, rising; the first one saves it.
+        stages: stages with a copy, rising; the first one saves it.
         parameters: its name on each of these stages (`transformer.wte.weight` on the first, `lm_head.weight` on the
             last).
         trained: False if it is frozen: then there are no gradients to sum.
