@@ -22,11 +22,9 @@ from torch.distributed import distributed_c10d
 
 from pipecomp.codecs import wire
 from pipecomp.distributed.heartbeat import is_collective_error
-from pipecomp.distributed.launch_env import restarts
+from pipecomp.distributed.launch_env import JOIN_TIMEOUT_S
 from pipecomp.errors import LinkError, LinkTimeoutError, PeerLostError, PipecompError
 
-# For the slowest rank to reach the start of the run: it may prepare data. After a restart all have done so.
-JOIN_TIMEOUT_S = 180.0 if restarts() else 1800.0
 _PART_S, _POLL_S = 10.0, 0.2
 _LOST_S = 2.0  # for the answer of a rank that another one has lost: it may be alive
 _NO_ANSWER = "no answer"
@@ -55,7 +53,7 @@ class AllRanks:
         rank: This rank; by default torch's.
         world: Number of ranks; by default torch's.
         store: The store; by default torch's own.
-        wait_s: Seconds to wait for a rank that has not answered yet.
+        wait_s: Seconds to wait for a rank that has not answered yet; infinite with heartbeats.
         missed: Returns why a rank will not answer, None if it may.
     """
 

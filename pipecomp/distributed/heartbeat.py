@@ -34,6 +34,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from pipecomp.distributed.launch_env import JOIN_TIMEOUT_S
 from pipecomp.distributed.preemption import LOST_STATUS, report_signals, say_here
 from pipecomp.distributed.supervisor import GO_ON
 from pipecomp.errors import LinkTimeoutError, PeerLostError, PipecompError, StalledError, foreign_text
@@ -230,7 +231,8 @@ class Heartbeat:
         self._state = _LEFT
         self._waiting_since: float | None = None  # since when this rank depends on the others
         self._still_waiting: Callable[[], bool] = lambda: True  # whether it still does
-        self._answered, self._store_problem = time.monotonic(), "is gone"
+        self._began = self._answered = time.monotonic()
+        self._store_problem = "is gone"
         self._entries: dict[int, HeartbeatEntry] = {}
         self._ended = threading.Event()
         self._writing = threading.Lock()
@@ -286,11 +288,16 @@ class Heartbeat:
 
     def missed(self, rank: int) -> PipecompError | None:
         """Return why a rank will not answer, None if it may."""
-        entry = self._entries.get(rank)
+        entry, now = self._entries.get(rank), time.monotonic()
         current = self.engine if self._state == "" else self.engine + 1  # reports on earlier engines are over
         if entry is not None and entry.report is not None and entry.engine == current:
             return self.lost or PeerLostError(f"{entry.report.reason} (reported by rank {rank})", entry.report.rank)
-        return self.lost or (None if entry is None else self._silence_error(rank, entry, time.monotonic()))
+        if self.lost is not None:
+            return self.lost
+        if entry is None:
+            late = f"rank {rank} did not reach the start of the run within {JOIN_TIMEOUT_S:g} s: see its output"
+            return LinkTimeoutError(late, rank) if now - self._began > JOIN_TIMEOUT_S else None
+        return self._silence_error(rank, entry, now)
 
     def last_sign(self, rank: int) -> float:
         """Return the monotonic time of the last beat that was read from a rank, 0 without one."""

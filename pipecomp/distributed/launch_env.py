@@ -114,6 +114,10 @@ def restarts() -> int:
     return int(text) if text.isdecimal() else 0
 
 
+# For the slowest rank to come to the start of the run: it may prepare data. After a restart all have done so.
+JOIN_TIMEOUT_S = 180.0 if restarts() else 1800.0
+
+
 def machine_names(world: int) -> list[str]:
     """Return the name of each rank's machine, as an elastic launcher names it; empty without one."""
     names = [name for name in os.environ.get(MACHINES, "").split(",") if name]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ipaddress
+import math
 import os
 import re
 import secrets
@@ -31,9 +32,15 @@ from torch.distributed.rendezvous import rendezvous
 
 from pipecomp.config import read_json_object
 from pipecomp.distributed.collectives import exchange_objects_as_json
-from pipecomp.distributed.consistency import JOIN_TIMEOUT_S, AllRanks, check_byte_order, differences, versions
+from pipecomp.distributed.consistency import AllRanks, check_byte_order, differences, versions
 from pipecomp.distributed.heartbeat import StoreSilentError, call_store, process_heartbeat, uncaught_error
-from pipecomp.distributed.launch_env import compared_variables, master_address, read_launch, watch_launcher
+from pipecomp.distributed.launch_env import (
+    JOIN_TIMEOUT_S,
+    compared_variables,
+    master_address,
+    read_launch,
+    watch_launcher,
+)
 from pipecomp.distributed.placement import (
     GLOO_VARIABLE,
     check_resolves,
@@ -556,16 +563,14 @@ def start_processes(seed: int | None = None, config: Any = None) -> None:
     torch.manual_seed((seed or 0) * 65536 + dist.get_rank())
 
 
-def all_ranks(*, wait_s: float = JOIN_TIMEOUT_S) -> AllRanks:
+def all_ranks() -> AllRanks:
     """Start a sequence of exchanges between all ranks of a started run; every rank must call this.
 
-    Args:
-        wait_s: Seconds to wait for a rank that has not answered yet.
-
     Returns:
-        The sequence. If a rank ends before it has answered, the ranks that wait for it raise an error.
+        The sequence. A rank may take any time to answer while its heartbeats arrive: it may load data, or send a state.
+        If it ends before it has answered, the ranks that wait for it raise an error.
     """
-    return AllRanks(missed=process_heartbeat().missed, wait_s=wait_s)
+    return AllRanks(missed=process_heartbeat().missed, wait_s=math.inf)
 
 
 def computes_on_cpu() -> bool:

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import default_pg_timeout
 
 from pipecomp.buffers import MemoryStore
 from pipecomp.config import Config
@@ -452,7 +451,7 @@ def survey_ranks(
     joined = dist.is_initialized()
     join_processes()
     mesh = current_mesh() if dist.get_backend() == BACKEND else None
-    ranks = all_ranks(wait_s=default_pg_timeout.total_seconds())
+    ranks = all_ranks()
     try:
         names = [machine(), [pacer_to(other) is not None for other in range(world)]]
         machines = find_machines(gathered(names))
