@@ -19,7 +19,7 @@ import typer
 from pipecomp.cli.common import JsonOption, console, option, plain_errors, print_line, print_status, write_json
 from pipecomp.distributed import bring_up, peer_agent, peer_question, peer_session
 from pipecomp.distributed.bring_up import InputFiles, PeerPlan
-from pipecomp.distributed.elastic_launcher import silent_hosts, write_file
+from pipecomp.distributed.elastic_launcher import read_file, silent_hosts, write_file
 from pipecomp.distributed.installation import DigestCache, Installation, SourceFile
 from pipecomp.distributed.ssh_launcher import RankCommand, host_name, is_this_machine, working_directory
 from pipecomp.errors import PipecompError, require
@@ -215,6 +215,13 @@ class PeerPlaces:
         if plan is None or plan.folder is None:
             return write_file(host, path, text)
         return write_file(host, Path(place_there(str(path), self.folder)), text, plan.folder)
+
+    def read(self, host: str, path: Path) -> str | None:
+        """Return the text of a file of the run on a host; see `read_file`."""
+        plan = self.plans.get(host_name(host))
+        if plan is None or plan.folder is None:
+            return read_file(host, path)
+        return read_file(host, Path(place_there(str(path), self.folder)), plan.folder)
 
     def silent(self, hosts: Iterable[str]) -> dict[str, str]:
         """Return the hosts that this machine cannot log in to, and why."""

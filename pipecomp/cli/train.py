@@ -239,6 +239,7 @@ def train(
         peers.silent,
         out=own.out,
         write=peers.write,
+        read=peers.read,
         place=place,
         lacking=lacking,
         needs=needs,

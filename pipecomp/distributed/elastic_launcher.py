@@ -19,15 +19,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from pipecomp.distributed.launch_env import CANDIDATES, MACHINES, RESTARTS
+from pipecomp.distributed.launch_env import CANDIDATES, MACHINES, RESTARTS, STARTS
 from pipecomp.distributed.ssh_launcher import (
     RankCommand,
     assign_ranks,
     is_this_machine,
+    read_remote,
     try_login,
     watch_ranks,
     working_directory,
 )
+from pipecomp.distributed.supervisor import StartCount
 from pipecomp.errors import require, writable, write_error
 from pipecomp.utils.files import UNFINISHED, atomic_write_text
 from pipecomp.utils.units import format_count
@@ -35,6 +37,7 @@ from pipecomp.utils.units import format_count
 LOCAL = "this machine"  # in a roster without hosts
 _GRACE_S = 15.0  # for the remaining ranks to notice a loss and to end
 _LOOK_S = 30.0  # between two attempts to reach a lost machine
+_READ_BYTES = 1 << 16
 _READ_S = 1.0  # between two looks for requests to join
 JOIN = "join.txt"  # in the run's folder on the launcher's machine
 _ADVICE = "The run goes on without it"
@@ -142,6 +145,17 @@ def write_file(host: str, path: Path, text: str, folder: str | None = None) -> s
     return try_login(host, " && ".join(words))
 
 
+def read_file(host: str, path: Path, folder: str | None = None) -> str | None:
+    """Return the text of a small file on a host, None if it cannot be read. The arguments are those of `write_file`."""
+    if host == LOCAL or is_this_machine(host):
+        try:
+            return path.read_text(errors="replace")
+        except OSError:
+            return None
+    words = [f"cd {shlex.quote(folder or working_directory())}", f"head -c {_READ_BYTES} {shlex.quote(str(path))}"]
+    return read_remote(host, " && ".join(words))
+
+
 class Arrivals:
     """Looks, while ranks run, for machines that answer again and for requests to join; tells rank 0 of them.
 
@@ -244,6 +258,7 @@ def launch_elastic(
     *,
     out: Path | None = None,
     write: Callable[[str, Path, str], str | None] = write_file,
+    read: Callable[[str, Path], str | None] = read_file,
     place: Callable[[list[RankCommand]], list[RankCommand]] = lambda ranks: ranks,
     lacking: Callable[[Sequence[RankCommand]], dict[str, str]] = lambda ranks: {},
     needs: Sequence[str] = (),
@@ -257,12 +272,14 @@ def launch_elastic(
         silent: See `silent_hosts`.
         out: The run's folder, relative to the working directory of all machines; None if no machine can join.
         write: See `write_file`.
+        read: See `read_file`.
         place: Changes the commands of ranks on machines that were set up.
         lacking: Returns hosts that cannot run their ranks, and why; a machine that joins is asked before.
         needs: Files and folders that a machine which joins must have.
 
     Returns:
-        0, or the status of the rank that failed first in the last start.
+        0, or the status of the rank that failed first in the last start, also after MOST_STARTS starts in a row that
+        have reached no newer step.
 
     Raises:
         ConfigError: A program cannot be started, or the first machine has no address.
@@ -272,7 +289,13 @@ def launch_elastic(
         one = tuple(command(each))
         return lacking([RankCommand(rank=0, host=host, command=one, needs=tuple(needs)) for host in hosts])
 
-    number, seen, before = 0, 0, roster
+    def steps(hosts: Sequence[str]) -> dict[str, str | None]:
+        if out is None:
+            return {}
+        with ThreadPoolExecutor(len(hosts)) as pool:
+            return dict(zip(hosts, pool.map(read, hosts, [out / STARTS] * len(hosts)), strict=True))
+
+    number, seen, before, starts = 0, 0, roster, StartCount()
     if out is not None and LOCAL not in roster.hosts:
         with writable("--out", out):
             out.mkdir(parents=True, exist_ok=True)
@@ -290,6 +313,7 @@ def launch_elastic(
         roster, seen = arrivals.roster, arrivals.seen
         newcomers = [host for host in roster.hosts if host not in earlier.hosts]
         if ended.more is not None:
+            starts.reset()
             roster = roster.grown(ended.more)
             added = [host for host in roster.hosts if host not in before.hosts]
             reason = f"{', '.join(added)} takes part" if added else "a new cut"
@@ -299,6 +323,10 @@ def launch_elastic(
             roster = roster.with_spares(back).without(why)
             if not roster.hosts:
                 _say(f"no machine of the run answers: {_list(why)}. {_GO_ON}")
+                return ended.status
+            fruitless = starts.add(steps(roster.hosts))
+            if fruitless is not None:
+                _say(f"{fruitless}. {_GO_ON}")
                 return ended.status
             gone = {host: why[host] for host in before.hosts if host in why}
             reason = f"{_list(gone)} is lost" if gone else "a rank was lost, and its machine answers"

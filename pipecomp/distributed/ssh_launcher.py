@@ -307,13 +307,26 @@ def try_login(host: str, line: str) -> str | None:
     return problem if status else None
 
 
+def read_remote(host: str, line: str) -> str | None:
+    """Run a line on a host, for 12 s at most; return its output, None if it fails."""
+    try:
+        done = _login(host, line)
+    except subprocess.TimeoutExpired:
+        return None
+    return None if done.returncode else done.stdout
+
+
+def _login(host: str, line: str) -> subprocess.CompletedProcess[str]:
+    command = [*SSH, host, line]
+    return subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_CHECK_S, check=False
+    )
+
+
 def _run_there(host: str, line: str) -> tuple[int, str]:
     """Run a line on a host, for 12 s at most; return its status and the last line of its error."""
-    command = [*SSH, host, line]
     try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_CHECK_S, check=False
-        )
+        done = _login(host, line)
     except subprocess.TimeoutExpired:
         return SSH_FAILED, f"no answer within {_CHECK_S:g} s"
     said = [text for text in done.stderr.splitlines() if text.strip()]

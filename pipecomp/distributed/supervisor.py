@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import math
 import os
 import pickle
@@ -23,6 +24,7 @@ from multiprocessing.connection import Connection
 from types import FrameType
 from typing import IO, Any, NamedTuple, Protocol
 
+from pipecomp.distributed.launch_env import MOST_STARTS
 from pipecomp.distributed.preemption import LOST_STATUS, MOST_MORE, RECUT_STATUS, stop_signals
 from pipecomp.errors import ConfigError, PipecompError
 from pipecomp.utils.processes import exit_status, handle_signals
@@ -90,6 +92,43 @@ class Ended(NamedTuple):
 
     def _is_lost(self, number: int, status: int) -> bool:
         return (status == SSH_FAILED and number in self.remote) or (128 < status < SSH_FAILED) or status == LOST_STATUS
+
+
+class StartCount:
+    """Counts the starts of a run in a row that have reached no newer step.
+
+    The ranks note the step that each start begins at (STARTS), once they have found a state to go on from. A start that
+    fails before notes nothing.
+    """
+
+    def __init__(self) -> None:
+        self._newest: dict[str, int] = {}  # by machine
+        self._fruitless = 0
+
+    def add(self, texts: Mapping[str, str | None]) -> str | None:
+        """Count a start that was lost; return why the run ends, None if it may start again.
+
+        texts: Content of the file STARTS, by machine; None without one.
+        """
+        steps = {machine: step for machine, text in texts.items() if (step := _last_step(text)) is not None}
+        newer = any(step > self._newest[machine] for machine, step in steps.items() if machine in self._newest)
+        self._fruitless = 0 if newer or (steps and not self._newest) else self._fruitless + 1
+        self._newest |= steps
+        if self._fruitless < MOST_STARTS:
+            return None
+        return f"{MOST_STARTS} starts in a row have reached no newer step: the log says why each ended"
+
+    def reset(self) -> None:
+        """Note that a start has trained."""
+        self._fruitless = 0
+
+
+def _last_step(text: str | None) -> int | None:
+    try:
+        step = json.loads(text or "[]")[-1]
+    except (ValueError, LookupError, TypeError):
+        return None
+    return step if type(step) is int else None
 
 
 class ChildProcess(Protocol):

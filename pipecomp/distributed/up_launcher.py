@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pipecomp.distributed.launch_env import LAUNCHER, MACHINES, RESTARTS, machine_name
+from pipecomp.distributed.launch_env import LAUNCHER, MACHINES, RESTARTS, STARTS, machine_name
 from pipecomp.distributed.placement import address_towards, is_loopback, list_interfaces
 from pipecomp.distributed.rendezvous import ADDRESS, CERTIFIED, KEYS, LISTEN
-from pipecomp.distributed.supervisor import Ended, ProcessSpec, Supervisor
+from pipecomp.distributed.supervisor import Ended, ProcessSpec, StartCount, Supervisor
 from pipecomp.errors import KeysError, LinkTimeoutError, PipecompError, require
 from pipecomp.tls.certificates import format_ranks, read_identity
 from pipecomp.tls.enrollment import (
@@ -91,6 +91,13 @@ class UpRun:
     def world(self) -> int:
         """Number of ranks."""
         return self.machines * self.procs
+
+    def read_starts(self) -> str | None:
+        """Return this machine's file STARTS, None if there is none."""
+        try:
+            return (Path(json.loads(self.train or "{}")["out"]) / STARTS).read_text(errors="replace")
+        except (OSError, KeyError, TypeError):
+            return None
 
     def ranks(self, machine: int) -> str:
         """Return the ranks of a machine, counted from 0, in the form that certificates use."""
@@ -268,7 +275,7 @@ def start_ranks(
             say(str(error))
             book.unlink(missing_ok=True)
             return 0
-    earlier = start.places  # of the start before
+    earlier, starts = start.places, StartCount()  # earlier: of the start before
     while True:
         if start.number:
             say(f"restart {start.number}: {', '.join(map(machine_name, start.places))}")
@@ -281,7 +288,12 @@ def start_ranks(
         before, wanted = start.places, len(start.places)
         if ended.more is not None:
             wanted += ended.more
+            starts.reset()
         elif ended.is_loss:
+            if (fruitless := starts.add({"": run.read_starts()})) is not None:
+                say(fruitless)
+                book.unlink(missing_ok=True)
+                return status
             say("a machine or rank was lost; looking for those that are left")
         else:  # with machines that cannot take part, such as one with other data
             before = tuple(number for number in start.places if number in earlier)

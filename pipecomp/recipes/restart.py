@@ -14,7 +14,7 @@ from pipecomp.checkpoint.manifest import finished
 from pipecomp.checkpoint.reshard import saved_pipeline
 from pipecomp.distributed import rendezvous
 from pipecomp.distributed.collectives import gathered
-from pipecomp.distributed.launch_env import restarts
+from pipecomp.distributed.launch_env import MOST_STARTS, STARTS, restarts
 from pipecomp.distributed.preemption import say_here
 from pipecomp.elastic import RECORDS
 from pipecomp.elastic.recovery import find_lost_step, recover, share_checkpoint
@@ -24,14 +24,12 @@ from pipecomp.recipes.plan_file import RECUT, find_plan, write_here
 from pipecomp.report.recorder import CHECKPOINTS
 from pipecomp.trainer.checkpoints import DEEPSPEED, STATE_FILE, folder_of, last_good, list_checkpoints, remove_after
 
-_RESTARTS_FILE, _FRUITLESS = "restarts.json", 4
-
 
 def go_on_without_lost(folder: Path) -> None:
     """Make a checkpoint of the newest state that the machines of this start have together; every rank must call this.
 
     Raises:
-        ConfigError: On every rank, after _FRUITLESS restarts without a newer state.
+        ConfigError: On every rank, after MOST_STARTS starts without a newer state.
     """
     first_here, ranks = os.environ.get("LOCAL_RANK", "0") == "0", rendezvous.all_ranks()
     earlier, kept = find_plan(folder), -1
@@ -54,14 +52,14 @@ def go_on_without_lost(folder: Path) -> None:
         check_not_lost(folder, lost, reached, (earlier or {}).get("machines", {}).get("names", []))
     if dist.get_rank() == 0 and number:
         say_here(f"restart {number}: goes on after step {reached}")
-    path, before = folder / _RESTARTS_FILE, []
+    path, before = folder / STARTS, []
     if first_here:
         with contextlib.suppress(OSError, ValueError):
             before = json.loads(path.read_text())
-    steps = [*(max(gathered(before), key=len) if number else []), reached][-_FRUITLESS:]
+    steps = [*(max(gathered(before), key=len) if number else []), reached][-MOST_STARTS:]
     with ranks.collective_errors(), writable("--out", folder):
-        allowed = f"progress between restarts: {_FRUITLESS} in a row began at step {reached}"
-        progress = len(steps) < _FRUITLESS or len(set(steps)) > 1
+        allowed = f"progress between restarts: {MOST_STARTS} in a row began at step {reached}"
+        progress = len(steps) < MOST_STARTS or len(set(steps)) > 1
         require(progress, "--elastic", True, allowed, "The log says why each ended")
         if first_here:
             folder.mkdir(parents=True, exist_ok=True)

@@ -11,9 +11,9 @@ import pytest
 
 from pipecomp.distributed import elastic_launcher
 from pipecomp.distributed.elastic_launcher import JOIN, LOCAL, Roster, launch_elastic, silent_hosts
-from pipecomp.distributed.launch_env import CANDIDATES, MACHINES, RESTARTS, machine_names, restarts
+from pipecomp.distributed.launch_env import CANDIDATES, MACHINES, RESTARTS, STARTS, machine_names, restarts
 from pipecomp.distributed.preemption import LOST_STATUS, RECUT_STATUS, REQUEUE_STATUS
-from pipecomp.distributed.supervisor import Ended
+from pipecomp.distributed.supervisor import Ended, StartCount
 from pipecomp.errors import ConfigError
 from tests.limits import HANG_S
 
@@ -173,6 +173,48 @@ def test_an_error_of_the_run_itself_is_no_loss(tmp_path, status):
     assert starts(tmp_path) == ["0-0-2", "0-1-2"]
 
 
+def test_starts_that_fail_before_training_end(folder, capfd):
+    """The ranks, which find too little progress, never come to that."""
+    run = program(folder / "starts", "rank == 1 and os.kill(os.getpid(), signal.SIGKILL)\n")
+    assert launch_elastic(run, Roster.start(HERE[:2]), 1, out=Path("run")) == 128 + signal.SIGKILL
+    assert starts(folder / "starts") == [f"{number}-{rank}-2" for number in range(4) for rank in range(2)]
+    said = capfd.readouterr().err
+    assert said.count("Restart") == 3
+    assert "4 starts in a row have reached no newer step: the log says why each ended" in said
+
+
+def test_starts_that_reach_newer_steps_go_on(folder):
+    note = f"rank == 0 and pathlib.Path('run', {STARTS!r}).write_text(f'[0, {{restarts * 10}}]')\n"
+    run = program(folder / "starts", note + "restarts < 6 and rank == 1 and os.kill(os.getpid(), signal.SIGKILL)\n")
+    (folder / "run").mkdir()
+    assert launch_elastic(run, Roster.start(HERE[:2]), 1, out=Path("run")) == 0
+    assert len(starts(folder / "starts")) == 14
+
+
+class TestStartCount:
+    """How often a run starts again without a newer step."""
+
+    def test_a_newer_step_on_any_machine(self):
+        count = StartCount()
+        for step in (0, 10, 10, 10, 10):
+            assert count.add({"a": f"[{step}]", "b": None}) is None
+        assert count.add({"a": None, "b": None}) is not None
+
+    def test_the_file_of_an_earlier_run_does_not_count(self):
+        count = StartCount()
+        assert count.add({"a": "[5]"}) is None
+        for _ in range(3):
+            assert count.add({"a": "[5]", "b": "[900]"}) is None
+        assert count.add({"a": "[5]", "b": "[900]"}) is not None
+
+    def test_a_start_that_has_trained_begins_a_new_count(self):
+        count = StartCount()
+        for _ in range(3):
+            assert count.add({}) is None
+        count.reset()
+        assert count.add({"a": "no JSON", "b": "[true]"}) is None
+
+
 # Rank 0 asks for a new cut once it is told of a candidate, as `MachineWatch` does; the others wait for the end.
 ASKS = f"""
 import json
@@ -286,6 +328,18 @@ def test_rank_0_on_another_machine_is_told_there(folder, monkeypatch):
     assert host == "there"
     assert subprocess.run(["sh", "-c", line], check=True).returncode == 0
     assert (folder / "my run" / "x.json").read_text() == "it's"
+
+
+def test_a_file_is_read_where_it_is(folder, monkeypatch):
+    (folder / "my run").mkdir()
+    (folder / "my run" / STARTS).write_text("[3]")
+    assert elastic_launcher.read_file(HERE[0], Path("my run", STARTS)) == "[3]"
+    assert elastic_launcher.read_file(LOCAL, Path("no run", STARTS)) is None
+    monkeypatch.setattr(elastic_launcher, "is_this_machine", lambda host: False)
+    lines = []
+    monkeypatch.setattr(elastic_launcher, "read_remote", lambda host, line: lines.append(line))
+    assert elastic_launcher.read_file("there", Path("my run", STARTS)) is None
+    assert subprocess.run(["sh", "-c", lines[0]], check=True, capture_output=True).stdout == b"[3]"
 
 
 def test_silent_hosts_are_those_that_ssh_does_not_reach(monkeypatch):

@@ -173,6 +173,17 @@ class TestBook:
             self.start(monkeypatch, folders[1], [LOST_STATUS], [])
         assert (Path(folders[1].path) / up_launcher.BOOK).exists()
 
+    def test_starts_that_fail_before_training_end(
+        self, folders: list[KeyFolder], monkeypatch: pytest.MonkeyPatch, found: list
+    ) -> None:
+        said: list[str] = []
+        found += [NoRunError(""), *(Membership((0, 1, 2), Address("127.0.0.1", 1), number) for number in range(1, 9))]
+        statuses = [LOST_STATUS] * 9
+        assert self.start(monkeypatch, folders[1], statuses, said) == LOST_STATUS
+        assert len(statuses) == 5
+        assert "4 starts in a row have reached no newer step: the log says why each ended" in said
+        assert not (Path(folders[1].path) / up_launcher.BOOK).exists()
+
     def test_a_machine_without_which_the_run_has_ended_ends(
         self, folders: list[KeyFolder], monkeypatch: pytest.MonkeyPatch, found: list
     ) -> None:
