@@ -29,7 +29,7 @@ from pipecomp.distributed.ssh_launcher import (
     watch_ranks,
     working_directory,
 )
-from pipecomp.distributed.supervisor import StartCount
+from pipecomp.distributed.supervisor import StartCount, final_status
 from pipecomp.errors import require, writable, write_error
 from pipecomp.utils.files import UNFINISHED, atomic_write_text
 from pipecomp.utils.units import format_count
@@ -55,6 +55,7 @@ class Roster:
         places: Number of machines at the start.
         kept: Number of spare machines at the start, which a new cut leaves.
         refused: Machines with which the run did not go on.
+        leaving: Lost machines that were told to end, and may still answer: they are back once they were silent.
     """
 
     hosts: tuple[str, ...]
@@ -63,6 +64,7 @@ class Roster:
     places: int = 0
     kept: int = 0
     refused: tuple[str, ...] = ()
+    leaving: tuple[str, ...] = ()
 
     @classmethod
     def start(cls, hosts: Sequence[str], spares: Sequence[str] = ()) -> Roster:
@@ -71,12 +73,17 @@ class Roster:
         require(not twice, "--spare", ",".join(spares), "machines that are not in --peers, each once")
         return cls(tuple(hosts), tuple(spares), (), len(hosts), len(spares))
 
-    def without(self, silent: Iterable[str]) -> Roster:
+    def without(self, silent: Iterable[str], left: Iterable[str] = ()) -> Roster:
         """Return the roster after a loss: spares take the places of lost machines, as far as there are any.
 
         The order of the machines that stay is kept, so that they keep their stages where they can.
+
+        Args:
+            silent: Machines that do not answer.
+            left: Machines that answer, and were told to end.
         """
-        silent = set(silent)
+        leaving = tuple(dict.fromkeys((*self.leaving, *left)))
+        silent = {*silent, *left}
         spares = [host for host in self.spares if host not in silent]
         hosts: list[str] = []
         for host in self.hosts:
@@ -85,13 +92,21 @@ class Roster:
             elif spares:
                 hosts.append(spares.pop(0))
         lost = [host for host in (*self.lost, *self.hosts, *self.spares) if host in silent]
-        return replace(self, hosts=tuple(hosts), spares=tuple(spares), lost=tuple(dict.fromkeys(lost)))
+        lost = list(dict.fromkeys(lost))
+        return replace(self, hosts=tuple(hosts), spares=tuple(spares), lost=tuple(lost), leaving=leaving)
+
+    def after_look(self, asked: Sequence[str], silent: Iterable[str]) -> tuple[Roster, list[str]]:
+        """Return the roster after a look at some of the lost machines, and those that are back."""
+        back = [host for host in asked if host not in silent and host not in self.leaving]
+        leaving = tuple(host for host in self.leaving if host not in asked or host not in silent)
+        return replace(self, leaving=leaving), back
 
     def with_spares(self, found: Iterable[str]) -> Roster:
         """Return the roster with machines that came, or came back, as spares."""
         found = [host for host in dict.fromkeys(found) if host not in (*self.hosts, *self.spares)]
         lost = tuple(host for host in self.lost if host not in found)
-        return replace(self, spares=(*self.spares, *found), lost=lost)
+        leaving = tuple(host for host in self.leaving if host not in found)
+        return replace(self, spares=(*self.spares, *found), lost=lost, leaving=leaving)
 
     def candidates(self) -> tuple[str, ...]:
         """Return the spare machines that a new cut may take in: all that are needed, beyond those of --spare.
@@ -232,7 +247,7 @@ class Arrivals:
             if host in why:
                 _say(f"{host} cannot join: {why[host]}. Add the line once more when that is mended")
         came = [host for host in joining if host not in why]
-        back = [host for host in lost if host not in why]
+        self.roster, back = self.roster.after_look(lost, why)
         for text, hosts in (("joins", came), ("answers again", back)):
             if hosts:
                 _say(f"{', '.join(hosts)} {text}: a spare, unless steps get 10 % faster with it")
@@ -312,29 +327,34 @@ def launch_elastic(
         earlier, before = before, roster
         roster, seen = arrivals.roster, arrivals.seen
         newcomers = [host for host in roster.hosts if host not in earlier.hosts]
+        left = {hosts[rank // each] for rank in ended.left if hosts}
         if ended.more is not None:
             starts.reset()
+        if ended.more is not None and not ended.lost:
             roster = roster.grown(ended.more)
             added = [host for host in roster.hosts if host not in before.hosts]
             reason = f"{', '.join(added)} takes part" if added else "a new cut"
-        elif ended.is_loss:
+        elif ended.is_loss or ended.more is not None:
             why = silent((*roster.hosts, *roster.spares, *roster.lost))
-            back = set(roster.lost) - set(why)
-            roster = roster.with_spares(back).without(why)
+            roster, back = roster.after_look(roster.lost, why)
+            roster = roster.with_spares(back).without(why, left - set(why))
+            why = dict.fromkeys(left, "it was told to end") | why
             if not roster.hosts:
                 _say(f"no machine of the run answers: {_list(why)}. {_GO_ON}")
-                return ended.status
-            fruitless = starts.add(steps(roster.hosts))
+                return final_status(ended.status)
+            fruitless = starts.add(steps(roster.hosts)) if ended.more is None else None
             if fruitless is not None:
                 _say(f"{fruitless}. {_GO_ON}")
-                return ended.status
+                return final_status(ended.status)
+            roster = roster.grown(ended.more or 0)
             gone = {host: why[host] for host in before.hosts if host in why}
-            reason = f"{_list(gone)} is lost" if gone else "a rank was lost, and its machine answers"
+            what = "leaves" if left.issuperset(gone) else "is lost"
+            reason = f"{_list(gone)} {what}" if gone else "a rank was lost, and its machine answers"
         elif ended.status and newcomers and len(newcomers) < len(roster.hosts) and not ended.stopped:
             roster = before = roster.without_newcomers(earlier)
             reason = f"the run did not go on with {', '.join(newcomers)}"
         else:
-            return ended.status
+            return final_status(ended.status)
         number += 1
         count = format_count(each * len(roster.hosts), "stage")
         _say(f"{reason}. Restart {number}: {count} on {', '.join(roster.hosts)}{_spares(roster)}")

@@ -5,24 +5,33 @@ terminal SIGHUP. SIGHUP and SIGUSR1 keep another handler that they have, such as
 also while the main thread waits in a collective. After each step the ranks agree whether one of them has received one;
 then all save, close, and exit with `REQUEUE_STATUS`. A second signal of the same kind ends the process at once.
 
+Under a launcher that starts ranks again, a signal other than Ctrl-C is about one machine: it leaves, its ranks exit
+with `LEFT_STATUS`, and the others with `RECUT_STATUS`, so that they start again without it.
+
 A signal that ends a rank outside of such a run, or that has no place to save, is reported to the other ranks first.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import json
 import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
 REQUEUE_STATUS = os.EX_TEMPFAIL  # 75: "temporary failure, the user is invited to retry"
+LEAVING = "PIPECOMP_LEAVING"  # a file in which the ranks name the machines that leave, of a launcher on each machine
+GO_ON_WITHOUT = "the launcher starts the others again"
 NEW_CUT = "the launcher starts the ranks again with a new cut of the model"
 LOST_STATUS = 13  # of a rank that has lost another one, or its launcher
+LEFT_STATUS = 79  # of the ranks of a machine that leaves; the others start again without it
 RECUT_STATUS = 80  # and N more: the ranks ask for a new cut of the model, with N more machines
 MOST_MORE = 40  # machines at once
 LAUNCHER_GONE = 1000  # value of `wanted`, above all signals
@@ -98,7 +107,7 @@ class Interruption:
         self._since.setdefault(number, time.monotonic())
         if not self._wanted:
             self._wanted = number
-            say_here(f"{why}: the run ends after this step, with a checkpoint")
+            say_here(f"{why}: the ranks end after this step, with a checkpoint")
 
     def ask_for_new_cut(self, more: int) -> None:
         """Request the end of this start, so that the launcher starts the ranks with `more` machines and a new cut."""
@@ -114,7 +123,12 @@ class Interruption:
         if recut:
             self._status = RECUT_STATUS + number - _RECUT
             return NEW_CUT
-        return f"{_name(number)} on rank {rank}"
+        reason, left = f"{_name(number)} on rank {rank}", _leaving_machines(wanted)
+        if not left:
+            return reason
+        own = wanted[int(os.environ.get("RANK", "0"))]
+        self._status = LEFT_STATUS if 0 < own < LAUNCHER_GONE else RECUT_STATUS
+        return f"{reason}; {', '.join(left)} leaves the run, and {GO_ON_WITHOUT}"
 
     def agree(self, group: Any) -> str | None:
         """Decide together with all other ranks, which must all call this. group: All ranks, for CPU tensors."""
@@ -147,6 +161,24 @@ class Interruption:
         if now - self._since.get(number, now) > _SAME_S and _ending.acquire(blocking=False):
             _end_process(number)
         self.ask(number, why=f"got {_name(number)}")
+
+
+def _leaving_machines(wanted: Sequence[int]) -> list[str]:
+    """Return the machines that leave the run, none if all of it ends, and name them in the file LEAVING.
+
+    wanted: values of all ranks, by rank.
+    """
+    from pipecomp.distributed.launch_env import machine_names  # here: it imports this module
+
+    names = machine_names(len(wanted))
+    left = list(dict.fromkeys(name for name, number in zip(names, wanted, strict=False) if 0 < number < _RECUT))
+    if signal.SIGINT in wanted or len(left) == len(set(names)):
+        return []
+    path = os.environ.get(LEAVING)
+    if path and os.environ.get("LOCAL_RANK", "0") == "0":
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps(left))
+    return left
 
 
 class _SignalReader:

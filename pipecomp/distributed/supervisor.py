@@ -25,7 +25,14 @@ from types import FrameType
 from typing import IO, Any, NamedTuple, Protocol
 
 from pipecomp.distributed.launch_env import MOST_STARTS
-from pipecomp.distributed.preemption import LOST_STATUS, MOST_MORE, RECUT_STATUS, stop_signals
+from pipecomp.distributed.preemption import (
+    LEFT_STATUS,
+    LOST_STATUS,
+    MOST_MORE,
+    RECUT_STATUS,
+    REQUEUE_STATUS,
+    stop_signals,
+)
 from pipecomp.errors import ConfigError, PipecompError
 from pipecomp.utils.processes import exit_status, handle_signals
 
@@ -66,20 +73,33 @@ class Ended(NamedTuple):
     Attributes:
         status: 0, or the exit status of the process that failed first.
         statuses: Exit statuses of all processes in the order of starting; None for those that had to be killed.
-        stopped: True if a signal has asked this launcher to end the run.
+        stopped: True if a signal has asked this launcher to end.
         remote: Numbers of processes that are connections to other machines.
+        interrupted: True if that signal was Ctrl-C.
     """
 
     status: int
     statuses: tuple[int | None, ...]
     stopped: bool = False
     remote: frozenset[int] = frozenset()
+    interrupted: bool = False
 
     @property
     def is_loss(self) -> bool:
         """True if ranks or machines were lost, and no rank has ended by an error of its own."""
         failed = [(number, status) for number, status in enumerate(self.statuses) if status]
         return bool(failed) and not self.stopped and all(self._is_lost(number, status) for number, status in failed)
+
+    @property
+    def lost(self) -> bool:
+        """True if a rank was lost, or is on a machine that has left."""
+        return any(status and self._is_lost(number, status) for number, status in enumerate(self.statuses))
+
+    @property
+    def left(self) -> frozenset[int]:
+        """Numbers of the processes on machines that were told to end."""
+        told = (LEFT_STATUS, 128 + signal.SIGTERM)
+        return frozenset(number for number, status in enumerate(self.statuses) if status in told)
 
     @property
     def more(self) -> int | None:
@@ -91,7 +111,14 @@ class Ended(NamedTuple):
         return asked[0] if asks else None
 
     def _is_lost(self, number: int, status: int) -> bool:
-        return (status == SSH_FAILED and number in self.remote) or (128 < status < SSH_FAILED) or status == LOST_STATUS
+        lost = (128 < status < SSH_FAILED) or status in (LOST_STATUS, LEFT_STATUS)
+        return lost or (status == SSH_FAILED and number in self.remote)
+
+
+def final_status(status: int) -> int:
+    """Return a launcher's status if it starts no ranks again: one that asks for a start becomes REQUEUE_STATUS."""
+    asks = status == LEFT_STATUS or RECUT_STATUS <= status <= RECUT_STATUS + MOST_MORE
+    return REQUEUE_STATUS if asks else status
 
 
 class StartCount:
@@ -198,7 +225,8 @@ class Supervisor:
 
     def ended(self, remote: Iterable[int] = ()) -> Ended:
         """Return how the processes have ended. remote: see `Ended`."""
-        return Ended(self.status, tuple(self.statuses), self.stopped, frozenset(remote))
+        interrupted = signal.SIGINT in self._signals
+        return Ended(self.status, tuple(self.statuses), self.stopped, frozenset(remote), interrupted)
 
     def start(self, spec: ProcessSpec) -> None:
         """Start a program in a session of its own. Raises ConfigError if it cannot be started."""

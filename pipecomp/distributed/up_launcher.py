@@ -16,8 +16,9 @@ from pathlib import Path
 
 from pipecomp.distributed.launch_env import LAUNCHER, MACHINES, RESTARTS, STARTS, machine_name
 from pipecomp.distributed.placement import address_towards, is_loopback, list_interfaces
+from pipecomp.distributed.preemption import LEAVING, LEFT_STATUS, REQUEUE_STATUS
 from pipecomp.distributed.rendezvous import ADDRESS, CERTIFIED, KEYS, LISTEN
-from pipecomp.distributed.supervisor import Ended, ProcessSpec, StartCount, Supervisor
+from pipecomp.distributed.supervisor import Ended, ProcessSpec, StartCount, Supervisor, final_status
 from pipecomp.errors import KeysError, LinkTimeoutError, PipecompError, require
 from pipecomp.tls.certificates import format_ranks, read_identity
 from pipecomp.tls.enrollment import (
@@ -35,6 +36,7 @@ from pipecomp.utils.processes import python_module_command
 # In the folder of keys: where each machine is reached, by place. It is removed when the run ends; a lost machine keeps
 # it, and looks for the run when its command is started again.
 BOOK = "machines.json"
+_LEAVING_FILE = "leaving.json"  # beside it: names of the machines that have left at the end of the last start
 REACHED = "PIPECOMP_REACHED"  # where the others reach this machine
 TRAIN = "train"  # in place of a script: its argument is `TrainOptions` as JSON
 _MEMBERS_S = 600.0  # for the machines that are left to find each other
@@ -281,11 +283,18 @@ def start_ranks(
             say(f"restart {start.number}: {', '.join(map(machine_name, start.places))}")
         else:
             book.unlink(missing_ok=True)
+        leaving = Path(keys) / _LEAVING_FILE
+        leaving.unlink(missing_ok=True)
         ended, status = _run_ranks(run, start, place, keys, listen, checks, say=say)
+        if run.elastic and book.is_file() and _goes_on_without_this(ended):
+            say("this machine leaves the run. If others go on, the same command takes part in it again")
+            return status
         if not run.elastic or not book.is_file() or not status or ended.stopped:
             book.unlink(missing_ok=True)
             return status
-        before, wanted = start.places, len(start.places)
+        left = _read_names(leaving)
+        before = tuple(number for number in start.places if machine_name(number) not in left)
+        wanted = len(before)
         if ended.more is not None:
             wanted += ended.more
             starts.reset()
@@ -303,10 +312,11 @@ def start_ranks(
                 return status
             wanted = len(before)
             say("the run did not go on with the machines that came; it goes on without them")
+        addresses = {number: at for number, at in read_book(keys).items() if machine_name(number) not in left}
         config = MembershipConfig(
             place=place,
             procs=run.procs,
-            addresses=read_book(keys),
+            addresses=addresses,
             before=before,
             number=start.number + 1,
             listen=listen_address(run, listen),
@@ -321,6 +331,20 @@ def start_ranks(
             say(str(error))
             book.unlink(missing_ok=True)
             return 0
+
+
+def _goes_on_without_this(ended: Ended) -> bool:
+    """Return whether this machine was told to end, and others may go on."""
+    done = all(status in (0, REQUEUE_STATUS) for status in ended.statuses)
+    return LEFT_STATUS in ended.statuses or (ended.stopped and not ended.interrupted and not done)
+
+
+def _read_names(path: Path) -> list[str]:
+    try:
+        names = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return []
+    return [str(name) for name in names] if isinstance(names, list) else []
 
 
 def read_book(keys: str) -> dict[int, Address]:
@@ -414,6 +438,7 @@ def _run_ranks(
         common |= {RESTARTS: str(start.number), CERTIFIED: ",".join(map(str, certified))}
     if run.elastic:
         common[MACHINES] = ",".join(map(machine_name, start.places))
+        common[LEAVING] = str(Path(keys) / _LEAVING_FILE)
     if start.number and first == 0:  # this machine leads now
         listen = str(listen_address(run, listen))
     with Supervisor() as supervisor, supervisor.forward_signals():
@@ -428,4 +453,4 @@ def _run_ranks(
         if None in supervisor.statuses:
             say("a rank failed; stopping the others")
         ended = supervisor.ended()
-    return ended, max((status or 0 for status in supervisor.statuses), default=0)
+    return ended, max((final_status(status or 0) for status in supervisor.statuses), default=0)

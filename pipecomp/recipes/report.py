@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from pipecomp.config import Activations, Config
 from pipecomp.config.activations import bits_text
-from pipecomp.distributed.preemption import NEW_CUT
+from pipecomp.distributed.preemption import GO_ON_WITHOUT, NEW_CUT
 from pipecomp.recipes.written import Curves, Lines, WrittenOutput
 from pipecomp.report.progress import LinkMeter, RemainingTime, format_left, format_progress
 from pipecomp.stats import DIRECTIONS, WEIGHTS, BitsMeter, Traffic
@@ -231,7 +231,7 @@ class Report:
             resumes: The same command resumes; otherwise it needs --resume auto.
         """
         self._stop_progress()
-        if reason == NEW_CUT:
+        if reason.endswith((NEW_CUT, GO_ON_WITHOUT)):
             self._print(f"stopped   after step {step}: {reason}")
             return
         start = "there" if saved else "the previous checkpoint, if any, because this step could not be saved"

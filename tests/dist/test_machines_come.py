@@ -116,6 +116,17 @@ def test_a_host_joins_and_the_run_goes_on_from_its_step(start) -> None:
     assert run.steps() == list(range(1, STEPS + 1)), "no step is lost, and none is taken twice"
 
 
+def test_a_machine_whose_rank_gets_sigterm_leaves(start) -> None:
+    """The others go on from the checkpoint that is written then: no step is lost."""
+    run = start("--max-steps", str(STEPS), hosts=(*HOSTS, "127.0.0.3"))
+    until(lambda: len(run.steps()) >= 5)
+    run.rank(1).terminate()
+    assert run.process.wait(2 * HANG_S) == 0, run.said()
+    left = "127.0.0.2 (it was told to end) leaves. Restart 1: 2 stages on 127.0.0.1, 127.0.0.3"
+    assert left in run.said(), run.said()
+    assert run.steps() == list(range(1, STEPS + 1)), run.said()
+
+
 def slow_down(process: psutil.Process, ended: threading.Event) -> None:
     """Let a process run for a fifth of the time."""
     while not ended.is_set():

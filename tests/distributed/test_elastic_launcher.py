@@ -12,8 +12,9 @@ import pytest
 from pipecomp.distributed import elastic_launcher
 from pipecomp.distributed.elastic_launcher import JOIN, LOCAL, Roster, launch_elastic, silent_hosts
 from pipecomp.distributed.launch_env import CANDIDATES, MACHINES, RESTARTS, STARTS, machine_names, restarts
-from pipecomp.distributed.preemption import LOST_STATUS, RECUT_STATUS, REQUEUE_STATUS
-from pipecomp.distributed.supervisor import Ended, StartCount
+from pipecomp.distributed.preemption import LEFT_STATUS, LOST_STATUS, RECUT_STATUS, REQUEUE_STATUS
+from pipecomp.distributed.ssh_launcher import watch_ranks
+from pipecomp.distributed.supervisor import Ended, StartCount, final_status
 from pipecomp.errors import ConfigError
 from tests.limits import HANG_S
 
@@ -53,6 +54,19 @@ class TestRoster:
         small = Roster.start(["a", "b"], ["c"]).without({"a", "c"}).with_spares(["c"])
         assert small.candidates() == ("c",)
 
+    def test_a_machine_that_was_told_to_end_is_back_once_it_was_silent(self):
+        small = Roster.start(["a", "b", "c"]).without({"a"}, {"b"})
+        assert (small.hosts, small.lost, small.leaving) == (("c",), ("a", "b"), ("b",))
+        small, back = small.after_look(small.lost, {})
+        assert (back, small.leaving) == (["a"], ("b",))
+        small, back = small.after_look(small.lost, {"b": "no answer"})
+        assert (back, small.leaving) == (["a"], ())
+        assert small.after_look(small.lost, {})[1] == ["a", "b"]
+
+    def test_a_machine_that_was_told_to_end_may_join(self):
+        small = Roster.start(["a", "b"]).without((), {"b"}).with_spares(["b"])
+        assert (small.spares, small.lost, small.leaving) == (("b",), (), ())
+
     def test_machines_with_which_the_run_does_not_go_on(self):
         before = Roster.start(["a", "b"])
         after = before.with_spares(["c"]).grown(1).without_newcomers(before)
@@ -79,6 +93,8 @@ KILLED, ERROR = 128 + signal.SIGKILL, 1
         ((KILLED, KILLED), True, False),
         ((0, 2), False, False),
         ((REQUEUE_STATUS, REQUEUE_STATUS), False, False),
+        ((LEFT_STATUS, LOST_STATUS), False, True),
+        ((LEFT_STATUS, 255), False, True),
         ((0, 0), False, False),
         ((0, None), False, False),
     ],
@@ -93,6 +109,8 @@ def test_which_ends_are_losses(statuses, stopped, loss):
         ((RECUT_STATUS, RECUT_STATUS), False, 0),
         ((RECUT_STATUS + 2, RECUT_STATUS + 2, None), False, 2),
         ((KILLED, RECUT_STATUS + 1), False, 1),
+        ((LEFT_STATUS, RECUT_STATUS), False, 0),
+        ((LEFT_STATUS, RECUT_STATUS), True, None),
         ((RECUT_STATUS + 1, ERROR), False, None),
         ((RECUT_STATUS + 1, RECUT_STATUS + 1), True, None),
         ((REQUEUE_STATUS, REQUEUE_STATUS), False, None),
@@ -104,6 +122,12 @@ def test_which_ends_ask_for_more_machines(statuses, stopped, more):
     ended = Ended(next(filter(None, statuses), 0), statuses, stopped)
     assert ended.more == more
     assert more is None or not ended.is_loss
+
+
+def test_the_status_of_a_launcher_that_starts_no_ranks_again():
+    asking = (LEFT_STATUS, RECUT_STATUS, RECUT_STATUS + 2)
+    assert {final_status(status) for status in asking} == {REQUEUE_STATUS}
+    assert [final_status(status) for status in (0, 1, REQUEUE_STATUS, KILLED)] == [0, 1, REQUEUE_STATUS, KILLED]
 
 
 def program(folder: Path, text: str):
@@ -213,6 +237,46 @@ class TestStartCount:
             assert count.add({}) is None
         count.reset()
         assert count.add({"a": "no JSON", "b": "[true]"}) is None
+
+
+# What ranks of three machines do if the second one is told to end while they train.
+LEFT = f"restarts == 0 and sys.exit({LEFT_STATUS} if rank == 1 else {RECUT_STATUS})\n"
+
+
+@pytest.mark.parametrize(("spares", "world"), [((), 2), ((SPARE,), 3)])
+def test_a_machine_that_is_told_to_end_leaves(folder, capfd, spares, world):
+    """It answers, and is not taken in again as long as it does."""
+    told = f"rank == 0 and time.sleep(0.5)\nsys.exit(pathlib.Path('run', {CANDIDATES!r}).exists())\n"
+    run = program(folder / "starts", LEFT + told)
+    assert launch_elastic(run, Roster.start(HERE, spares), 1, lambda hosts: {}, out=Path("run")) == 0
+    assert starts(folder / "starts")[3:] == [f"1-{rank}-{world}" for rank in range(world)]
+    said = capfd.readouterr().err
+    hosts = [HERE[0], *spares, HERE[2]]
+    assert f"127.0.0.2 (it was told to end) leaves. Restart 1: {world} stages on {', '.join(hosts)}" in said
+    assert "answers again" not in said
+
+
+def test_a_rank_that_ends_by_sigterm_before_training_leaves_with_its_machine(folder):
+    run = program(folder / "starts", "restarts == 0 and rank == 1 and os.kill(os.getpid(), signal.SIGTERM)\n")
+    assert launch_elastic(run, Roster.start(HERE), 1, lambda hosts: {}, out=Path("run")) == 0
+    assert starts(folder / "starts")[3:] == ["1-0-2", "1-1-2"]
+
+
+def test_a_connection_that_ends_while_the_others_have_saved_is_a_loss(folder, monkeypatch, capfd):
+    """Its machine answers, and takes part again."""
+    text = f"restarts == 0 and sys.exit(255 if rank == 1 else {RECUT_STATUS})\n"
+    monkeypatch.setattr(
+        elastic_launcher, "watch_ranks", lambda *args, **more: watch_ranks(*args, **more)._replace(remote={1})
+    )
+    assert launch_elastic(program(folder / "starts", text), Roster.start(HERE), 1, lambda hosts: {}) == 0
+    assert starts(folder / "starts")[3:] == ["1-0-3", "1-1-3", "1-2-3"]
+    assert "a rank was lost, and its machine answers. Restart 1: 3 stages" in capfd.readouterr().err
+
+
+def test_a_signal_to_the_launcher_ends_the_run(folder):
+    text = "rank == 0 and os.kill(os.getppid(), signal.SIGTERM)\n" + LEFT
+    assert launch_elastic(program(folder / "starts", text), Roster.start(HERE), 1, lambda hosts: {}) != 0
+    assert {name[0] for name in starts(folder / "starts")} == {"0"}
 
 
 # Rank 0 asks for a new cut once it is told of a candidate, as `MachineWatch` does; the others wait for the end.

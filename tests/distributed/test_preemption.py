@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -15,7 +16,10 @@ import pytest
 
 from pipecomp.distributed import launch_env
 from pipecomp.distributed.preemption import (
+    GO_ON_WITHOUT,
     LAUNCHER_GONE,
+    LEAVING,
+    LEFT_STATUS,
     NEW_CUT,
     RECUT_STATUS,
     REQUEUE_STATUS,
@@ -64,7 +68,7 @@ def test_the_first_signal_is_noted_and_the_second_ends_the_process(number: int) 
     assert process.stdout is not None
     said = {process.stdout.readline() for _ in range(2)}
     name = signal.Signals(number).name
-    assert said == {f"pipecomp: rank 0: got {name}: the run ends after this step, with a checkpoint\n",
+    assert said == {f"pipecomp: rank 0: got {name}: the ranks end after this step, with a checkpoint\n",
                     f"noted {number}\n"}  # fmt: skip
     time.sleep(1.2)  # sooner it is the same one, passed on by a launcher
     process.send_signal(number)
@@ -213,6 +217,45 @@ def test_one_rank_decides_for_all() -> None:
     assert found.decide([0, signal.SIGTERM]) == "SIGTERM on rank 1"
     assert found.decide([LAUNCHER_GONE, signal.SIGTERM]) == "the launcher ended on rank 0"
     assert Interrupted("SIGTERM on rank 1").code == REQUEUE_STATUS == 75
+
+
+TWO_MACHINES = {launch_env.MACHINES: "a,b", "LOCAL_RANK": "0"}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "statuses"),
+    [
+        ([0, 0, signal.SIGTERM, signal.SIGTERM], [RECUT_STATUS, RECUT_STATUS, LEFT_STATUS, LEFT_STATUS]),
+        ([signal.SIGHUP, 0, 0, 0], [LEFT_STATUS, RECUT_STATUS, RECUT_STATUS, RECUT_STATUS]),
+        ([0, 0, LAUNCHER_GONE, 0], [RECUT_STATUS] * 4),
+        ([0, 0, signal.SIGTERM, signal.SIGINT], [REQUEUE_STATUS] * 4),
+        ([signal.SIGTERM, 0, signal.SIGTERM, 0], [REQUEUE_STATUS] * 4),
+        ([LAUNCHER_GONE] * 4, [REQUEUE_STATUS] * 4),
+        ([0, 0, 0, signal.SIGINT], [REQUEUE_STATUS] * 4),
+    ],
+)
+def test_which_machines_leave_and_which_go_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wanted: list[int], statuses: list[int]
+) -> None:
+    """A launcher that starts ranks again does so without a machine that was told to end; Ctrl-C ends the run."""
+    file = tmp_path / "leaving.json"
+    for name, value in (TWO_MACHINES | {LEAVING: str(file)}).items():
+        monkeypatch.setenv(name, value)
+    found, reasons = [], set()
+    for rank in range(4):
+        monkeypatch.setenv("RANK", str(rank))
+        interruption = Interruption()
+        reasons.add(interruption.decide(wanted))
+        found.append(interruption._status)
+    assert found == statuses
+    [reason] = reasons
+    left = "a" if wanted[0] else "b"
+    if REQUEUE_STATUS in statuses:
+        assert "leaves" not in reason
+        assert not file.exists()
+    else:
+        assert reason.endswith(f"; {left} leaves the run, and {GO_ON_WITHOUT}")
+        assert json.loads(file.read_text()) == [left]
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import signal
 from pathlib import Path
 
 import psutil
@@ -77,7 +78,7 @@ def test_two_go_on_and_the_cut_one_comes_back(tmp_path: Path, victim: int, start
                 assert machine.process is not None
                 assert machine.process.poll() is None
             assert left[0].process is not None
-            left[0].process.terminate()
+            left[0].process.send_signal(signal.SIGINT)
             assert [machine.end() for machine in left] == [75, 75]
             assert cut.end() in (0, 75), cut.said()
             assert "the run has ended" in cut.said() or "stopped" in cut.said()

@@ -7,17 +7,19 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipecomp.distributed import up_launcher
-from pipecomp.distributed.preemption import LOST_STATUS
+from pipecomp.distributed.preemption import LEFT_STATUS, LOST_STATUS, REQUEUE_STATUS
+from pipecomp.distributed.supervisor import Ended
 from pipecomp.errors import LinkTimeoutError
 from pipecomp.tls import membership
 from pipecomp.tls.handshake import Credentials
 from pipecomp.tls.key_folder import KeyFolder, create_keys
 from pipecomp.tls.listener import Address, Listener
-from pipecomp.tls.membership import Membership, NoRunError, RunEndedError
+from pipecomp.tls.membership import Membership, MembershipConfig, NoRunError, RunEndedError
 from pipecomp.tls.mesh import JoinConfig, Mesh
 from tests.tls.meshes import add_machine, free_address
 
@@ -144,7 +146,7 @@ class TestBook:
         monkeypatch.setattr(up_launcher, "agree_on_members", agree)
         return found
 
-    def start(self, monkeypatch: pytest.MonkeyPatch, folder: KeyFolder, statuses: list[int], said: list[str]) -> int:
+    def start(self, monkeypatch: pytest.MonkeyPatch, folder: KeyFolder, statuses: list[Any], said: list[str]) -> int:
         """Start ranks of the second machine that write the book and end with a status in each start."""
         book = Path(folder.path) / up_launcher.BOOK
 
@@ -164,6 +166,50 @@ class TestBook:
         assert self.start(monkeypatch, folders[1], [status], []) == status
         assert up_launcher.read_book(str(folders[1].path)) == {}
         assert not (Path(folders[1].path) / up_launcher.BOOK).exists()
+
+    def test_a_machine_that_is_told_to_end_leaves_and_may_come_back(
+        self, folders: list[KeyFolder], monkeypatch: pytest.MonkeyPatch, found: list
+    ) -> None:
+        said: list[str] = []
+        found += [NoRunError("")]
+        assert self.start(monkeypatch, folders[1], [LEFT_STATUS], said) == REQUEUE_STATUS
+        assert "this machine leaves the run" in said[-1]
+        assert (Path(folders[1].path) / up_launcher.BOOK).exists()
+
+    @pytest.mark.parametrize(
+        ("ended", "goes_on"),
+        [
+            (Ended(75, (75, 75), True), False),
+            (Ended(79, (79, 79), True), True),
+            (Ended(143, (143, 13), True), True),
+            (Ended(143, (143, 13), True, interrupted=True), False),
+            (Ended(130, (130, 130), True, interrupted=True), False),
+            (Ended(79, (79, 80), False), True),
+            (Ended(13, (13, 137), False), False),
+            (Ended(0, (0, 0), True), False),
+        ],
+    )
+    def test_which_signals_let_the_others_go_on(self, ended: Ended, goes_on: bool) -> None:
+        assert up_launcher._goes_on_without_this(ended) is goes_on
+
+    def test_the_others_agree_without_a_machine_that_leaves(
+        self, folders: list[KeyFolder], monkeypatch: pytest.MonkeyPatch, found: list
+    ) -> None:
+        """Even the first of two: no other one can go on with the run."""
+        configs = []
+        agree = up_launcher.agree_on_members
+
+        def note(config: MembershipConfig, *args: object, **more: object) -> Membership:
+            configs.append(config)
+            return agree(config, *args, **more)
+
+        monkeypatch.setattr(up_launcher, "agree_on_members", note)
+        file = Path(folders[1].path) / "leaving.json"
+        write = f"pathlib.Path({str(file)!r}).write_text('[\"machine-1\"]')"
+        found += [NoRunError(""), Membership((1, 2), Address("127.0.0.1", 1), 1)]
+        assert self.start(monkeypatch, folders[1], [f"({write}, 80)[1]", "1"], []) == 1
+        assert (configs[1].before, configs[1].wanted) == ((1, 2), 2)
+        assert not file.exists(), "it is of the start before"
 
     def test_it_stays_on_a_machine_that_finds_no_others(
         self, folders: list[KeyFolder], monkeypatch: pytest.MonkeyPatch, found: list

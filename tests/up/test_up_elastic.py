@@ -73,6 +73,26 @@ def test_two_of_three_machines_go_on(machines: list[Machine], victim: int) -> No
     assert (left[0].folder / "run" / "model" / "config.json").is_file()
 
 
+@pytest.mark.ranks
+@pytest.mark.soak
+@pytest.mark.timeout(3 * HANG_S)
+def test_a_machine_that_gets_sigterm_leaves(machines: list[Machine]) -> None:
+    """No step is lost. Ctrl-C on one machine then ends the run on all."""
+    up(machines, "--machines", "3", "--no-doctor", command=[*COMMAND, "100000"])
+    until(lambda: len(steps(machines[0])) >= 20)
+    machines[1].process.terminate()
+    assert machines[1].end() == 75, machines[1].said()
+    assert "this machine leaves the run" in machines[1].said()
+    until(lambda: "restart 1: machine-1, machine-3" in machines[0].said())
+    left = machines[0], machines[2]
+    began = len(steps(left[0]))
+    until(lambda: len(steps(left[0])) > began + 5)
+    trained = steps(left[0])
+    assert trained == list(range(1, len(trained) + 1)), left[0].said()
+    left[1].process.send_signal(signal.SIGINT)
+    assert [machine.end() for machine in left] == [75, 75], "\n".join(machine.said() for machine in left)
+
+
 COMMAND = [
     "train",
     "--model",
