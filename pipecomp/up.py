@@ -27,7 +27,8 @@ from pipecomp.config import read_json_object
 from pipecomp.config.checks import batch_sizes
 from pipecomp.distributed.consistency import AllRanks
 from pipecomp.distributed.file_transfer import share_files
-from pipecomp.distributed.rendezvous import KEYS, all_ranks, certified_ranks, start_processes
+from pipecomp.distributed.heartbeat import is_collective_error
+from pipecomp.distributed.rendezvous import KEYS, all_ranks, certified_ranks, first_line, start_processes
 from pipecomp.distributed.up_launcher import BOOK, REACHED, TRAIN, Checks
 from pipecomp.doctor.examination import examine
 from pipecomp.doctor.finding import Finding, print_report
@@ -80,6 +81,12 @@ def main(arguments: Sequence[str]) -> None:
         sys.exit(preemption.LOST_STATUS if isinstance(error, (PeerLostError, LinkTimeoutError)) else 1)
     except KeyboardInterrupt:
         sys.exit(130)
+    except Exception as error:
+        if not is_collective_error(error):
+            raise
+        lost = f"lost another rank, whose output says more: {first_line(error)}"
+        print(f"pipecomp up: rank {os.environ['RANK']}: {lost}", file=sys.stderr, flush=True)
+        sys.exit(preemption.LOST_STATUS)
     report("up: training begins")
     sys.argv = command
     if trains:

@@ -14,8 +14,8 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import psutil
 
@@ -54,6 +54,8 @@ COMMON_VARIABLES = (
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 MACHINE_VARIABLES = ("LD_LIBRARY_PATH", "LD_PRELOAD", *_PROXIES, *(name.upper() for name in _PROXIES))
 _COMPARED = (*COMMON_VARIABLES, *MACHINE_VARIABLES, "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "DS_ACCELERATOR")
+_EARLIER_S = 20.0
+_T = TypeVar("_T")
 _SHOWN = 120  # characters of a value
 
 
@@ -114,6 +116,21 @@ def restarts() -> int:
     """Return how often an elastic launcher has started this run's ranks again."""
     text = os.environ.get(RESTARTS, "")
     return int(text) if text.isdecimal() else 0
+
+
+def retry_after_restart(act: Callable[[], _T], is_busy: Callable[[Exception], bool]) -> _T:
+    """Call `act`; after a restart again, for 20 s, while it raises an error for which `is_busy` returns True.
+
+    A rank of the start before whose connection to the launcher was cut may still live, with its port and its files.
+    """
+    deadline = time.monotonic() + (_EARLIER_S if restarts() else 0.0)
+    while True:
+        try:
+            return act()
+        except Exception as error:
+            if time.monotonic() >= deadline or not is_busy(error):
+                raise
+        time.sleep(_LOOK_S)
 
 
 # For the slowest rank to come to the start of the run: it may prepare data. After a restart all have done so.

@@ -39,6 +39,8 @@ from pipecomp.distributed.launch_env import (
     compared_variables,
     master_address,
     read_launch,
+    restarts,
+    retry_after_restart,
     watch_launcher,
 )
 from pipecomp.distributed.placement import (
@@ -58,7 +60,7 @@ from pipecomp.distributed.preemption import say_here
 from pipecomp.errors import ConfigError, LinkError, LinkTimeoutError, require
 from pipecomp.tls.handshake import Credentials
 from pipecomp.tls.key_folder import KeyFolder
-from pipecomp.tls.listener import ADDRESS_FORMAT, Address
+from pipecomp.tls.listener import ADDRESS_FORMAT, Address, AddressInUseError
 from pipecomp.tls.mesh import JoinConfig, Mesh, connect_mesh
 from pipecomp.tls.process_group import BACKEND, current_mesh, use_mesh
 from pipecomp.utils.processes import return_large_blocks
@@ -147,7 +149,9 @@ def _join(config: Any) -> None:
         _initialize(store, backend, rank, world)
     except (RuntimeError, ValueError) as error:
         why = f"rank {rank} cannot connect to the other ranks: {first_line(error).rstrip('.')}"
-        raise LinkError(f"{why}. {_remedy(backend)}") from error
+        # After a restart the way is known to be good: a rank was lost meanwhile.
+        kind = LinkTimeoutError if restarts() else LinkError
+        raise kind(f"{why}. {_remedy(backend)}") from error
 
 
 _neighbours: tuple[weakref.ref[Any], int] | None = None  # the process group, and the ranks on this rank's cores
@@ -236,7 +240,10 @@ def find_store(rank: int, world: int, *, wait_s: float) -> Any:
     if rank != 0:
         check_master_port(host, int(port), rank)
     try:
-        return next(iter(rendezvous("env://", rank, world, timeout=timedelta(seconds=wait_s))))[0]
+        return retry_after_restart(
+            lambda: next(iter(rendezvous("env://", rank, world, timeout=timedelta(seconds=wait_s))))[0],
+            lambda error: _PORT_IN_USE in str(error),
+        )
     except (RuntimeError, ValueError) as error:
         if _PORT_IN_USE in str(error):
             raise LinkError(
@@ -513,7 +520,11 @@ def join_mesh(keys: str, rank: int, world: int, *, wait_s: float) -> Mesh:
         thread, 256 KiB take 11 ms with the default interval of 5 ms and 4.5 ms with this one.
     """
     sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
-    mesh = connect_mesh(meeting(rank, world), Credentials(KeyFolder(keys), certified_ranks(world)), wait_s=wait_s)
+    config, credentials = meeting(rank, world), Credentials(KeyFolder(keys), certified_ranks(world))
+    mesh = retry_after_restart(
+        lambda: connect_mesh(config, credentials, wait_s=wait_s),
+        lambda error: rank == 0 and isinstance(error, AddressInUseError),
+    )
     use_mesh(mesh)
     return mesh
 

@@ -18,6 +18,7 @@ from pipecomp.checkpoint.run_id import model_values
 from pipecomp.checkpoint.writing import private_files
 from pipecomp.distributed.collectives import gathered
 from pipecomp.distributed.consistency import differences
+from pipecomp.distributed.launch_env import retry_after_restart
 from pipecomp.errors import ConfigError, require, writable
 from pipecomp.report.recorder import RUN, read_object
 from pipecomp.utils.files import lock_file
@@ -165,14 +166,19 @@ def lock_folder(argument: str, path: str | Path) -> None:
     with writable(argument, path):
         os.makedirs(folder, exist_ok=True)
         handle = os.open(folder, os.O_RDONLY)
+
+    def lock() -> None:
+        if not lock_file(handle):
+            raise ConfigError(argument, str(path), "another folder: this one is in use by another run")
+
     try:
-        locked = lock_file(handle)
+        retry_after_restart(lock, lambda error: isinstance(error, ConfigError))
     except OSError:  # the file system locks no folders
         os.close(handle)
         return
-    if not locked:
+    except ConfigError:
         os.close(handle)
-        raise ConfigError(argument, str(path), "another folder: this one is in use by another run")
+        raise
     _locked.add(folder)
 
 

@@ -68,6 +68,10 @@ class Address(NamedTuple):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
+class AddressInUseError(LinkError):
+    """Another process listens at the address."""
+
+
 class Listener:
     """Accepts connections at one address, or at all addresses of a host name that this machine has, until `close`.
 
@@ -96,7 +100,8 @@ class Listener:
             self._sockets = _bind(address)
         except OSError as error:
             cause = error.strerror or error
-            raise LinkError(f"cannot listen at {address}: {cause}. Use a free port of this machine") from error
+            kind = AddressInUseError if error.errno == errno.EADDRINUSE else LinkError
+            raise kind(f"cannot listen at {address}: {cause}. Use a free port of this machine") from error
         self._selector = selectors.DefaultSelector()
         for sock in self._sockets:
             sock.setblocking(False)

@@ -151,9 +151,11 @@ class GlooTransport(TransportBase):
         if theirs is None:
             assert self._failure is not None
             raise self._failure
+        if theirs < 0:
+            raise LinkTimeoutError(f"rank {self.peer} did not agree on streams. It sends nothing", self.peer)
         if theirs != count:
-            says = "did not agree on streams" if theirs < 0 else f"uses {theirs} streams, this rank {count}"
-            raise LinkError(f"rank {self.peer} {says}. Give all ranks the same transport.streams")
+            says = f"rank {self.peer} uses {theirs} streams, this rank {count}"
+            raise LinkError(f"{says}. Give all ranks the same transport.streams")
         if not self._frames_switched.wait(self._timeout.total_seconds()):
             raise LinkTimeoutError(f"rank {self.peer} does not take frames", self.peer)
         self.check_open()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -83,6 +84,29 @@ def differing_streams(rank: int, world: int, note: Any) -> str:
         end.close()
         dist.destroy_process_group()
     return ""
+
+
+def silent_neighbor(rank: int, world: int, note: Any) -> tuple[str, int | None] | None:
+    """Return the error of a rank whose neighbor does not answer, and the rank that it names."""
+    import torch.distributed as dist
+
+    from pipecomp.errors import LinkTimeoutError
+    from pipecomp.stages.link.gloo import GlooTransport, neighbour_groups
+
+    dist.init_process_group("gloo")
+    first, *further = neighbour_groups([[0, 1]], 1.0, {(0, 1): 2})[0, 1]
+    end = GlooTransport(first.group, timeout_s=1.0, sockets=first.sockets, further=further)
+    try:
+        if rank == 0:
+            end.use_streams(2)
+    except LinkTimeoutError as error:
+        return str(error), error.rank
+    finally:
+        dist.barrier()
+        with contextlib.suppress(Exception):
+            end.close()
+        dist.destroy_process_group()
+    return None
 
 
 def opened_with_a_failure(rank: int, world: int, note: Any, phase: str, keys: str | None) -> tuple[str, float]:

@@ -40,6 +40,11 @@ def test_another_number_than_the_neighbors_is_an_error_that_names_both():
     assert "rank 0 uses 2 streams, this rank 3. Give all ranks the same transport.streams" in found[1]
 
 
+def test_a_neighbor_that_does_not_answer_counts_as_lost():
+    found = run_ranks(2, streams_work.silent_neighbor, timeout_s=HANG_S)
+    assert found[0] == ("rank 1 did not agree on streams. It sends nothing", 1)
+
+
 @pytest.mark.parametrize("secured", [False, True], ids=["gloo", "tls"])
 @pytest.mark.parametrize("phase", ["pings", "rates"])
 def test_a_rank_that_fails_while_links_open_ends_all(tmp_path, phase, secured):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from pipecomp.distributed import rendezvous
 from pipecomp.distributed.local_launcher import run_ranks
-from pipecomp.errors import LinkError
+from pipecomp.errors import LinkError, LinkTimeoutError
 from tests.limits import HANG_S
 
 
@@ -58,8 +58,14 @@ def test_what_to_set_where_ranks_that_have_met_cannot_connect(monkeypatch, backe
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("PIPECOMP_KEYS", raising=False)
+    monkeypatch.delenv("PIPECOMP_RESTARTS", raising=False)
     monkeypatch.setattr(rendezvous, "watch_launcher", lambda: None)
     monkeypatch.setattr(rendezvous, "_meet", lambda rank, world: (None, backend))
     monkeypatch.setattr(rendezvous, "_initialize", fail)
-    with pytest.raises(LinkError, match=f"^rank 1 cannot connect to the other ranks: unhandled cuda error.*{remedy}"):
+    said = f"^rank 1 cannot connect to the other ranks: unhandled cuda error.*{remedy}"
+    with pytest.raises(LinkError, match=said) as found:
+        rendezvous.join_processes()
+    assert not isinstance(found.value, LinkTimeoutError)
+    monkeypatch.setenv("PIPECOMP_RESTARTS", "1")
+    with pytest.raises(LinkTimeoutError, match=said):  # a rank was lost meanwhile
         rendezvous.join_processes()

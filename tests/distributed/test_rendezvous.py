@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from pipecomp.distributed import rendezvous
+from pipecomp.distributed import launch_env, rendezvous
 from pipecomp.distributed.launch_env import Launch
 from pipecomp.distributed.placement import free_port, loopback
 from pipecomp.distributed.rendezvous import check_master_port
 from pipecomp.doctor.ranks import RankSession, RendezvousError
 from pipecomp.errors import ConfigError, LinkError, LinkTimeoutError
+from pipecomp.tls.key_folder import create_keys
+from tests.limits import HANG_S
 
 
 @pytest.fixture(autouse=True)
@@ -94,6 +98,43 @@ def test_a_port_that_something_else_has_is_told_by_rank_0(monkeypatch: pytest.Mo
         monkeypatch.setenv("MASTER_PORT", str(port))
         with pytest.raises(LinkError, match=f"^rank 0 cannot listen at port {port}: another program uses it"):
             rendezvous._meet(0, 2)
+
+
+def free_later(sock: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a socket listen until the second attempt of a start after a loss: an earlier rank has it until then."""
+    sock.listen()
+    monkeypatch.setenv("PIPECOMP_RESTARTS", "1")
+    monkeypatch.setattr(launch_env, "_LOOK_S", 0.01)
+    monkeypatch.setattr(launch_env, "_EARLIER_S", HANG_S)
+    passed = time.sleep
+
+    def sleep(seconds: float) -> None:
+        if seconds == launch_env._LOOK_S:
+            sock.close()
+        passed(seconds)
+
+    monkeypatch.setattr(launch_env.time, "sleep", sleep)
+
+
+def test_after_a_restart_the_port_of_an_earlier_rank_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    sock = socket.socket()
+    sock.bind(("", 0))
+    free_later(sock, monkeypatch)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(sock.getsockname()[1]))
+    assert rendezvous.find_store(0, 1, wait_s=60.0).check(["a key"]) is False
+
+
+def test_after_a_restart_the_port_of_an_earlier_rank_is_waited_for_over_tls(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    create_keys(tmp_path, machine="first", ranks="0")
+    sock = socket.socket()
+    sock.bind(("127.0.0.1", 0))
+    free_later(sock, monkeypatch)
+    monkeypatch.setattr(rendezvous, "use_mesh", lambda mesh: None)
+    monkeypatch.setenv("PIPECOMP_ADDRESS", f"127.0.0.1:{sock.getsockname()[1]}")
+    rendezvous.join_mesh(str(tmp_path), 0, 1, wait_s=60.0).close()
 
 
 @pytest.mark.parametrize(

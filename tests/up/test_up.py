@@ -28,7 +28,8 @@ from pipecomp.cli import app
 from pipecomp.distributed import up_launcher
 from pipecomp.distributed.consistency import AllRanks
 from pipecomp.distributed.placement import free_port
-from pipecomp.errors import ConfigError, KeysError, LinkTimeoutError
+from pipecomp.distributed.preemption import LOST_STATUS
+from pipecomp.errors import ConfigError, DataError, KeysError, LinkTimeoutError
 from pipecomp.tls.certificates import generate_key, read_identity
 from pipecomp.tls.enrollment import authority_fingerprint
 from pipecomp.tls.key_folder import MACHINE, KeyFolder, create_keys, issue_certificate, list_machines
@@ -412,6 +413,30 @@ def test_a_problem_that_the_doctor_finds_ends_the_start_but_with_anyway(
     assert ("it trains" in said) is anyway
     refused = "pipecomp up: rank 0: training not started: the doctor found problems; --anyway starts it\n"
     assert told == ("" if anyway else refused)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (RuntimeError("[/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1"), LOST_STATUS),
+        (LinkTimeoutError("no heartbeat"), LOST_STATUS),
+        (DataError("the machines have different files"), 1),
+    ],
+)
+def test_a_rank_that_is_lost_before_training_counts_as_lost(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, status: int
+) -> None:
+    from pipecomp import up
+
+    def fail(**_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(up, "start_processes", fail)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit) as ended:
+        up.main([json.dumps(dataclasses.asdict(up_launcher.Checks())), "train.py"])
+    assert ended.value.code == status
+    assert "pipecomp up: rank 0: " in capsys.readouterr().err
 
 
 def test_the_plan_is_of_the_steps_that_the_script_will_make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
