@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -185,7 +186,7 @@ class Arrivals:
 
     Attributes:
         roster: The machines, with those that came.
-        seen: As above.
+        seen: As above. Lines that are not handled yet at the end are those of the next start.
     """
 
     def __init__(
@@ -206,11 +207,15 @@ class Arrivals:
         self._next_read = 0.0
         self._next_look = time.monotonic() + _LOOK_S
         self._told: tuple[str, ...] = ()
+        self._ending = threading.Lock()
+        self._ended = False
 
     def __enter__(self) -> Arrivals:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        with self._ending:
+            self._ended = True
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def look(self) -> None:
@@ -221,39 +226,48 @@ class Arrivals:
         if self._work is not None and (error := self._work.exception()) is not None:
             _say(f"machines that come are not noticed for now: {error}")
         self._next_read, self._work = now + _READ_S, None
-        asked = self._requests()
+        asked, seen = self._requests()
         lost = self.roster.lost if now >= self._next_look else ()
         if asked or lost or self.roster.candidates() != self._told:
-            self._work = self._pool.submit(self._admit, asked, lost)
+            self._work = self._pool.submit(self._admit, asked, seen, lost)
 
-    def _requests(self) -> list[str]:
+    def _requests(self) -> tuple[list[str], int]:
+        """Return the hosts that ask to join, and the number of lines up to the last one."""
         if self._out is None:
-            return []
+            return [], self.seen
         try:
             lines = (self._out / JOIN).read_text().splitlines()
         except OSError:
-            return []
-        new, self.seen = lines[self.seen :], max(self.seen, len(lines))
-        return [line.strip() for line in new if line.strip() and not line.startswith("#")]
+            return [], self.seen
+        new = [line.strip() for line in lines[self.seen :] if line.strip() and not line.startswith("#")]
+        return new, max(self.seen, len(lines))
 
-    def _admit(self, asked: Sequence[str], lost: Sequence[str]) -> None:
+    def _admit(self, asked: Sequence[str], seen: int, lost: Sequence[str]) -> None:
+        """Ask machines, take those in that answer, and tell rank 0. seen: number of lines with the requests."""
         known = {*self.roster.hosts, *self.roster.spares}
-        for host in asked:
-            if host in known or host.startswith("-"):
-                _say(f"{host} cannot join: it {'takes part already' if host in known else 'is no name of a host'}")
         joining = [host for host in dict.fromkeys(asked) if host not in known and not host.startswith("-")]
-        why = self._lacking(joining) | self._silent([*joining, *lost])
-        for host in joining:
-            if host in why:
-                _say(f"{host} cannot join: {why[host]}. Add the line once more when that is mended")
-        came = [host for host in joining if host not in why]
-        self.roster, back = self.roster.after_look(lost, why)
-        for text, hosts in (("joins", came), ("answers again", back)):
-            if hosts:
-                _say(f"{', '.join(hosts)} {text}: a spare, unless steps get 10 % faster with it")
-        if lost:
-            self._next_look = time.monotonic() + _LOOK_S
-        self.roster = self.roster.with_spares([*back, *came])
+        try:
+            why = self._lacking(joining) | self._silent([*joining, *lost])
+        except Exception:
+            self.seen = seen
+            raise
+        with self._ending:  # a start that ends meanwhile leaves the requests to the next one
+            if self._ended:
+                return
+            for host in asked:
+                if host not in joining:
+                    _say(f"{host} cannot join: it {'takes part already' if host in known else 'is no name of a host'}")
+            for host in joining:
+                if host in why:
+                    _say(f"{host} cannot join: {why[host]}. Add the line once more when that is mended")
+            came = [host for host in joining if host not in why]
+            roster, back = self.roster.after_look(lost, why)
+            for text, hosts in (("joins", came), ("answers again", back)):
+                if hosts:
+                    _say(f"{', '.join(hosts)} {text}: a spare, unless steps get 10 % faster with it")
+            if lost:
+                self._next_look = time.monotonic() + _LOOK_S
+            self.roster, self.seen = roster.with_spares([*back, *came]), seen
         candidates = self.roster.candidates()
         if candidates == self._told or self._out is None:
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -358,6 +359,32 @@ def test_a_new_machine_joins(folder, capfd):
     assert "127.0.0.4 cannot join: no route" in said
     assert "127.0.0.4 joins: a spare" in said
     assert "127.0.0.1 cannot join: it takes part already" in said
+
+
+def test_a_machine_that_joins_while_a_start_ends_is_not_forgotten(folder, monkeypatch, capfd):
+    """The answer to its request comes after the loss."""
+    monkeypatch.setattr(elastic_launcher, "_GRACE_S", 0.2)
+    lost, asked = threading.Event(), []
+
+    def lacking(ranks):
+        if ranks:
+            asked.append(ranks)
+            if len(asked) == 1:
+                assert lost.wait(HANG_S)
+        return {}
+
+    def silent(hosts):
+        if SPARE not in hosts:
+            lost.set()
+        return {}
+
+    text = f"restarts == 0 and rank == 0 and pathlib.Path('run', {JOIN!r}).open('a').write({SPARE + chr(10)!r})\n"
+    text += "restarts == 0 and rank == 1 and (time.sleep(1.0), os.kill(os.getpid(), signal.SIGKILL))\n"
+    text += "restarts == 2 and sys.exit(0)\n" + ASKS
+    run = program(folder / "starts", text)
+    assert launch_elastic(run, Roster.start(HERE[:2]), 1, silent, out=Path("run"), lacking=lacking) == 0
+    assert starts(folder / "starts") == ["0-0-2", "0-1-2", "1-0-2", "1-1-2", "2-0-3", "2-1-3", "2-2-3"]
+    assert capfd.readouterr().err.count("127.0.0.4 joins: a spare") == 1
 
 
 def test_spare_machines_of_the_start_stay_spare(folder):
