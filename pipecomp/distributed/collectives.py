@@ -7,6 +7,7 @@ Note:
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from concurrent.futures import wait
 from typing import Any, BinaryIO, TypeVar
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from pipecomp.distributed.heartbeat import run_in_thread
+from pipecomp.distributed.heartbeat import run_in_thread, waiting_for_others
 from pipecomp.errors import WireError
 from pipecomp.utils.serialization import decode, encode
 
@@ -32,6 +33,11 @@ def open_groups() -> set[dist.ProcessGroup]:
 
 def gathered(value: Any, group: Any = None) -> list[Any]:
     """Return the values of all ranks, by rank; all ranks must call this. Raises WireError above the size limit."""
+    with waiting_for_others() if group is None else contextlib.nullcontext():
+        return _gathered(value, group)
+
+
+def _gathered(value: Any, group: Any) -> list[Any]:
     data, device = _prepared(value, group)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, torch.tensor([len(data)], device=device), group=group)
@@ -48,6 +54,11 @@ def gathered(value: Any, group: Any = None) -> list[Any]:
 
 def broadcast(value: Any, src: int = 0, group: Any = None) -> Any:
     """Return the value of rank `src` on every rank; all ranks must call this. Raises WireError above the limit."""
+    with waiting_for_others() if group is None else contextlib.nullcontext():
+        return _broadcast(value, src, group)
+
+
+def _broadcast(value: Any, src: int, group: Any) -> Any:
     mine = dist.get_rank() == src
     data, device = _prepared(value if mine else None, group)
     size = torch.tensor([len(data)], device=device)

@@ -15,18 +15,20 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from pipecomp.codecs import wire
-from pipecomp.distributed.heartbeat import is_collective_error
+from pipecomp.distributed.heartbeat import DEFAULT_TIMEOUT_S, StoreSilentError, call_store, is_collective_error
 from pipecomp.distributed.launch_env import JOIN_TIMEOUT_S
 from pipecomp.errors import LinkError, LinkTimeoutError, PeerLostError, PipecompError
 
 _PART_S, _POLL_S = 10.0, 0.2
 _LOST_S = 2.0  # for the answer of a rank that another one has lost: it may be alive
+_SILENCE_S = DEFAULT_TIMEOUT_S  # for the store to answer
+_T = TypeVar("_T")
 _NO_ANSWER = "no answer"
 _UNKNOWN = -1
 _PREFIX = "pipecomp/start"
@@ -86,19 +88,23 @@ class AllRanks:
         number = next(self._rounds)
         try:
             if lost is not None:
-                self._store.set(f"{number}/lost/{lost}", "")
-            self._store.set(f"{number}/{self.rank}", json.dumps(value))
+                self._call(lambda: self._store.set(f"{number}/lost/{lost}", ""))
+            self._call(lambda: self._store.set(f"{number}/{self.rank}", json.dumps(value)))
             return [self._answer(number, rank) for rank in range(self.world)]
-        except dist.DistNetworkError as error:
-            gone = "lost rank 0 at the start: torch.distributed's key-value store, which it serves, is gone"
-            raise self._missed(0) or PeerLostError(gone, 0) from error
+        except (dist.DistNetworkError, StoreSilentError) as error:
+            what = "does not answer" if isinstance(error, StoreSilentError) else "is gone"
+            lost_first = f"lost rank 0 at the start: torch.distributed's key-value store, which it serves, {what}"
+            raise self._missed(0) or PeerLostError(lost_first, 0) from error
+
+    def _call(self, act: Callable[[], _T]) -> _T:
+        return call_store(act, _SILENCE_S)
 
     def _answer(self, number: int, rank: int) -> Any:
         key, lost = f"{number}/{rank}", f"{number}/lost/{rank}"
         began = time.monotonic()
         until = math.inf  # or some seconds after another rank has lost this one
-        while not self._store.check([key]):
-            if until == math.inf and self._store.check([lost]):
+        while not self._call(lambda: self._store.check([key])):
+            if until == math.inf and self._call(lambda: self._store.check([lost])):
                 until = time.monotonic() + _LOST_S
             if time.monotonic() > until:
                 return _NO_ANSWER
@@ -112,7 +118,7 @@ class AllRanks:
                     f"rank {rank} did not reach the start of the run within {self._wait_s:g} s: see its output"
                 )
             time.sleep(min(_POLL_S, max(0.001, passed_s / 10)))
-        return json.loads(self._store.get(key))
+        return json.loads(self._call(lambda: self._store.get(key)))
 
     def assert_same_on_all_ranks(self, facts: Mapping[str, Any]) -> None:
         """Raise LinkError with ranks and values, on every rank, unless these JSON values are the same on all."""
@@ -139,7 +145,7 @@ class AllRanks:
         Call it before an error that ends all ranks.
         """
         with contextlib.suppress(RuntimeError):
-            self._store.set(f"parted/{self.rank}", "")
+            call_store(lambda: self._store.set(f"parted/{self.rank}", ""), _PART_S)
             if self.rank == 0:
                 self._store.wait(
                     [f"parted/{rank}" for rank in range(self.world) if rank != but], timedelta(seconds=_PART_S)

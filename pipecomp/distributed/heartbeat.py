@@ -226,6 +226,7 @@ class Heartbeat:
         self.engine = 0
         self.places: Sequence[RankPlace] = ()
         self._oom_kills = count_oom_kills()
+        self._cut_since: dict[int, float] = {}  # by rank: when its closed connection was noticed
         self._notices: dict[int, float] = {}  # of another rank's activity: seconds until the next
         self._beats = 0
         self._state = _LEFT
@@ -279,6 +280,18 @@ class Heartbeat:
             raise self.lost
         self._waiting_since, self._still_waiting = time.monotonic(), lambda: True
 
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the body as waiting for all other ranks if there is no engine, which counts its own collectives."""
+        if self._state != _LEFT or self._waiting_since is not None:
+            yield
+            return
+        self.enter()
+        try:
+            yield
+        finally:
+            self.leave()
+
     def leave(self, gpu_busy: Callable[[], bool] | None = None) -> None:
         """Stop waiting for other ranks; with `gpu_busy`, once it returns False."""
         if gpu_busy is None:
@@ -294,10 +307,24 @@ class Heartbeat:
             return self.lost or PeerLostError(f"{entry.report.reason} (reported by rank {rank})", entry.report.rank)
         if self.lost is not None:
             return self.lost
+        cut = self._cut_connection(rank, now)
+        if cut is not None:
+            return cut
         if entry is None:
             late = f"rank {rank} did not reach the start of the run within {JOIN_TIMEOUT_S:g} s: see its output"
             return LinkTimeoutError(late, rank) if now - self._began > JOIN_TIMEOUT_S else None
         return self._silence_error(rank, entry, now)
+
+    def _cut_connection(self, rank: int, now: float) -> PipecompError | None:
+        """Return the error for a rank whose connection over TLS has ended, after some time for its own report."""
+        mesh = current_mesh()
+        connection = None if mesh is None else mesh.connections.get(rank)
+        failure = None if connection is None else connection.failure
+        if failure is None or now - self._cut_since.setdefault(rank, now) <= _GRACE_S:
+            return None
+        if isinstance(failure, (PeerLostError, LinkTimeoutError)):
+            return failure
+        return PeerLostError(f"lost rank {rank}: {failure}", rank)
 
     def last_sign(self, rank: int) -> float:
         """Return the monotonic time of the last beat that was read from a rank, 0 without one."""
@@ -463,8 +490,9 @@ class Heartbeat:
                 self._entries[rank] = entry
 
     def _reported(self) -> PeerLostError | None:
+        current = self.engine + (self._state == _LEFT)  # before an engine: of the one that follows
         for rank, entry in dict(self._entries).items():
-            if entry.report is not None and entry.engine == self.engine:
+            if entry.report is not None and entry.engine == current:
                 return PeerLostError(f"{entry.report.reason} (reported by rank {rank})", entry.report.rank)
         return None
 
@@ -577,7 +605,8 @@ class Heartbeat:
         return f"{text}. {GO_ON}"
 
     def _problem(self, now: float) -> PipecompError | None:
-        if self._state == _LEFT or self._state.startswith(f"{_STOPPED} "):
+        idle = self._state == _LEFT
+        if (idle and self._waiting_since is None) or self._state.startswith(f"{_STOPPED} "):
             return None
         reported = self._reported()
         if reported is not None:  # it may precede the end of rank 0, which serves the store
@@ -588,7 +617,7 @@ class Heartbeat:
             return PeerLostError(f"lost rank 0: torch.distributed's key-value store, which it serves, {reason}", 0)
         for rank, entry in dict(self._entries).items():
             silence = self._silence_error(rank, entry, now)
-            if silence is not None and not (entry.state == _LEFT and entry.engine == self.engine):
+            if silence is not None and (idle or entry.state != _LEFT or entry.engine != self.engine):
                 return silence
         return None
 
@@ -596,6 +625,8 @@ class Heartbeat:
         """Print the problem, report it to the other ranks, finish the stores and end the process."""
         say_here(f"{type(problem).__name__}: {problem}. {why}: its process ends")
         lost, reason = self._rank, f"rank {self._rank} stopped: {type(problem).__name__}: {problem}"
+        if self._state == _LEFT:
+            self.engine += 1  # the engine that the others make, or wait to make
         if isinstance(problem, PeerLostError):
             lost, reason = problem.rank, str(problem)
         finishing = threading.Thread(target=self.give_up, args=(lost, reason), daemon=True)
@@ -636,3 +667,11 @@ def process_heartbeat(store: Any = None, rank: int = 0, world: int = 1, *, resum
     atexit.register(_current.exit)
     report_signals(_current.report_end)
     return _current
+
+
+@contextlib.contextmanager
+def waiting_for_others() -> Iterator[None]:
+    """Notice in the body, a collective of all ranks, that another rank is silent; without a heartbeat do nothing."""
+    joined = dist.group.WORLD if dist.is_initialized() else None
+    with contextlib.nullcontext() if _current is None or _group not in (None, joined) else _current.waiting():
+        yield

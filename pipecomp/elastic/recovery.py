@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from pipecomp.distributed.collectives import gathered, while_others_wait
+from pipecomp.distributed.heartbeat import waiting_for_others
 from pipecomp.distributed.rendezvous import all_ranks
 from pipecomp.elastic.assembly import assemble
 from pipecomp.elastic.index import IndexEntry, RecordFolder, complete_steps, find_records
@@ -195,8 +196,9 @@ def _send_file(path: Path, size: int, takers: list[int]) -> None:
             except OSError as error:
                 problem = error
             chunk = torch.frombuffer(data, dtype=torch.uint8).to(_device())
-            for taker in takers:
-                dist.send(chunk, taker)
+            with waiting_for_others():
+                for taker in takers:
+                    dist.send(chunk, taker)
     if problem is not None:
         raise problem
 
@@ -225,7 +227,8 @@ def _receive_file(path: Path, size: int, source: int) -> None:
             problem = error
         for at in range(0, size, _CHUNK_BYTES):
             chunk = torch.empty(min(_CHUNK_BYTES, size - at), dtype=torch.uint8, device=_device())
-            dist.recv(chunk, source)
+            with waiting_for_others():
+                dist.recv(chunk, source)
             data = chunk.cpu().numpy().data
             try:
                 while problem is None and data.nbytes:

@@ -374,6 +374,19 @@ def nobody_there(rank: int, world: int, note: Any) -> str:
     return error_of(rendezvous.join_processes) if rank == 1 else ""
 
 
+def gone_with_its_connections(rank: int, world: int, note: Any, keys: str) -> str:
+    """Rank 1 joins over TLS and dies; the others wait for its answer to a question, as while ranks are measured."""
+    from pipecomp.distributed import rendezvous
+
+    os.environ["PIPECOMP_KEYS"] = f"{keys}/rank-{rank}"
+    rendezvous.join_processes()
+    ranks = rendezvous.all_ranks()
+    ranks.all_gather_object(rank)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return error_of(lambda: ranks.all_gather_object(rank))
+
+
 def gone_before_the_engine(rank: int, world: int, note: Any, asked: bool, timeout_s: float) -> str:
     """Rank 1 joins and dies; the others wait for it where engines are made, or asked before, as recipes do."""
     from torch.distributed import distributed_c10d

@@ -17,6 +17,7 @@ from pipecomp.buffers import LmdbEnvironment
 from pipecomp.distributed.local_launcher import RankFailedError, run_ranks
 from pipecomp.distributed.preemption import LOST_STATUS
 from tests.limits import HANG_S, TOLD_S
+from tests.tls.meshes import keys_for
 
 pytestmark = [pytest.mark.ranks, pytest.mark.soak]
 
@@ -121,6 +122,16 @@ def test_a_rank_that_is_gone_before_the_engine_is_made(asked):
         assert "LinkTimeoutError: no heartbeat from rank 1" in error, error
 
 
+def test_a_rank_whose_connection_is_closed_before_the_engine_is_made(tmp_path: Path):
+    """Over TLS the end of a connection is known long before heartbeats are missed."""
+    keys_for(tmp_path, 3)
+    ranks = run_ranks(3, work.gone_with_its_connections, str(tmp_path), timeout_s=HANG_S, may_die=(1,))
+    assert set(ranks) == {0, 2}
+    for error in ranks.values():
+        assert error.startswith("PeerLostError: "), error
+        assert "rank 1" in error
+
+
 def test_nothing_listens_where_the_ranks_meet():
     found = run_ranks(2, work.nobody_there, timeout_s=HANG_S)
     assert found[1].startswith("LinkTimeoutError: rank 1 did not find rank 0 at 127.0.0.1 port ")
@@ -130,3 +141,22 @@ def test_a_start_does_not_see_what_the_one_before_it_wrote():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=60), wait_for_workers=False)
     ranks = run_ranks(3, work.twice_in_one_store, "127.0.0.1", store.port, timeout_s=HANG_S)
     assert list(ranks.values()) == 3 * [[6.0, 2.0, 9.0, 2.0, 0.0]], "one watch at a time, and none at the end"
+
+
+def waits_for_a_stopped_rank(rank: int, world: int, note: Any) -> None:
+    from pipecomp.distributed import heartbeat
+    from pipecomp.distributed.collectives import gathered
+    from pipecomp.distributed.rendezvous import join_processes
+
+    heartbeat.DEFAULT_TIMEOUT_S, heartbeat._GRACE_S = TIMEOUT_S, 1.0
+    join_processes()
+    gathered(rank)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    gathered(rank)
+
+
+def test_a_rank_that_is_stopped_before_an_engine_is_made_ends_the_others():
+    """As while records are exchanged after a restart; gloo alone would wait for half an hour."""
+    with pytest.raises(RankFailedError, match=f"rank 0 failed with exit status {LOST_STATUS}"):
+        run_ranks(2, waits_for_a_stopped_rank, timeout_s=HANG_S)

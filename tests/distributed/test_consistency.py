@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -13,7 +14,8 @@ import torch.distributed as dist
 from pipecomp.distributed import consistency, heartbeat, rendezvous
 from pipecomp.distributed.consistency import AllRanks
 from pipecomp.distributed.heartbeat import Heartbeat
-from pipecomp.errors import LinkTimeoutError
+from pipecomp.errors import LinkTimeoutError, PeerLostError
+from tests.limits import HANG_S
 
 
 @pytest.fixture
@@ -50,6 +52,30 @@ def test_without_heartbeats_a_rank_has_a_limit(make_ranks):
     ranks = make_ranks(lambda rank, store: AllRanks(rank, 2, store, wait_s=0.2))
     with pytest.raises(LinkTimeoutError, match=r"rank 1 did not reach the start of the run within 0\.2 s"):
         ranks[0].all_gather_object(0)
+
+
+class SilentStore(dist.HashStore):
+    """A store whose server is stopped: torch's client waits for ever."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers = threading.Event()
+
+    def check(self, keys: list[str]) -> bool:
+        return self.answers.wait(HANG_S)
+
+
+def test_a_store_that_does_not_answer_is_a_loss_of_rank_0(monkeypatch):
+    store = SilentStore()
+    monkeypatch.setattr(dist, "PrefixStore", lambda prefix, store: store)
+    monkeypatch.setattr(consistency, "_SILENCE_S", 0.2)
+    ranks = AllRanks(1, 2, store)
+    try:
+        with pytest.raises(PeerLostError, match=r"lost rank 0 at the start: .*does not answer") as found:
+            ranks.all_gather_object(1)
+        assert found.value.rank == 0
+    finally:
+        store.answers.set()
 
 
 def test_a_rank_that_never_beats_has_the_limit_of_the_start(monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -52,6 +53,54 @@ def test_a_silent_rank_is_lost_to_those_that_have_an_engine(watches):
     assert "from rank 2" in str(watches[0].lost)
     with pytest.raises(LinkTimeoutError, match="from rank 2"):
         watches[0].enter()
+
+
+def test_a_silent_rank_is_lost_to_those_that_wait_without_an_engine(watches, monkeypatch):
+    """While records are exchanged, or a plan is read."""
+    ended = threading.Event()
+    monkeypatch.setattr(heartbeat, "_GRACE_S", 0.0)
+    monkeypatch.setattr(Heartbeat, "_end_process", lambda self, *problem: (ended.set(), self._ended.set()))
+    assert until(lambda: all(len(each._entries) == 2 for each in watches[:2]))
+    with watches[0].waiting():
+        watches[2].end()
+        assert until(ended.is_set)
+        assert isinstance(watches[0].lost, LinkTimeoutError)
+        assert watches[0].lost.rank == 2
+    assert watches[0]._waiting_since is None
+    assert watches[1].lost is None, "it does not wait"
+
+
+@pytest.mark.parametrize("failure", [PeerLostError("its connection was closed", 2), OSError("reset")])
+def test_a_rank_whose_connection_has_ended_is_missed(watches, monkeypatch, failure):
+    """Some time later: its own report says more."""
+    connections = {1: SimpleNamespace(failure=None), 2: SimpleNamespace(failure=failure)}
+    monkeypatch.setattr(heartbeat, "current_mesh", lambda: SimpleNamespace(connections=connections))
+    assert watches[0].missed(2) is None
+    monkeypatch.setattr(heartbeat, "_GRACE_S", 0.0)
+    assert until(lambda: watches[0].missed(2) is not None)
+    lost = watches[0].missed(2)
+    assert isinstance(lost, PeerLostError)
+    assert (lost.rank, str(failure) in str(lost)) == (2, True)
+    assert watches[0].missed(1) is None
+
+
+def test_a_failure_is_told_to_those_that_wait_without_an_engine(watches, monkeypatch):
+    monkeypatch.setattr(heartbeat, "LINGER_S", 0.0)
+    with watches[0].waiting():
+        watches[2].report_end("it got SIGTERM")
+        assert until(lambda: watches[0].lost is not None)
+    assert isinstance(watches[0].lost, PeerLostError)
+    assert "rank 2 stopped: it got SIGTERM" in str(watches[0].lost)
+
+
+def test_a_collective_of_an_engine_counts_its_own_waiting(watches):
+    watches[0].begin()
+    with watches[0].waiting():
+        assert watches[0]._waiting_since is None
+    watches[0].enter()
+    with watches[0].waiting():
+        pass
+    assert watches[0]._waiting_since is not None
 
 
 def test_a_rank_that_has_closed_its_engine_is_not_missed(watches):
