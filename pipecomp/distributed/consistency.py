@@ -23,9 +23,11 @@ from torch.distributed import distributed_c10d
 from pipecomp.codecs import wire
 from pipecomp.distributed.heartbeat import DEFAULT_TIMEOUT_S, StoreSilentError, call_store, is_collective_error
 from pipecomp.distributed.launch_env import JOIN_TIMEOUT_S
+from pipecomp.distributed.preemption import say_here
 from pipecomp.errors import LinkError, LinkTimeoutError, PeerLostError, PipecompError
 
 _PART_S, _POLL_S = 10.0, 0.2
+_NOTICE_S = 300.0  # of waiting for a rank, until this rank says so
 _LOST_S = 2.0  # for the answer of a rank that another one has lost: it may be alive
 _SILENCE_S = DEFAULT_TIMEOUT_S  # for the store to answer
 _T = TypeVar("_T")
@@ -101,7 +103,7 @@ class AllRanks:
 
     def _answer(self, number: int, rank: int) -> Any:
         key, lost = f"{number}/{rank}", f"{number}/lost/{rank}"
-        began = time.monotonic()
+        began, notice_s = time.monotonic(), _NOTICE_S
         until = math.inf  # or some seconds after another rank has lost this one
         while not self._call(lambda: self._store.check([key])):
             if until == math.inf and self._call(lambda: self._store.check([lost])):
@@ -117,6 +119,9 @@ class AllRanks:
                 raise LinkTimeoutError(
                     f"rank {rank} did not reach the start of the run within {self._wait_s:g} s: see its output"
                 )
+            if passed_s > notice_s:
+                notice_s *= 2
+                say_here(f"waits for rank {rank} since {passed_s:.0f} s: see its output")
             time.sleep(min(_POLL_S, max(0.001, passed_s / 10)))
         return json.loads(self._call(lambda: self._store.get(key)))
 

@@ -38,14 +38,16 @@ def exchange(ranks: list[AllRanks], late_s: float) -> list:
         return [first.result(), second.result()]
 
 
-def test_a_rank_is_waited_for_as_long_as_its_heartbeats_arrive(make_ranks, monkeypatch):
+def test_a_rank_is_waited_for_as_long_as_its_heartbeats_arrive(make_ranks, monkeypatch, capfd):
     """It may send a state, load data or download a model, also in a run that has started again."""
     monkeypatch.setattr(rendezvous, "process_heartbeat", lambda: SimpleNamespace(missed=lambda rank: None))
     monkeypatch.setattr(rendezvous, "AllRanks", lambda **given: given)
     given = rendezvous.all_ranks()
     assert given["wait_s"] == math.inf
     ranks = make_ranks(lambda rank, store: AllRanks(rank, 2, store, **given))
+    monkeypatch.setattr(consistency, "_NOTICE_S", 0.1)
     assert exchange(ranks, late_s=0.5) == [[0, 1], [0, 1]]
+    assert "pipecomp: rank 0: waits for rank 1 since 0 s: see its output" in capfd.readouterr().err
 
 
 def test_without_heartbeats_a_rank_has_a_limit(make_ranks):
