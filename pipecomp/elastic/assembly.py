@@ -1,23 +1,29 @@
-"""Make a checkpoint from the records of all ranks, which the machines that are left have in two copies."""
+"""Make a checkpoint from the records of all ranks, which the machines that are left have in two copies.
+
+The checkpoint of a single machine, which has no second home, becomes a record for the machines that join it.
+"""
 
 from __future__ import annotations
 
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from pipecomp.allreduce.state import save_state_dict
 from pipecomp.checkpoint import manifest
 from pipecomp.checkpoint.writing import private_files, write_state
-from pipecomp.elastic.index import IndexEntry, find_records
-from pipecomp.elastic.record import SHARED, StateRecord
+from pipecomp.elastic.index import IndexEntry, RecordFolder, find_records
+from pipecomp.elastic.record import SHARED, RecordInfo, StateRecord
 from pipecomp.errors import CheckpointError, WireError
 from pipecomp.utils.files import UNFINISHED, atomic_write_text
 
+_SINGLE = "single"  # subfolder for the record of a single machine's checkpoint
 _COMPLETING = ("trainer_state.json",)  # written last: a folder without it is incomplete
 
 
@@ -160,3 +166,49 @@ def _write(files: Mapping[str, Any], shared: Mapping[str, Any], folder: Path) ->
             write_state({**content, **shared}, path)
         else:
             write_state(content, path)
+
+
+def record_checkpoint(folder: Path, records: Path, *, step: int, engine: str) -> None:
+    """Make a record of a checkpoint that a single rank has written, from which `assemble` makes it again.
+
+    Other machines get the record: the checkpoint's own files are pickles, which they would have to trust.
+
+    Args:
+        folder: The checkpoint. Message stores and a model's own folder are left out.
+        records: `elastic.path`; the record goes into a folder below it.
+        step: Optimizer steps before the checkpoint.
+        engine: Folder of the engine's part inside.
+
+    Raises:
+        CheckpointError: A file has objects of classes that a record cannot have.
+        OSError: A file cannot be read or written.
+    """
+    info = RecordInfo(
+        session=secrets.token_hex(8),
+        step=step,
+        rank=0,
+        world=1,
+        stage=0,
+        cuts=(),
+        folder=folder.name,
+        engine=engine,
+    )
+    try:
+        with private_files():
+            target = RecordFolder(records / _SINGLE)
+            target.forget_from(0)  # earlier ones
+            record = StateRecord.take(info, dict(_read(folder, engine)))
+            record.write(target.path)
+            target.add(record)
+    except TypeError as error:
+        raise CheckpointError(f"{folder} cannot be brought to other machines: {error}") from error
+
+
+def _read(folder: Path, engine: str) -> Iterator[tuple[str, Any]]:
+    """Yield name and content of a checkpoint's files of the kinds that a single rank writes."""
+    for path in sorted([*folder.iterdir(), *(folder / engine).iterdir()]):
+        name = path.relative_to(folder).as_posix()
+        if path.suffix in (".pt", ".pth"):
+            yield name, torch.load(path, map_location="cpu", mmap=True, weights_only=False)
+        elif path.suffix == ".json" and path.parent == folder:
+            yield name, path.read_text(encoding="utf-8")

@@ -167,12 +167,20 @@ def _natural(value: Any) -> int:
     return value
 
 
+def check_place(session: Any, step: Any, rank: Any, world: Any) -> None:
+    """Raise ValueError or TypeError for values that a record cannot have. They make up its file's name."""
+    for value in (step, rank, world):
+        _natural(value)
+    name = f"step-{step}-rank-{rank}.safetensors"
+    if not (rank < world and _SESSION.fullmatch(session) and parse_file_name(name) == (step, rank)):
+        raise ValueError(f"step {step} of rank {rank} of {world}")
+
+
 def _check_info(info: RecordInfo) -> None:
     """Raise ValueError for values of the wrong type, and names that leave the folder."""
-    for value in (info.step, info.rank, info.world, info.stage, *info.cuts):
+    check_place(info.session, info.step, info.rank, info.world)
+    for value in (info.stage, *info.cuts):
         _natural(value)
-    if not (info.rank < info.world and _SESSION.fullmatch(info.session)):
-        raise ValueError(f"rank {info.rank} of {info.world}")
     for name in (info.folder, *([info.engine] if info.engine else [])):
         if not isinstance(name, str) or not is_file_name(name):
             raise ValueError(f"folder {name!r}")
@@ -353,6 +361,8 @@ def _decode_object(kind: str, content: Any, decode: Any) -> Any:
         module, _, attribute = name.rpartition(".")
         made = object.__new__(getattr(importlib.import_module(module), attribute))
         for key, value in decode(values).items():
+            if not (isinstance(key, str) and key.isidentifier()) or key.startswith("__"):
+                raise ValueError(f"an attribute {key!r}")
             object.__setattr__(made, key, value)
         return made
     raise ValueError(f"unknown kind {kind!r}")

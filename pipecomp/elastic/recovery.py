@@ -1,18 +1,15 @@
-"""Bring the records of the newest complete step to every machine, and make a checkpoint of them there.
-
-The checkpoint of a single machine, which has no second home, is brought to the others as it is.
-"""
+"""Bring the records of the newest complete step to every machine, and make a checkpoint of them there."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
-import secrets
 import shutil
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,9 +20,10 @@ from pipecomp.distributed.heartbeat import waiting_for_others
 from pipecomp.distributed.rendezvous import all_ranks
 from pipecomp.elastic.assembly import assemble
 from pipecomp.elastic.index import IndexEntry, RecordFolder, complete_steps, find_records
-from pipecomp.elastic.record import StateRecord
+from pipecomp.elastic.record import StateRecord, check_place
 from pipecomp.errors import CheckpointError, WireError, write_error
 from pipecomp.utils.files import UNFINISHED
+from pipecomp.utils.units import format_size
 
 _CHUNK_BYTES = 1 << 22
 _RECEIVED = "received"  # subfolder for records of machines that are gone
@@ -54,14 +52,18 @@ def recover(path: str | os.PathLike[str], checkpoints: str | os.PathLike[str], *
     first_here = os.environ.get("LOCAL_RANK", "0") == "0"
     machines = [rank for rank, first in enumerate(gathered(first_here)) if first]
     own = {_row(entry): entry for entry in find_records([path])} if first_here else {}
-    listed = [[tuple(row) for row in rows] for rows in gathered(list(own))]
+    listed = _gathered_rows(list(own))
     for session, step, world in _candidates(listed, after):
-        wanted = [row for row in own if row[:2] == (session, step)]
+        wanted = [row for row in own if (row[0], row[1], row[3]) == (session, step, world)]
         good = while_others_wait(partial(_good, wanted, own))
-        have = [{tuple(row) for row in rows} for rows in gathered(good)]
+        have = [
+            {row for row in rows if (row[0], row[1], row[3]) == (session, step, world)} for rows in _gathered_rows(good)
+        ]
         rows = {row[2]: row for row in sorted(set().union(*have))}
         if len(rows) < world:
             continue
+        with all_ranks().collective_errors():
+            _check_room(path, sum(row[4] for row in rows.values() if first_here and row not in have[rank]))
         with all_ranks().collective_errors():
             failures = _FirstError()
             for row in rows.values():
@@ -89,7 +91,7 @@ def find_lost_step(path: str | os.PathLike[str], *, after: int) -> tuple[int, li
     """
     first_here = os.environ.get("LOCAL_RANK", "0") == "0"
     own = [_row(entry) for entry in find_records([Path(path)])] if first_here else []
-    rows = [tuple(row) for rows in gathered(own) for row in rows]
+    rows = [row for rows in _gathered_rows(own) for row in rows]
     complete = {step for steps in gathered(complete_steps([Path(path)]) if first_here else []) for step in steps}
     found = [row for row in rows if row[1] in complete and row[1] > after]
     if not found:
@@ -99,46 +101,36 @@ def find_lost_step(path: str | os.PathLike[str], *, after: int) -> tuple[int, li
     return (step, sorted(missing)) if missing else None
 
 
-def share_checkpoint(folder: str | os.PathLike[str], holder: int, takers: list[int]) -> None:
-    """Bring the folder of a checkpoint from one machine to others; every rank must call this.
-
-    Args:
-        folder: The checkpoint, under the same name on all machines. On the others it is replaced.
-        holder: The first rank of the machine that has it.
-        takers: The first ranks of the machines that do not.
-
-    Raises:
-        WireError: On every rank, if its files cannot be below the folder.
-        OutputError, OSError: On every rank, if a machine cannot write it.
-    """
-    target, rank = Path(folder), dist.get_rank()
-    part = target.with_name(f"{target.name}.{secrets.token_hex(4)}{UNFINISHED}")
-    files = []
-    if rank == holder:
-        paths = sorted(path for path in target.rglob("*") if path.is_file())
-        files = [(str(path.relative_to(target)), path.stat().st_size) for path in paths]
-    listed = gathered(files)[holder]
-    with all_ranks().collective_errors():
-        for name, size in listed:
-            path = Path(name)
-            if path.is_absolute() or ".." in path.parts or type(size) is not int or size < 0:
-                raise WireError(f"rank {holder} sent a checkpoint with a file {name!r}")
-    with all_ranks().collective_errors():
-        failures = _FirstError()
-        for name, size in listed:
-            with failures:
-                if rank == holder:
-                    _send_file(target / name, size, takers)
-                elif rank in takers:
-                    _receive_file(part / name, size, holder)
-        failures.check()
-        if rank in takers:
-            shutil.rmtree(target, ignore_errors=True)
-            os.replace(part, target)
-
-
 def _row(entry: IndexEntry) -> Row:
     return (entry.session, entry.step, entry.rank, entry.world, entry.size, entry.crc)
+
+
+def _gathered_rows(own: list[Row]) -> list[list[Row]]:
+    """Return the rows of all ranks; every rank must call this. Raises WireError for a row that no record can have."""
+    return [[_checked(row, rank) for row in rows] for rank, rows in enumerate(gathered(own))]
+
+
+def _checked(row: Any, sender: int) -> Row:
+    """Check a row of another rank, whose values become the path and the size of a file here."""
+    try:
+        session, step, rank, world, size, crc = row
+        check_place(session, step, rank, world)
+        if type(size) is not int or size < 0 or type(crc) is not int:
+            raise ValueError(f"{size!r} bytes")
+    except (TypeError, ValueError) as error:
+        raise WireError(f"rank {sender} lists a record {repr(row)[:200]}: {error}") from error
+    return session, step, rank, world, size, crc
+
+
+def _check_room(path: Path, size: int) -> None:
+    """Raise CheckpointError if the disk has no room for the records that are coming."""
+    if not size:
+        return
+    path.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(path).free
+    if size > free:
+        room = f"{format_size(free)} are free, the records of other machines take {format_size(size)}"
+        raise CheckpointError(f"{path} cannot be written: {room}")
 
 
 def _good(rows: list[Row], entries: dict[Row, IndexEntry]) -> list[Row]:
@@ -205,13 +197,17 @@ def _send_file(path: Path, size: int, takers: list[int]) -> None:
 
 def _receive(row: Row, source: int, path: Path) -> None:
     """Write a record that another machine sends, and list it. Raises WireError unless it is the announced one."""
-    session, step, rank, _, size, crc = row
+    session, step, rank, world, size, crc = row
     part = path / f"step-{step}-rank-{rank}.safetensors{UNFINISHED}"
     _receive_file(part, size, source)
-    record = StateRecord.open(part)
-    if (record.info.session, record.info.step, record.info.rank, record.crc) != (session, step, rank, crc):
+    try:
+        record = StateRecord.open(part)
+        info = record.info
+        if (info.session, info.step, info.rank, info.world, record.crc) != (session, step, rank, world, crc):
+            raise WireError(f"rank {source} has sent another record than that of rank {rank} after step {step}")
+    except WireError:
         part.unlink()
-        raise WireError(f"rank {source} has sent another record than that of rank {rank} after step {step}")
+        raise
     os.replace(part, path / record.info.file_name)
     RecordFolder(path).add(StateRecord.open(path / record.info.file_name))
 

@@ -5,19 +5,22 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
-from pipecomp.checkpoint.manifest import finished
+from pipecomp.checkpoint.manifest import finished, problem
 from pipecomp.checkpoint.reshard import saved_pipeline
 from pipecomp.distributed import rendezvous
-from pipecomp.distributed.collectives import gathered
+from pipecomp.distributed.collectives import gathered, while_others_wait
 from pipecomp.distributed.launch_env import MOST_STARTS, STARTS, restarts
 from pipecomp.distributed.preemption import say_here
 from pipecomp.elastic import RECORDS
-from pipecomp.elastic.recovery import find_lost_step, recover, share_checkpoint
+from pipecomp.elastic.assembly import record_checkpoint
+from pipecomp.elastic.recovery import find_lost_step, recover
 from pipecomp.engine.checkpointing import STATE_KEY, rank_file
 from pipecomp.errors import ConfigError, require, writable
 from pipecomp.recipes.plan_file import RECUT, find_plan, write_here
@@ -39,8 +42,8 @@ def go_on_without_lost(folder: Path) -> None:
             # A machine may have come back as another rank, with the files of its former rank.
             if saved is not None and all(gathered(rank_file(Path(saved) / DEEPSPEED, dist.get_rank()).is_file())):
                 kept = int(saved.rpartition("-")[2])
-    elif earlier is not None and len(earlier["cuts"]) == 2 < 1 + dist.get_world_size():
-        kept = share_single(folder / CHECKPOINTS)
+    elif earlier is not None and was_single(earlier) and dist.get_world_size() > 1:
+        kept = record_single(folder)
     step = recover(folder / RECORDS, folder / CHECKPOINTS, after=kept)
     if step is not None:
         remove_after(str(folder / CHECKPOINTS), step, None)  # those have the files of the machines that are left only
@@ -86,22 +89,34 @@ def find_lost_checkpoint(checkpoints: Path) -> tuple[int, list[int]] | None:
     return (newest, sorted(missing)) if missing else None
 
 
-def share_single(checkpoints: Path) -> int:
-    """Bring the newest checkpoint of a run that was on one machine to all machines of this start.
+def was_single(made: Mapping[str, Any]) -> bool:
+    """Return whether a plan is for a single rank."""
+    return len(made["cuts"]) == 2 and made["chosen"].get("replicas", 1) == 1
 
-    Every rank must call this. Returns its step; -1 if there is none.
+
+def record_single(folder: Path) -> int:
+    """Make a record of the newest whole checkpoint of a run that was on one machine, if a machine lacks it.
+
+    Every rank must call this. Returns the step after which `recover` looks for records; -1 if there is no checkpoint.
     """
-    first_here = os.environ.get("LOCAL_RANK", "0") == "0"
-    found = [step for step, path in list_checkpoints(str(checkpoints)) if (path / STATE_FILE).is_file()]
-    machines = [
-        [rank, steps] for rank, steps in enumerate(gathered(found if first_here else None)) if steps is not None
-    ]
+    first_here, checkpoints = os.environ.get("LOCAL_RANK", "0") == "0", folder / CHECKPOINTS
+
+    def find_whole() -> list[int] | None:
+        found = list_checkpoints(str(checkpoints)) if first_here else []
+        whole = [step for step, path in found if (path / STATE_FILE).is_file() and problem(path / DEEPSPEED) is None]
+        return whole if first_here else None
+
+    by_rank = gathered(while_others_wait(find_whole))
+    machines = [[rank, steps] for rank, steps in enumerate(by_rank) if steps is not None]
     newest = max((step for _, steps in machines for step in steps), default=-1)
-    lacking = [rank for rank, steps in machines if newest not in steps]
-    if newest >= 0 and lacking:
-        holder = next(rank for rank, steps in machines if newest in steps)
-        share_checkpoint(folder_of(str(checkpoints), newest), holder, lacking)
-    return newest
+    if newest < 0 or all(newest in steps for _, steps in machines):
+        return newest
+    holder = next(rank for rank, steps in machines if newest in steps)
+    checkpoint = Path(folder_of(str(checkpoints), newest))
+    make = partial(record_checkpoint, checkpoint, folder / RECORDS, step=newest, engine=DEEPSPEED)
+    with rendezvous.all_ranks().collective_errors():
+        while_others_wait(make if dist.get_rank() == holder else lambda: None)
+    return newest - 1
 
 
 def check_not_lost(folder: Path, lost: tuple[int, list[int]], reached: int, names: Sequence[str]) -> None:

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from pipecomp.checkpoint import manifest
 from pipecomp.distributed.local_launcher import run_ranks
 from pipecomp.distributed.rendezvous import join_processes
 from pipecomp.elastic import recovery
-from pipecomp.elastic.index import RecordFolder
-from pipecomp.elastic.record import StateRecord
-from pipecomp.elastic.recovery import find_lost_step, recover, share_checkpoint
+from pipecomp.elastic.index import RecordFolder, find_records
+from pipecomp.elastic.record import SHARED, StateRecord
+from pipecomp.elastic.recovery import find_lost_step, recover
 from pipecomp.errors import PipecompError
-from tests.elastic.test_records import contents, info
+from pipecomp.recipes import plan_file, restart
+from pipecomp.report.recorder import CHECKPOINTS, PLAN
+from pipecomp.trainer.checkpoints import DEEPSPEED
+from tests.elastic.test_records import contents, equal, info
 from tests.limits import HANG_S
 
 pytestmark = pytest.mark.ranks
@@ -51,10 +58,7 @@ def recovered_with_little_room(rank: int, world: int, note: Any, machines: list[
     if rank == full:
         resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     try:
-        if (machine / "checkpoint-7").exists():
-            share_checkpoint(machine / "checkpoint-7", 0, [1, 2])
-        else:
-            recover(machine / "second-home", machine / "checkpoints")
+        recover(machine / "second-home", machine / "checkpoints")
     except PipecompError as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -68,10 +72,31 @@ def lost(rank: int, world: int, note: Any, machines: list[str], after: int) -> A
     return found
 
 
-def shared(rank: int, world: int, note: Any, machines: list[str]) -> None:
+def came_alone(rank: int, world: int, note: Any, places: list[str]) -> str:
+    """Go on from what is in the folders, as `pipecomp train` does; returns the error."""
+    os.environ["LOCAL_RANK"] = "0"
     join_processes()
-    share_checkpoint(Path(machines[rank]) / "checkpoint-7", 1, [0, 2])
-    dist.barrier()
+    try:
+        restart.go_on_without_lost(Path(places[rank]))
+        dist.barrier()
+    except PipecompError as error:
+        return str(error)
+    return ""
+
+
+def listed_falsely(rank: int, world: int, note: Any, machines: list[str], values: dict[str, Any]) -> str:
+    os.environ["LOCAL_RANK"] = "0"
+    join_processes()
+    machine = Path(machines[rank])
+    if rank == 1:
+        entries = [replace(entry, **values) for entry in find_records([machine / "second-home"])]
+        recovery.find_records = lambda folders: entries
+        recovery._good = lambda rows, known: rows
+    try:
+        recover(machine / "second-home", machine / "checkpoints")
+    except PipecompError as error:
+        return str(error)
+    return ""
 
 
 def files(machine: Path) -> dict[str, bytes]:
@@ -115,19 +140,6 @@ def test_a_full_disk_ends_all_machines(machines: list[Path], tmp_path: Path) -> 
     assert "cannot be written: File too large" in found[1]
     for rank in (0, 2):
         assert found[rank].startswith("LinkError: rank 1 could not start: CheckpointError: ")
-
-
-def test_a_full_disk_ends_all_machines_that_get_a_checkpoint(tmp_path: Path) -> None:
-    places = [tmp_path / name for name in "abc"]
-    for place in places:
-        (place / "checkpoint-7").mkdir(parents=True)
-    for name in ("a.pt", "b.pt"):
-        (places[0] / "checkpoint-7" / name).write_bytes(bytes(1000))
-    found = run_ranks(3, recovered_with_little_room, [str(place) for place in places], 1, timeout_s=HANG_S)
-    assert "cannot be written: File too large" in found[1]
-    assert found[0].startswith("LinkError: rank 1 could not start: CheckpointError: ")
-    assert found[2] == found[0]
-    assert list(places[2].iterdir()) == [places[2] / "checkpoint-7"], "no part of it is left"
 
 
 def test_two_ranks_on_each_machine_write_once(machines: list[Path]) -> None:
@@ -181,17 +193,68 @@ def test_a_state_that_was_never_complete_is_not_missed(machines: list[Path]) -> 
     assert run_ranks(1, lost, [str(machines[0])], -1, timeout_s=HANG_S) == {0: None}
 
 
+class Foreign:
+    """An object of a class that no record has."""
+
+
+def wrote_alone(place: Path, **more: Any) -> dict[str, Any]:
+    """Write what a run of one rank leaves: its plan and a checkpoint. Returns the contents of the files that count."""
+    place.mkdir(exist_ok=True)
+    (place / PLAN).write_text(json.dumps({"config": {}, "cuts": [0, 4], "chosen": {}, plan_file.RECUT: True}))
+    states = contents(0)
+    shared = states.pop(SHARED)
+    states["mp_rank_00_model_states.pt"] |= {**shared, **more}
+    checkpoint = place / CHECKPOINTS / "checkpoint-7"
+    (checkpoint / DEEPSPEED / "pipecomp-messages-rank-0").mkdir(parents=True)
+    (checkpoint / DEEPSPEED / "pipecomp-messages-rank-0" / "data.mdb").touch()
+    for name, content in states.items():
+        torch.save(content, checkpoint / DEEPSPEED / name)
+    (checkpoint / "trainer_state.json").write_text("{}")
+    torch.save({"random": torch.arange(3)}, checkpoint / "rank_state_0.pth")
+    manifest.write(checkpoint / DEEPSPEED, 0)
+    inside = {f"{DEEPSPEED}/{name}": content for name, content in states.items()}
+    return {**inside, "rank_state_0.pth": {"random": torch.arange(3)}}
+
+
 def test_the_checkpoint_of_a_single_machine_is_brought_to_others(tmp_path: Path) -> None:
     places = [tmp_path / name for name in "abc"]
-    content = {"trainer_state.json": b"{}", "deepspeed/model.pt": os.urandom(5_000_000), "deepspeed/empty": b""}
-    for name, data in content.items():
-        path = places[1] / "checkpoint-7" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
-    (places[2] / "checkpoint-7").mkdir(parents=True)
-    (places[2] / "checkpoint-7" / "old").touch()
-    run_ranks(3, shared, [str(place) for place in places], timeout_s=HANG_S)
+    content = wrote_alone(places[1])
+    before = {path: path.stat().st_mtime_ns for path in (places[1] / CHECKPOINTS).rglob("*")}
+    assert set(run_ranks(3, came_alone, list(map(str, places)), timeout_s=HANG_S).values()) == {""}
     for place in places:
-        found = {str(p.relative_to(place / "checkpoint-7")): p for p in place.rglob("*") if p.is_file()}
-        assert {name: path.read_bytes() for name, path in found.items()} == content
-        assert [path.name for path in place.iterdir()] == ["checkpoint-7"]
+        checkpoint = place / CHECKPOINTS / "checkpoint-7"
+        assert (checkpoint / "trainer_state.json").read_text() == "{}"
+        assert manifest.problem(checkpoint / DEEPSPEED) is None
+        for name, values in content.items():
+            assert equal(torch.load(checkpoint / name, weights_only=False), values)
+    assert before == {path: path.stat().st_mtime_ns for path in (places[1] / CHECKPOINTS).rglob("*")}
+
+
+def test_pickles_of_a_single_machine_stay_there(tmp_path: Path) -> None:
+    """Loading them would run code of that machine on all."""
+    places = [tmp_path / name for name in "ab"]
+    wrote_alone(places[1], foreign=Foreign())
+    found = run_ranks(2, came_alone, list(map(str, places)), timeout_s=HANG_S)
+    assert f"{places[1]}/{CHECKPOINTS}/checkpoint-7 cannot be brought to other machines: a record has plain" in found[1]
+    assert "rank 1 could not start" in found[0]
+    assert not places[0].exists()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"rank": "0/../../../x"}, {"size": -1}, {"size": "1"}, {"session": "../x"}, {"step": 10**20}, {"world": 0}],
+)
+def test_a_row_that_no_record_can_have_is_refused(machines: list[Path], tmp_path: Path, values: dict[str, Any]) -> None:
+    places = [str(tmp_path / "spare"), str(machines[1])]
+    found = run_ranks(2, listed_falsely, places, values, timeout_s=HANG_S)
+    assert found[0].startswith("rank 1 lists a record (")
+    assert found[1] == found[0]
+
+
+def test_records_without_room_are_not_sent(machines: list[Path], tmp_path: Path) -> None:
+    places = [str(tmp_path / "spare"), str(machines[1]), str(machines[2])]
+    found = run_ranks(3, listed_falsely, places, {"size": 1 << 60}, timeout_s=HANG_S)
+    assert f"{tmp_path}/spare/second-home cannot be written: " in found[0]
+    assert "the records of other machines take" in found[0]
+    assert "could not start" in found[1]
+    assert not list((tmp_path / "spare").rglob("*.part"))
