@@ -10,6 +10,7 @@ it.
 from __future__ import annotations
 
 import json
+import secrets
 import shlex
 import sys
 import threading
@@ -20,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from pipecomp.distributed.launch_env import CANDIDATES, MACHINES, RESTARTS, STARTS
+from pipecomp.distributed.launch_env import CANDIDATES, COMMAND, MACHINES, RESTARTS, STARTS
 from pipecomp.distributed.ssh_launcher import (
     RankCommand,
     assign_ranks,
@@ -324,7 +325,7 @@ def launch_elastic(
         with ThreadPoolExecutor(len(hosts)) as pool:
             return dict(zip(hosts, pool.map(read, hosts, [out / STARTS] * len(hosts)), strict=True))
 
-    number, seen, before, starts = 0, 0, roster, StartCount()
+    number, seen, before, starts, name = 0, 0, roster, StartCount(), secrets.token_hex(8)
     if out is not None and LOCAL not in roster.hosts:
         with writable("--out", out):
             out.mkdir(parents=True, exist_ok=True)
@@ -334,7 +335,7 @@ def launch_elastic(
     while True:
         world = each * len(roster.hosts)
         hosts = () if roster.hosts == (LOCAL,) else roster.hosts
-        variables = {RESTARTS: str(number), MACHINES: ",".join(roster.hosts)}
+        variables = {RESTARTS: str(number), MACHINES: ",".join(roster.hosts), COMMAND: name}
         ranks = place(assign_ranks(command(world), world, hosts, variables))
         with Arrivals(roster, number, out, seen, silent, write, cannot_join) as arrivals:
             ended = watch_ranks(ranks, grace_s=_GRACE_S, go_on=_ADVICE, meanwhile=arrivals.look)

@@ -40,6 +40,7 @@ _TERMINAL = "SLURM_PTY_PORT"  # set by srun --pty, an interactive shell, whateve
 LAUNCHER, STDIN = "PIPECOMP_LAUNCHER", "stdin"
 RESTARTS = "PIPECOMP_RESTARTS"  # how often an elastic launcher has started the ranks of this run again
 MACHINES = "PIPECOMP_MACHINES"  # of an elastic launcher's start, in the order of their ranks, with commas between them
+COMMAND = "PIPECOMP_COMMAND"  # a name that all starts of an elastic launcher's command have in common
 STARTS = "restarts.json"  # in the run's folder of each machine: the steps that the latest starts began at
 MOST_STARTS = 4  # in a row that reach no newer step
 CANDIDATES = "candidates.json"  # in the run's folder of rank 0: machines that wait to take part

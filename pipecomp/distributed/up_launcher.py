@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shlex
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
-from pipecomp.distributed.launch_env import LAUNCHER, MACHINES, RESTARTS, STARTS, machine_name
+from pipecomp.distributed.launch_env import COMMAND, LAUNCHER, MACHINES, RESTARTS, STARTS, machine_name
 from pipecomp.distributed.placement import address_towards, is_loopback, list_interfaces
 from pipecomp.distributed.preemption import LEAVING, LEFT_STATUS, REQUEUE_STATUS
 from pipecomp.distributed.rendezvous import ADDRESS, CERTIFIED, KEYS, LISTEN
@@ -73,6 +75,7 @@ class UpRun:
         command: A script and its arguments, or "train" and those of `pipecomp train`.
         train: The options of `pipecomp train` as JSON; None for a script.
         elastic: Start again without lost machines.
+        name: Of this machine's command, a random one.
     """
 
     address: Address
@@ -81,6 +84,7 @@ class UpRun:
     command: tuple[str, ...]
     train: str | None = None
     elastic: bool = False
+    name: str = field(default_factory=partial(secrets.token_hex, 8))
 
     def __post_init__(self) -> None:
         require(self.machines >= 1, "machines", self.machines, "1 or more")
@@ -437,7 +441,7 @@ def _run_ranks(
     if start.number:
         common |= {RESTARTS: str(start.number), CERTIFIED: ",".join(map(str, certified))}
     if run.elastic:
-        common[MACHINES] = ",".join(map(machine_name, start.places))
+        common |= {MACHINES: ",".join(map(machine_name, start.places)), COMMAND: run.name}
         common[LEAVING] = str(Path(keys) / _LEAVING_FILE)
     if start.number and first == 0:  # this machine leads now
         listen = str(listen_address(run, listen))

@@ -44,12 +44,15 @@ class CompleteState:
     lost: tuple[str, ...] = ()
 
 
-def newest_complete(folders: Iterable[str | os.PathLike[str]], *, step: int | None = None) -> CompleteState:
+def newest_complete(
+    folders: Iterable[str | os.PathLike[str]], *, step: int | None = None, session: str | None = None
+) -> CompleteState:
     """Find the newest step of which the records of all ranks are in some folders, undamaged.
 
     Args:
         folders: `elastic.path` of the machines that are left, or copies.
         step: Only this step; None for the newest.
+        session: Only records of this session; None for any.
 
     Raises:
         CheckpointError: There is none. The message names, for the newest steps, the ranks whose records are missing.
@@ -61,7 +64,7 @@ def newest_complete(folders: Iterable[str | os.PathLike[str]], *, step: int | No
     paths = [Path(folder) for folder in folders]
     by_step: dict[tuple[int, str], list[IndexEntry]] = {}
     for entry in find_records(paths):
-        if step is None or entry.step == step:
+        if step in (None, entry.step) and session in (None, entry.session):
             by_step.setdefault((entry.step, entry.session), []).append(entry)
     lost: list[str] = []
     for (number, _), entries in sorted(by_step.items(), reverse=True):
@@ -91,7 +94,11 @@ def newest_complete(folders: Iterable[str | os.PathLike[str]], *, step: int | No
 
 
 def assemble(
-    folders: Iterable[str | os.PathLike[str]], out: str | os.PathLike[str], *, step: int | None = None
+    folders: Iterable[str | os.PathLike[str]],
+    out: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    session: str | None = None,
 ) -> Path:
     """Write a complete checkpoint from the records that the remaining machines have.
 
@@ -103,6 +110,7 @@ def assemble(
             those it holds for others.
         out: Folder of the checkpoints.
         step: Only this step; None for the newest complete one.
+        session: Only records of this session; None for any.
 
     Returns:
         The checkpoint's folder: `out`/global_stepN, or `out`/checkpoint-N of a trainer. A whole one that is there
@@ -115,7 +123,7 @@ def assemble(
         >>> folder = assemble(["out/second-home"], "out/checkpoints")
         >>> engine.load_checkpoint("out/checkpoints")
     """
-    state = newest_complete(folders, step=step)
+    state = newest_complete(folders, step=step, session=session)
     try:
         records = [StateRecord.open(path) for path in state.records]
         info, first = records[0].info, records[0].files()

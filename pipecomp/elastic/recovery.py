@@ -76,7 +76,8 @@ def recover(path: str | os.PathLike[str], checkpoints: str | os.PathLike[str], *
                         _receive(row, source, path / _RECEIVED)
             failures.check()
         with all_ranks().collective_errors():
-            while_others_wait(partial(assemble, [path], checkpoints, step=step) if first_here else lambda: None)
+            make = partial(assemble, [path], checkpoints, step=step, session=session)
+            while_others_wait(make if first_here else lambda: None)
         return step
     return None
 

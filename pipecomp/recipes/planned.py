@@ -57,6 +57,7 @@ from pipecomp.recipes.plan_file import (
 )
 from pipecomp.recipes.restart import go_on_without_lost
 from pipecomp.recipes.resume import OVERWRITE, check_no_results, lock_folder
+from pipecomp.recipes.run_folder import begin_run
 from pipecomp.recipes.steps import warmup_decay
 from pipecomp.report.recorder import CHECKPOINTS, PLAN, SAMPLE
 from pipecomp.stages.partition.merging import merge_adapter
@@ -77,7 +78,7 @@ MERGED = "merged"  # folder of the merged model, beside that of the adapter
 def main(options: TrainOptions, *, dry_run: bool = False) -> None:
     """Run one rank. dry_run: Plan, predict the duration, and write nothing."""
     if restarts():
-        options = replace(options, overwrite=False, stages=None, layout=AUTO)
+        options = replace(options, stages=None, layout=AUTO)
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if not rendezvous.computes_on_cpu():
@@ -238,21 +239,23 @@ def plan_run(
     stages = options.stages or world
     first, first_here = dist.get_rank() == 0, os.environ.get("LOCAL_RANK", "0") == "0"
     ranks = rendezvous.all_ranks()
+    store = Path(options.store or folder / "messages")
     with ranks.collective_errors():
         check_processes("--stages", stages)
-    if options.elastic and not options.overwrite:
+        plan_options = planning_options(options, model, size, samples, stages, world // stages)
+        batch = plan_options.batch
+        if not options.elastic:
+            check_unused(options, folder)
+        if first:
+            lock_folder("--out", folder)
+    begin_run(folder, store, overwrite=options.overwrite)
+    if options.elastic:
         go_on_without_lost(folder)
     with ranks.collective_errors():
         check_unused(options, folder)
-        plan_options = planning_options(options, model, size, samples, stages, world // stages)
-        batch = plan_options.batch
-        with writable("--out", folder):
-            folder.mkdir(parents=True, exist_ok=True)
-        if first:
-            lock_folder("--out", folder)
-    with ranks.collective_errors():
         resumed = resumes(options, folder)
     resumed = broadcast(resumed)
+    args.overwrite = options.overwrite and not resumed
     earlier = find_plan(folder) if resumed else None
     if resumed:
         with ranks.collective_errors():
@@ -272,7 +275,6 @@ def plan_run(
     else:
         memory = None if earlier is None else smallest_memory()
         with ranks.collective_errors():
-            store = Path(options.store or folder / "messages")
             wanted = replace(plan_options, batch=batch, memory=memory, store=store)
             planned = run_plan(Console(), wanted, throttle_to, settings=False)
         made = broadcast(planned)
@@ -296,7 +298,7 @@ def plan_run(
     if resumed:
         layout = RankLayout(stages, world // stages, made["config"]["pipecomp"].get("layout", STAGES_ACROSS))
         with ranks.collective_errors():
-            forget_other_links(Path(options.store or folder / "messages"), made["cuts"], layout)
+            forget_other_links(store, made["cuts"], layout)
     with ranks.collective_errors(), writable("--out", folder):
         if first_here:  # any machine may be lost
             write_here(folder / PLAN, made, dist.get_rank())
@@ -497,8 +499,7 @@ def deepspeed_config(options: TrainOptions, planned: dict[str, Any], folder: Pat
 def resumes(options: TrainOptions, folder: Path) -> bool:
     """Return whether a finished checkpoint in the folder makes this run resume."""
     found = list_checkpoints(str(folder / CHECKPOINTS))
-    kept = options.resumable and not options.overwrite
-    return kept and any((path / STATE_FILE).is_file() for _, path in found)
+    return options.resumable and any((path / STATE_FILE).is_file() for _, path in found)
 
 
 def smallest_memory() -> float:

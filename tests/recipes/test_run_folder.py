@@ -1,0 +1,97 @@
+"""Which run a folder is of, when a command starts over and when machines bring files of other runs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from pipecomp.distributed.launch_env import COMMAND, STARTS
+from pipecomp.distributed.local_launcher import run_ranks
+from pipecomp.distributed.rendezvous import join_processes
+from pipecomp.elastic import RECORDS
+from pipecomp.recipes.run_folder import NOTE, RunNote, begin_run
+from pipecomp.report.recorder import CHECKPOINTS, PLAN
+from tests.limits import HANG_S
+
+pytestmark = pytest.mark.ranks
+
+
+def began(rank: int, world: int, note: Any, places: list[str], command: str, overwrite: bool) -> int:
+    os.environ |= {"LOCAL_RANK": "0", COMMAND: command}
+    join_processes()
+    folder = Path(places[rank])
+    begin_run(folder, folder / "messages", overwrite=overwrite)
+    dist.barrier()
+    found = RunNote.read(folder)
+    assert found is not None
+    return found.run
+
+
+def begin(places: list[Path], command: str, *, overwrite: bool = False) -> int:
+    found = run_ranks(len(places), began, list(map(str, places)), command, overwrite, timeout_s=HANG_S)
+    assert len(set(found.values())) == 1
+    return found[0]
+
+
+def train(place: Path) -> None:
+    """Leave files as a run does."""
+    (place / PLAN).write_text("{}")
+    (place / STARTS).write_text("[4, 6]")
+    for name in (CHECKPOINTS, RECORDS, "model", "messages/rank-0"):
+        (place / name).mkdir(parents=True, exist_ok=True)
+        (place / name / "file").write_text("earlier")
+
+
+KEPT = {PLAN, STARTS, CHECKPOINTS, RECORDS}
+
+
+def left(place: Path) -> set[str]:
+    return {path.name for path in place.iterdir()}
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> list[Path]:
+    return [tmp_path / name for name in "ab"]
+
+
+def test_a_command_starts_over_once(places: list[Path]) -> None:
+    """A loss while it plans must not bring the earlier run back, nor a later one remove the new run."""
+    earlier = begin(places, "one")
+    for place in places:
+        train(place)
+    assert begin(places, "one") == begin(places, "two") == earlier, "the run goes on"
+    number = begin(places, "three", overwrite=True)
+    assert number > earlier
+    for place in places:
+        assert left(place) == {NOTE, "model", "messages"}
+        train(place)
+    assert begin(places, "three", overwrite=True) == number, "a restart goes on"
+    assert left(places[0]) == {NOTE, "model", "messages", *KEPT}
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_machine_brings_nothing_of_an_earlier_run(places: list[Path], overwrite: bool) -> None:
+    """It was a spare, or was lost before its files were removed."""
+    begin(places, "one")
+    for place in places:
+        train(place)
+    number = begin(places[:1], "two", overwrite=True)
+    train(places[0])
+    assert begin(places, "two", overwrite=overwrite) == number
+    assert left(places[0]) > KEPT
+    assert not KEPT & left(places[1])
+    aside = list(places[1].glob("earlier-*"))
+    assert len(aside) == (0 if overwrite else 1)
+    assert all(left(path) == KEPT for path in aside)
+
+
+def test_a_new_machine_joins_the_run(places: list[Path]) -> None:
+    number = begin(places[1:], "one")
+    train(places[1])
+    assert begin(places, "two") == number
+    assert left(places[1]) == {NOTE, "model", "messages", *KEPT}
+    assert [RunNote.read(place) for place in places] == [RunNote(number, "two")] * 2
