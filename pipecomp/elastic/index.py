@@ -71,6 +71,11 @@ class RecordFolder:
         self._lock = threading.Lock()
         self._entries = {(entry.step, entry.rank): entry for entry in read_index(path)}
 
+    @property
+    def is_empty(self) -> bool:
+        """True without records."""
+        return not self._entries
+
     def add(self, record: StateRecord, checkpoint: str | None = None) -> None:
         """List a record whose file is in the folder. checkpoint: see `IndexEntry`."""
         info, path = record.info, self.path / record.info.file_name
@@ -167,6 +172,22 @@ def _entries(folder: Path, rows: list[Any]) -> Iterator[IndexEntry]:
 def find_records(folders: Iterable[Path]) -> list[IndexEntry]:
     """Return the records in some folders and below them."""
     return [entry for path in _find_indices(folders) for entry in read_index(path.parent)]
+
+
+def forget_other_sessions(folder: Path, session: str) -> None:
+    """Delete the records of other sessions in a folder and below it, except for those of checkpoints that are there.
+
+    Folders with records of this session are left to their ranks.
+    """
+    for path in _find_indices([folder]):
+        if any(entry.session == session for entry in read_index(path.parent)):
+            continue
+        records = RecordFolder(path.parent)
+        records.keep((), session, earlier=False)
+        if records.is_empty:
+            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # it has other files
+                path.parent.rmdir()
 
 
 def complete_steps(folders: Iterable[Path]) -> list[int]:

@@ -13,8 +13,10 @@ for one slice at most.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
+import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +28,7 @@ from pipecomp.allreduce.group import Group
 from pipecomp.config.elastic import Elastic
 from pipecomp.distributed.collectives import gathered
 from pipecomp.distributed.preemption import say_here
-from pipecomp.elastic.index import RecordFolder
+from pipecomp.elastic.index import RecordFolder, forget_other_sessions
 from pipecomp.elastic.record import RecordInfo, StateRecord
 from pipecomp.elastic.schedule import BURST, LineShare, RecordSchedule, steps_between
 from pipecomp.elastic.transfer import NO_BASE, HomePlan, RecordJob, RecordReceiver, RecordSender
@@ -203,11 +205,15 @@ class SecondHome:
         homes = enumerate(self.plan.homes)
         common = [set(answers[rank]["own"]) & set(answers[home]["held"][rank]) for rank, home in homes]
         complete = sorted(set.intersection(*common))
+        newer = complete != self.folder.complete
         self.folder.set_complete(complete)
         # On a second home whose disk is full nothing becomes complete, and yet records must not pile up elsewhere.
         wanted = {*complete[-_KEPT:], *self._taken[-_KEPT:]}
         if self._taken:
             self.folder.keep(wanted, self._session, earlier=len(complete) < _KEPT)
+        if newer and len(complete) >= _KEPT and os.environ.get("LOCAL_RANK", "0") == "0":
+            with contextlib.suppress(OSError):  # tried again with the next record
+                forget_other_sessions(Path(self._settings.path), self._session)
         self._base = max(common[self.plan.rank] & wanted, default=NO_BASE)
         self._reschedule([answer["sent"] for answer in answers], max(answer["step_s"] for answer in answers))
         failed = next((answer["failed"] for answer in answers if answer["failed"]), None)

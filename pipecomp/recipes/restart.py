@@ -24,6 +24,8 @@ from pipecomp.elastic.recovery import find_lost_step, recover
 from pipecomp.engine.checkpointing import STATE_KEY, rank_file
 from pipecomp.errors import ConfigError, require, writable
 from pipecomp.recipes.plan_file import RECUT, find_plan, write_here
+from pipecomp.recipes.resume import KEPT
+from pipecomp.recipes.run_folder import prune_checkpoints
 from pipecomp.report.recorder import CHECKPOINTS
 from pipecomp.trainer.checkpoints import DEEPSPEED, STATE_FILE, folder_of, last_good, list_checkpoints, remove_after
 
@@ -53,6 +55,7 @@ def go_on_without_lost(folder: Path) -> None:
         lost = find_lost_checkpoint(folder / CHECKPOINTS)
     if lost is not None:
         check_not_lost(folder, lost, reached, (earlier or {}).get("machines", {}).get("names", []))
+    prune_checkpoints(folder / CHECKPOINTS, reached, KEPT)
     if dist.get_rank() == 0 and number:
         say_here(f"restart {number}: goes on after step {reached}")
     path, before = folder / STARTS, []

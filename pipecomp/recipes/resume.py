@@ -59,6 +59,7 @@ MAY_DIFFER = frozenset(
     }
 )
 DATA, SAMPLES, REPLICAS, STAGES = "hash of the training data", "samples of a step", "replicas", "stages"
+KEPT = 2  # checkpoints, by default
 OVERWRITE = "--overwrite replaces the results of the earlier run"
 _locked: set[str] = set()  # folders, by this process
 # Settings of transport and storage that do not change what is trained: a run that timed out may get a longer timeout.
@@ -212,7 +213,7 @@ class RunCheckpoints:
     ) -> None:
         self.folder = None if args.checkpoint is None else Path(args.checkpoint)
         self.found: str | None = None
-        self.keep, self._every = args.keep or 2, args.save_every
+        self.keep, self._every = args.keep or KEPT, args.save_every
         self._settings, self._trained, self._auto = dict(settings), dict(trained), tuple(auto)
         self._resume, self._overwrite = args.resume is not None, args.overwrite
         self.on_signal = self.folder is not None and args.save_on_signal is not False

@@ -25,6 +25,7 @@ from pipecomp.elastic import RECORDS
 from pipecomp.errors import StoreError, WireError, writable
 from pipecomp.recipes.plan_file import write_here
 from pipecomp.report.recorder import CHECKPOINTS, PLAN
+from pipecomp.trainer.checkpoints import list_checkpoints
 
 NOTE = "run-number.json"
 _KINDS = (PLAN, STARTS, RECORDS, CHECKPOINTS)  # what a run needs to go on
@@ -103,3 +104,14 @@ def _clear(folder: Path, store: Path, *, remove: bool) -> None:
     if found:
         text = f"{folder} has files of another run, which are in {aside.name} now"
         print(f"rank {dist.get_rank()}: {text}", flush=True)
+
+
+def prune_checkpoints(checkpoints: Path, step: int, keep: int) -> None:
+    """Delete this machine's oldest checkpoints, so that `keep` are left up to `step`; every rank may call this.
+
+    A restart makes a checkpoint of all stages on every machine, and a machine that comes back has others than rank 0.
+    """
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        earlier = [path for number, path in list_checkpoints(str(checkpoints)) if number < step]
+        for path in earlier[: max(0, len(earlier) - keep + 1)]:
+            shutil.rmtree(path, ignore_errors=True)

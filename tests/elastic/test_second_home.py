@@ -14,7 +14,10 @@ import torch
 from pipecomp.checkpoint import manifest
 from pipecomp.distributed.local_launcher import run_ranks
 from pipecomp.elastic.assembly import assemble, newest_complete
+from pipecomp.elastic.index import RecordFolder
+from pipecomp.elastic.record import StateRecord
 from pipecomp.errors import CheckpointError
+from tests.elastic.test_records import contents, info
 from tests.limits import HANG_S
 from tests.models import ds_config, gpt2, samples
 from tests.tls.meshes import keys_for
@@ -115,6 +118,11 @@ def two_again(rank: int, world: int, note: Any, folder: str, other: str) -> dict
 @pytest.fixture(scope="module")
 def three_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, Any]]:
     root = tmp_path_factory.mktemp("three")
+    for name in ("received", "rank-7"):  # of an earlier start
+        folder = RecordFolder(root / "records" / name)
+        record = StateRecord.take(info(3, 2, session="ab"), contents(2))
+        record.write(folder.path)
+        folder.add(record)
     return root, run_ranks(3, three, str(root), timeout_s=HANG_S)
 
 
@@ -135,6 +143,11 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(same, a, b))
     return bool(a == b)
+
+
+def test_records_of_an_earlier_start_go_once_two_newer_steps_are_complete(three_ranks: Any) -> None:
+    root, _ = three_ranks
+    assert sorted(path.name for path in (root / "records").iterdir()) == ["rank-0", "rank-1", "rank-2"]
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2])

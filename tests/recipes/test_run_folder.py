@@ -13,7 +13,7 @@ from pipecomp.distributed.launch_env import COMMAND, STARTS
 from pipecomp.distributed.local_launcher import run_ranks
 from pipecomp.distributed.rendezvous import join_processes
 from pipecomp.elastic import RECORDS
-from pipecomp.recipes.run_folder import NOTE, RunNote, begin_run
+from pipecomp.recipes.run_folder import NOTE, RunNote, begin_run, prune_checkpoints
 from pipecomp.report.recorder import CHECKPOINTS, PLAN
 from tests.limits import HANG_S
 
@@ -95,3 +95,14 @@ def test_a_new_machine_joins_the_run(places: list[Path]) -> None:
     assert begin(places, "two") == number
     assert left(places[1]) == {NOTE, "model", "messages", *KEPT}
     assert [RunNote.read(place) for place in places] == [RunNote(number, "two")] * 2
+
+
+def test_restarts_leave_few_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 deletes those that it has; this machine has others."""
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    for step in (5, 10, 20, 30, 40):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    prune_checkpoints(tmp_path, 30, 2)
+    assert left(tmp_path) == {"checkpoint-20", "checkpoint-30", "checkpoint-40"}, "the run goes on from 30"
+    prune_checkpoints(tmp_path, 0, 2)
+    assert len(left(tmp_path)) == 3, "the run begins"
