@@ -43,13 +43,19 @@ _SLACK_BYTES = 1 << 28
 _log = logging.getLogger(__name__)
 
 
-def choose_homes(setting: int | str, pipelines: Sequence[Sequence[int]], hosts: Sequence[str]) -> list[int]:
+def choose_homes(
+    setting: int | str,
+    pipelines: Sequence[Sequence[int]],
+    hosts: Sequence[str],
+    machines: Sequence[str] | None = None,
+) -> list[int]:
     """Return the second home of each rank.
 
     Args:
         setting: `elastic.second_home`, not "off".
         pipelines: For each replica the global ranks of its stages in order.
         hosts: Host of each rank.
+        machines: Identifier of each rank's machine; by default the host's name, which several may have.
 
     Returns:
         By rank: the next stage's rank on another machine, after the last stage the first; with all stages on one
@@ -59,7 +65,7 @@ def choose_homes(setting: int | str, pipelines: Sequence[Sequence[int]], hosts: 
     Raises:
         ConfigError: There is one rank only, or no such rank or host.
     """
-    world = len(hosts)
+    world, machines = len(hosts), hosts if machines is None else machines
     require(world > 1, "elastic.second_home", setting, "'off' with one rank")
     spare: int | None = None
     if isinstance(setting, int):
@@ -75,7 +81,7 @@ def choose_homes(setting: int | str, pipelines: Sequence[Sequence[int]], hosts: 
         for stage, rank in enumerate(ranks):
             after = [*ranks[stage + 1 :], *ranks[:stage]]
             others = [*after, *((rank + i) % world for i in range(1, world))]
-            elsewhere = (other for other in others if hosts[other] != hosts[rank])
+            elsewhere = (other for other in others if machines[other] != machines[rank])
             homes[rank] = next(elsewhere, others[0]) if spare in (None, rank) else int(spare or 0)
     return homes
 

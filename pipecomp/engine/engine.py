@@ -25,6 +25,7 @@ from pipecomp.data import TrainLoader
 from pipecomp.distributed.collectives import gathered
 from pipecomp.distributed.consistency import AllRanks
 from pipecomp.distributed.heartbeat import Heartbeat
+from pipecomp.distributed.placement import machine
 from pipecomp.elastic.second_home import RankState, SecondHome, choose_homes, data_limit
 from pipecomp.elastic.transfer import HomePlan
 from pipecomp.engine.checkpointing import CheckpointManager
@@ -180,7 +181,7 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine, EngineState):
         if not settings.active:
             return
         hosts = [place.host for place in heartbeat.places]
-        homes = choose_homes(settings.second_home, pipelines(grid), hosts)
+        homes = choose_homes(settings.second_home, pipelines(grid), hosts, gathered(machine()))
         self._checkpoints.prepare_records()
         stages = [place.stage for place in heartbeat.places]
         home_plan = HomePlan(

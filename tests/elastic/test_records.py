@@ -379,6 +379,8 @@ def test_second_homes_are_on_other_machines() -> None:
     assert choose_homes(2, one, ["a", "b", "c"]) == [2, 2, 0]
     assert choose_homes("c", one, ["a", "b", "c"]) == [2, 2, 0]
     assert choose_homes("next", [[0, 2], [1, 3]], ["a", "b", "a", "b"]) == [1, 2, 3, 0]  # a replica on each machine
+    several = [[0, 1, 2, 3]]
+    assert choose_homes("next", several, ["a"] * 4, ["x", "x", "y", "y"]) == [2, 2, 0, 0]  # machines of one name
     for setting, world in (("next", 1), (3, 3), ("d", 3)):
         with pytest.raises(ConfigError, match=r"elastic\.second_home"):
             choose_homes(setting, [list(range(world))], ["a", "b", "c"][:world])
