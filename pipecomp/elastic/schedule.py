@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from pipecomp.utils.units import format_size
 BURST = 4  # times the average share, while a record is sent
 _MAX_PAUSE_S = 2.0
 _MARGIN = 1.25
+_BOUNDED = 8  # schedules that a stated bound holds for
 _RATIO = 0.84  # of a difference after lossless compression, as a small GPT-2 with Adam has it
 
 
@@ -55,9 +57,36 @@ class RecordSchedule:
         return cls(size_bytes, steps_between(line_s, step_s, share), math.ceil(sending_s / step_s))
 
     def __str__(self) -> str:
+        return self.describe(self.lost_steps)
+
+    def describe(self, lost_steps: int) -> str:
+        """Describe the schedule, with a bound on the steps that are lost."""
         every = "every step" if self.every_steps == 1 else f"every {self.every_steps} steps"
-        lost = "1 step is lost" if self.lost_steps == 1 else f"{self.lost_steps} steps are lost"
+        lost = "1 step is lost" if lost_steps == 1 else f"{lost_steps} steps are lost"
         return f"{format_size(self.size_bytes)} {every}, at most {lost} with a machine"
+
+
+class LossBound:
+    """A bound on the steps that are lost with a machine, in numbers so round that it seldom changes.
+
+    It is at least the largest of the last schedules, and falls when all of them are below half of it.
+
+    Attributes:
+        steps: The bound, of the series 1, 2, 5, 10, 20, 50…; 0 before the first schedule.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self._last: deque[int] = deque(maxlen=_BOUNDED)
+
+    def update(self, schedule: RecordSchedule) -> bool:
+        """Include a schedule; returns whether the bound has changed."""
+        self._last.append(schedule.lost_steps)
+        largest, before = max(self._last), self.steps
+        if largest > before or (len(self._last) == _BOUNDED and 2 * largest < before):
+            power = 10 ** (len(str(largest)) - 1)
+            self.steps = next(power * each for each in (1, 2, 5, 10) if power * each >= largest)
+        return self.steps != before
 
 
 def record_bytes(trained: int, *, half: bool = False, replicas: int = 1) -> float:

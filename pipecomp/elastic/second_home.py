@@ -30,7 +30,7 @@ from pipecomp.distributed.collectives import gathered
 from pipecomp.distributed.preemption import say_here
 from pipecomp.elastic.index import RecordFolder, forget_other_sessions
 from pipecomp.elastic.record import RecordInfo, StateRecord
-from pipecomp.elastic.schedule import BURST, LineShare, RecordSchedule, steps_between
+from pipecomp.elastic.schedule import BURST, LineShare, LossBound, RecordSchedule, steps_between
 from pipecomp.elastic.transfer import NO_BASE, HomePlan, RecordJob, RecordReceiver, RecordSender
 from pipecomp.errors import ConfigError, require, writable
 
@@ -130,7 +130,7 @@ class SecondHome:
             self.folder = RecordFolder(Path(settings.path) / f"rank-{plan.rank}")
         self.due = 0
         self.schedule: RecordSchedule | None = None
-        self._stated = 0  # steps that rank 0 has said are lost at most
+        self._stated = LossBound()
         self._session = ""
         self._step_s = 0.0
         self._taken: list[int] = []  # steps of this session's records
@@ -239,11 +239,8 @@ class SecondHome:
         if every == "auto":
             every = steps_between(line_s, step_s, self._settings.line_share)
         self.schedule = RecordSchedule(size, int(every), max(1, math.ceil(sending_s / step_s)))
-        lost = self.schedule.lost_steps
-        if not self._stated / 2 < lost <= self._stated:
-            self._stated = lost
-            if self.plan.rank == 0:
-                say_here(f"second home: {self.schedule}")
+        if self._stated.update(self.schedule) and self.plan.rank == 0:
+            say_here(f"second home: {self.schedule.describe(self._stated.steps)}")
 
     def _start(self, step: int, state: RankState, checkpoint: str | None) -> None:
         plan = self.plan

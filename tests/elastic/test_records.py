@@ -22,7 +22,7 @@ from pipecomp.elastic.assembly import assemble, newest_complete
 from pipecomp.elastic.delta import BLOCK_BYTES, OVERHEAD_BYTES, decode_block, encode_block
 from pipecomp.elastic.index import INDEX, RecordFolder, find_records
 from pipecomp.elastic.record import SHARED, RecordHeader, RecordInfo, RecordWriter, StateRecord
-from pipecomp.elastic.schedule import LineShare, RecordSchedule, steps_between
+from pipecomp.elastic.schedule import LineShare, LossBound, RecordSchedule, steps_between
 from pipecomp.elastic.second_home import choose_homes
 from pipecomp.errors import CheckpointError, ConfigError, WireError
 
@@ -369,6 +369,20 @@ def test_slices_wait_for_their_share() -> None:
     share.stopped = True
     share.wait()
     assert len(gave_way) == 4
+
+
+def test_the_stated_bound_holds_and_seldom_changes() -> None:
+    bound, draw = LossBound(), random.Random(0)
+    changes = 0
+    for _ in range(1000):  # steps of a few ms: each schedule is another one
+        schedule = RecordSchedule(1e6, draw.randrange(42, 60), draw.randrange(1, 4))
+        changes += bound.update(schedule)
+        assert schedule.lost_steps <= bound.steps
+    assert bound.steps == 100
+    assert changes == 1
+    seen = [bound.steps for _ in range(9) if bound.update(RecordSchedule(1e6, 7, 1)) or True]
+    assert seen == [*[100] * 7, 10, 10], "it falls once all of the last 8 are below half"
+    assert RecordSchedule(2.1e6, 7, 1).describe(10) == "2.1 MB every 7 steps, at most 10 steps are lost with a machine"
 
 
 def test_second_homes_are_on_other_machines() -> None:
