@@ -9,8 +9,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import selectors
 import shlex
 import subprocess
+import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,10 +21,12 @@ from typing import Any
 from pipecomp.distributed import peer_agent
 from pipecomp.distributed.installation import NAME, parse_version
 from pipecomp.distributed.ssh_launcher import SSH, export_commands, login_error
-from pipecomp.errors import ConfigError, foreign_text
+from pipecomp.errors import ConfigError, WireError, foreign_text
+from pipecomp.utils.units import format_size
 
 MOST_BYTES = 256 << 20  # of an answer
 _LOGIN_S, _QUESTION_S = 12.0, 60.0
+_READ_BYTES = 1 << 16
 _MOST_PYTHONS = 16
 _INDEX_VARIABLES = re.compile(
     r"PIP_(INDEX_URL|EXTRA_INDEX_URL|TRUSTED_HOST|NO_INDEX)"
@@ -252,26 +257,52 @@ def ask(host: str, asked: bytes) -> PeerAnswer:
     """Ask a machine.
 
     Raises:
-        ConfigError: After 12 s without a login, or 60 s without an answer; with ssh's reason and what to try.
+        ConfigError: After 12 s without a login, or 60 s without an answer, or after MOST_BYTES; with ssh's reason and
+            what to try.
     """
-    process = subprocess.Popen(
-        [*SSH, host, "exec sh -s"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    try:
-        out, err = process.communicate(asked, timeout=_LOGIN_S)
-    except subprocess.TimeoutExpired as waited:
-        begun = f"{NAME} begin".encode() in (waited.output or b"")
+    with tempfile.TemporaryFile() as question:
+        question.write(asked)
+        question.seek(0)
+        words = [*SSH, host, "exec sh -s"]
+        process = subprocess.Popen(words, stdin=question, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    with process:
         try:
-            if not begun:
-                raise
-            out, err = process.communicate(timeout=_QUESTION_S)
-        except subprocess.TimeoutExpired:
+            out, err = _read_answer(process)
+            process.wait(_LOGIN_S)
+        except (TimeoutError, subprocess.TimeoutExpired, WireError) as error:
             process.kill()
-            process.communicate()
-            limit = _QUESTION_S if begun else _LOGIN_S
-            raise login_error(host, f"no answer within {limit:g} s") from None
-    text = out[:MOST_BYTES].decode(errors="replace")
+            raise login_error(host, str(error)) from None
+    text = out.decode(errors="replace")
     if process.returncode and f"{NAME} begin" not in text:
         said = [line.strip() for line in err.decode(errors="replace").splitlines() if line.strip()]
         raise login_error(host, (said or [f"exit status {process.returncode}"])[-1])
     return parse_answer(host, text)
+
+
+def _read_answer(process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
+    """Read a process's output and errors until both end.
+
+    Raises:
+        TimeoutError: There is no login, or no answer.
+        WireError: One of them is longer than MOST_BYTES.
+    """
+    out, err = bytearray(), bytearray()
+    begun, end = False, time.monotonic() + _LOGIN_S
+    with selectors.DefaultSelector() as selector:
+        for stream, read in ((process.stdout, out), (process.stderr, err)):
+            assert stream is not None
+            selector.register(stream, selectors.EVENT_READ, read)
+        while selector.get_map():
+            ready = selector.select(max(0.0, end - time.monotonic()))
+            if time.monotonic() >= end:
+                raise TimeoutError(f"no answer within {_QUESTION_S if begun else _LOGIN_S:g} s")
+            for key, _ in ready:
+                data = os.read(key.fd, _READ_BYTES)
+                key.data.extend(data)
+                if len(key.data) > MOST_BYTES:
+                    raise WireError(f"its answer has more than {format_size(MOST_BYTES)}")
+                if not data:
+                    selector.unregister(key.fileobj)
+            if not begun and f"{NAME} begin".encode() in out[-2 * _READ_BYTES :]:
+                begun, end = True, end + _QUESTION_S
+    return bytes(out), bytes(err)

@@ -9,13 +9,14 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipecomp.distributed import bring_up, peer_session
+from pipecomp.distributed import bring_up, peer_question, peer_session
 from pipecomp.distributed.bring_up import InputFiles, choose_environment, make_plan, requirements
 from pipecomp.distributed.installation import Installation, SourceFile
 from pipecomp.distributed.peer_question import PeerAnswer, PeerPython, parse_answer, question
@@ -380,3 +381,24 @@ def test_the_book_of_machines_may_be_damaged(bare):
     assert peer_session.request_of("two", ".pipecomp", {"do": "measure"})["bytes"] > 0
     assert peer_session.request_of("two", ".pipecomp", {"do": "remove", "keep_results": False})["files"] == 0
     assert list(bare.home.iterdir()) == []
+
+
+@pytest.mark.parametrize("stream", ["1", "2"])
+def test_an_answer_without_an_end_takes_no_memory(monkeypatch: pytest.MonkeyPatch, stream: str) -> None:
+    endless = f"exec yes {'x' * 1000} >&{stream}"
+    monkeypatch.setattr(peer_question, "SSH", ("sh", "-c", endless))
+    monkeypatch.setattr(peer_question, "MOST_BYTES", 1 << 22)
+    monkeypatch.setattr(peer_question, "_LOGIN_S", 30.0)
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match=r"its answer has more than 4\.2 MB"):
+        peer_question.ask("host", b"")
+    assert time.monotonic() - began < 20
+
+
+@pytest.mark.parametrize(("says", "limit"), [("true", "0.5"), ("echo pipecomp begin", "1")])
+def test_a_machine_that_stays_silent(monkeypatch: pytest.MonkeyPatch, says: str, limit: str) -> None:
+    monkeypatch.setattr(peer_question, "SSH", ("sh", "-c", f"{says}; exec sleep 60"))
+    monkeypatch.setattr(peer_question, "_LOGIN_S", 0.5)
+    monkeypatch.setattr(peer_question, "_QUESTION_S", 1.0)
+    with pytest.raises(ConfigError, match=rf"no answer within {limit} s"):
+        peer_question.ask("host", b"")
