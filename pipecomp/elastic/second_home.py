@@ -244,6 +244,7 @@ class SecondHome:
 
     def _start(self, step: int, state: RankState, checkpoint: str | None) -> None:
         plan = self.plan
+        self._require_sender().wait_for_room()
         info = RecordInfo(
             session=self._session,
             step=step,

@@ -34,7 +34,7 @@ NO_BASE = -1
 _PREFIX = struct.Struct("<BxxxIqQ")
 _BEGIN, _BLOCK, _END, _CANCEL = range(1, 5)
 _LIMITS = {_BEGIN: MAX_HEADER_BYTES, _BLOCK: BLOCK_BYTES + OVERHEAD_BYTES, _END: 0, _CANCEL: 0}
-_QUEUED = 2  # records that wait to be sent, in memory
+_QUEUED = 1  # records that wait, in memory, while one is being sent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,9 +111,13 @@ class RecordWorker(ABC):
         """Queue a job, after waiting for room."""
         if job.checkpoint is not None:
             self.checkpoints[job.step] = job.checkpoint
+        self.wait_for_room()
+        self._jobs.put(job)
+
+    def wait_for_room(self) -> None:
+        """Wait until a job can be queued; called before a record is made, which takes memory."""
         while self.failure is None and self._jobs.unfinished_tasks > _QUEUED:
             time.sleep(0.01)
-        self._jobs.put(job)
 
     def end(self, *, failed: bool) -> None:
         """Let the thread end after the jobs that are queued."""
@@ -147,6 +151,7 @@ class RecordWorker(ABC):
             except Exception as error:
                 self.failure = self.failure or f"{type(error).__name__}: {error}"
             finally:
+                del job  # the record's memory
                 self._jobs.task_done()
         self._jobs.task_done()
 

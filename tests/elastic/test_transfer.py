@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import queue
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -218,6 +221,26 @@ def test_a_full_disk_costs_the_record_and_nothing_else(ends: Ends, monkeypatch: 
     assert ends.held() == [4]
     assert "is discarded" in str(ends.receiver.problem)
     blocked.rmdir()
+
+
+def test_two_records_are_in_memory_at_most(ends: Ends) -> None:
+    """Checkpoints may follow each other on a slow line."""
+    line = threading.Event()
+    ends.line.change = lambda number, data: (line.wait(HANG_S), data)[1]
+    taken = [weakref.ref(ends.send(step, weights())) for step in (2, 4)]
+    waiting = threading.Thread(target=ends.sender.wait_for_room)
+    waiting.start()
+    waiting.join(0.2)
+    assert waiting.is_alive()
+    line.set()
+    waiting.join(HANG_S)
+    assert not waiting.is_alive()
+    ends.wait()
+    until = time.monotonic() + HANG_S
+    while any(record() is not None for record in taken) and time.monotonic() < until:
+        gc.collect()
+        time.sleep(0.01)
+    assert [record() for record in taken] == [None, None], "nothing is kept after that"
 
 
 @pytest.mark.parametrize("checkpoint", [False, True])
