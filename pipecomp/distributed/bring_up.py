@@ -266,10 +266,17 @@ def copied_files(plan: PeerPlan, here: Installation) -> list[SourceFile]:
     return files
 
 
+def _index_bytes(plan: PeerPlan) -> int:
+    """Return the room that packages of an index need."""
+    from_index = plan.makes_environment and plan.environment is not None and plan.environment.from_index
+    return _INDEX_BYTES[plan.answer.gpu] if from_index else 0
+
+
 def _check_room(plan: PeerPlan, here: Installation) -> None:
-    size = sum(file.size for file in copied_files(plan, here))
-    if plan.makes_environment and plan.environment is not None and plan.environment.from_index:
-        size += _INDEX_BYTES[plan.answer.gpu]
+    size = sum(file.size for file in copied_files(plan, here)) + _index_bytes(plan)
+    used = None if plan.environment is None else plan.environment.name
+    if set(plan.answer.state.get(peer_agent.ENVIRONMENTS, [])) - {used}:
+        return  # the machine looks whether it can do without them
     free, root = plan.answer.free_bytes, plan.answer.root
     allowed = f"a machine with {format_size(size)} of free disk for {root} ({format_size(free)} are free)"
     require(plan.complete or size <= free, "--peers", plan.host, allowed, "Or another place: --remote-folder FOLDER")
@@ -319,6 +326,7 @@ def set_up(plan: PeerPlan, here: Installation, environment: Mapping[str, str], s
         "agent": agent_source(),
         "index": plan.answer.index,
         "files": {digest: file.size for digest, file in by_digest.items()},
+        "room": _index_bytes(plan),
         "trees": {
             place: [[file.path, file.digest, file.mode] for file in tree] for place, tree in plan.lacking.items()
         },
@@ -329,6 +337,8 @@ def set_up(plan: PeerPlan, here: Installation, environment: Mapping[str, str], s
         for message in session.messages():
             if "error" in message:
                 raise session.error(str(message["error"]))
+            if "say" in message:
+                say(f"{plan.host}: {foreign_text(message['say'])}")
             if isinstance(message.get("wanted"), list):
                 _send(session, message["wanted"], by_digest, say)
                 break

@@ -12,6 +12,8 @@ cache                what pip and uv download, until an environment is complete,
 files/XX/DIGEST      content of every file, by its SHA-256; the others are hard links to it
 state.json           what is complete
 
+The time of change of an environment's or package's folder is that of its last use.
+
 The launcher sends a request as one line of JSON. The answers are lines of JSON. After the first, which lists the files
 that are missing, the launcher sends their contents in that order as one zlib stream, each from the listed offset.
 """
@@ -30,8 +32,9 @@ import shutil
 import stat
 import subprocess
 import sys
+import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -46,6 +49,7 @@ PLACES = (ENVIRONMENTS, PACKAGES, WORK, HUB)
 UNFINISHED = ".part"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _CHUNK = 1 << 20
+_UNUSED_S, _RECENT_S = 30 * 86400.0, 3600.0  # after which what is unused goes; the shorter one where room is short
 _TAIL = 600  # characters of a failed command's output
 
 
@@ -232,14 +236,17 @@ def provide(request: dict[str, Any], stream: BinaryIO, reply: Any) -> None:
         (root / AGENT).write_text(request["agent"], encoding="utf-8")
         sizes = {digest: int(size) for digest, size in request["files"].items()}
         wanted = missing_contents(root, sizes)
-        needed = sum(sizes[digest] - offset for digest, offset in wanted)
+        needed = sum(sizes[digest] - offset for digest, offset in wanted) + int(request["room"])
+        environment = request.get("environment")
+        kept = {f"{PACKAGES}/{request['package']}"}
+        kept |= set() if environment is None else {f"{ENVIRONMENTS}/{environment['name']}"}
+        prune(root, kept, sizes, needed, reply)
         free = shutil.disk_usage(root).free
         if needed > free:
             raise AgentError(f"{needed >> 20} MiB are needed in {root}, and {free >> 20} MiB are free")
         reply({"wanted": wanted})
         receive(root, wanted, sizes, stream)
         state = read_state(root)
-        environment = request.get("environment")
         if environment is not None:
             name = environment["name"]
             folder = safe_path(root, f"{ENVIRONMENTS}/{name}")
@@ -262,8 +269,58 @@ def provide(request: dict[str, Any], stream: BinaryIO, reply: Any) -> None:
         if environment is not None:
             finish(root, environment, request["package"], reply)
         write_state(root, state)
+        for place in kept:
+            note_use(root / place)
         for place in _DOWNLOADS.values():
             shutil.rmtree(root / place, ignore_errors=True)
+
+
+def note_use(folder: Path) -> None:
+    """Note that an environment or a copy of pipecomp is used now, in the folder's time of change."""
+    if folder.parent.name in (ENVIRONMENTS, PACKAGES) and (folder.parents[1] / STATE).is_file():
+        with contextlib.suppress(OSError):
+            os.utime(folder)
+
+
+def prune(root: Path, kept: set[str], wanted: Container[str], needed: int, reply: Any) -> None:
+    """Remove environments and copies of pipecomp that are not used, and then contents that have no other name.
+
+    Those unused for 30 days go; while there is no room, also those unused for an hour, the oldest first.
+
+    Args:
+        root: The root, locked.
+        kept: Places that stay.
+        wanted: Digests of contents that stay.
+        needed: Bytes for which there must be room.
+        reply: Takes a message for people.
+    """
+    now, found = time.time(), []
+    for kind in (ENVIRONMENTS, PACKAGES):
+        for path in (root / kind).glob("*"):
+            if f"{kind}/{path.name}" not in kept:
+                found.append((path.stat().st_mtime, kind, path))
+    for used, kind, path in sorted(found):
+        is_short = shutil.disk_usage(root).free < needed
+        if now - used < (_RECENT_S if is_short else _UNUSED_S):
+            continue
+        if users(path if kind == ENVIRONMENTS else root):  # a run with a copy of pipecomp has an environment, too
+            continue
+        reply({"say": f"removing {path}, unused for {int((now - used) // 86400)} days"})
+        state = read_state(root)
+        state[kind] = [name for name in state[kind] if name != path.name]
+        write_state(root, state)
+        shutil.rmtree(path, ignore_errors=True)
+        _remove_contents(root, wanted, now - (_RECENT_S if is_short else _UNUSED_S))
+    is_short = shutil.disk_usage(root).free < needed
+    _remove_contents(root, wanted, now - (_RECENT_S if is_short else _UNUSED_S))
+
+
+def _remove_contents(root: Path, wanted: Container[str], before: float) -> None:
+    """Remove contents without another name that were copied before a time."""
+    for path in (root / FILES).glob("??/*"):
+        seen = path.stat()
+        if seen.st_nlink == 1 and seen.st_mtime < before and path.name.removesuffix(UNFINISHED) not in wanted:
+            path.unlink()
 
 
 def make_environment(folder: Path) -> None:

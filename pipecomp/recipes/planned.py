@@ -29,7 +29,7 @@ from pipecomp.buffers.admin import forget_other_cuts
 from pipecomp.data import DataOptions, Segment
 from pipecomp.data.formats import parse_columns
 from pipecomp.data.loading import FILES, read_texts
-from pipecomp.distributed import rendezvous
+from pipecomp.distributed import peer_agent, rendezvous
 from pipecomp.distributed.collectives import broadcast, gathered, while_others_wait
 from pipecomp.distributed.launch_env import machine_names, restarts
 from pipecomp.distributed.placement import machine, usable_cores
@@ -85,6 +85,8 @@ def main(options: TrainOptions, *, dry_run: bool = False) -> None:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     parse_columns(data_options(options).columns)
     rendezvous.start_processes(options.seed)
+    for used in (Path(sys.prefix), Path(peer_agent.__file__).parents[2]):  # of a machine that was set up
+        peer_agent.note_use(used)
     with rendezvous.all_ranks().collective_errors():
         if options.model != "tiny":
             config = text.model_config(options.model)  # before the tokenizer, which is in the same folder by default

@@ -6,8 +6,10 @@ import hashlib
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
+import time
 import zlib
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,6 +34,7 @@ def request(root: Path, names: dict[str, bytes]) -> dict[str, Any]:
         "agent": "# the program",
         "index": False,
         "files": {digest(data): len(data) for data in names.values()},
+        "room": 0,
         "trees": {"work/run": [[name, digest(data), 0o644] for name, data in names.items()]},
         "package": None,
         "environment": None,
@@ -143,6 +146,79 @@ def test_a_full_disk_is_said_before_anything_is_sent(tmp_path, monkeypatch):
 def test_another_launcher_waits(tmp_path):
     with peer_agent.locked_root(tmp_path / "root"), pytest.raises(AgentError, match="another command sets up"):
         provide(tmp_path / "root", {"a": b"x"})
+
+
+class TestPrune:
+    DAY_S = 86400
+
+    def used(self, root: Path, place: str, days: float, text: bytes) -> Path:
+        """Make an environment or a copy of pipecomp with one file; returns its content."""
+        with peer_agent.locked_root(root):
+            source = peer_agent.content(root, digest(text))
+            source.parent.mkdir(parents=True, exist_ok=True)
+            source.write_bytes(text)
+            peer_agent.link_tree(root, place, [["file", digest(text), 0o644]])
+            kind, name = place.split("/")
+            state = peer_agent.read_state(root)
+            peer_agent.write_state(root, {**state, kind: [*state[kind], name]})
+        then = time.time() - days * self.DAY_S
+        os.utime(source, (then, then))
+        os.utime(root / place, (then, then))
+        return source
+
+    def test_what_is_unused_for_30_days_goes(self, tmp_path):
+        root = tmp_path / "root"
+        provide(root, {"data": b"of a run"})
+        old = self.used(root, "environments/old", 31, b"old")
+        self.used(root, "packages/old", 31, b"old package")
+        recent = self.used(root, "environments/recent", 29, b"recent")
+        again = self.used(root, "environments/again", 31, b"again")
+        peer_agent.note_use(root / "environments/again")
+        provide(root, {"data": b"new"})
+        assert sorted(path.name for path in (root / "environments").iterdir()) == ["again", "recent"]
+        assert not list((root / "packages").iterdir())
+        assert not old.exists()
+        assert recent.exists()
+        assert again.exists()
+        state = peer_agent.read_state(root)
+        assert (state["environments"], state["packages"]) == (["recent", "again"], [])
+
+    def test_where_room_is_short_the_oldest_go(self, tmp_path, monkeypatch):
+        root = tmp_path / "root"
+        provide(root, {"data": b"of a run"})
+        contents = [self.used(root, f"environments/{days}", days, bytes([days]) * 1000) for days in (3, 2, 1, 0)]
+        monkeypatch.setattr(
+            peer_agent.shutil, "disk_usage",
+            lambda path: SimpleNamespace(free=500 + sum(1000 for content in contents if not content.exists())),
+        )  # fmt: skip
+        provide(root, {"data": b"1" * 2200})
+        assert sorted(path.name for path in (root / "environments").iterdir()) == ["0", "1"]
+        with pytest.raises(AgentError, match="MiB are free"):
+            provide(root, {"data": b"1" * 9000})
+        assert [path.name for path in (root / "environments").iterdir()] == ["0"], "it was used just now"
+
+    def test_what_a_run_uses_stays(self, tmp_path):
+        root = tmp_path / "root"
+        provide(root, {"data": b"of a run"})
+        for place in ("environments/old", "packages/old"):
+            self.used(root, place, 31, place.encode())
+        program = root / "environments" / "old" / "sleep"
+        program.symlink_to(shutil.which("sleep"))
+        then = time.time() - 31 * self.DAY_S
+        os.utime(program.parent, (then, then))
+        with subprocess.Popen([str(program), "100"]) as run:
+            provide(root, {"data": b"new"})
+            run.kill()
+        assert (root / "environments" / "old" / "file").exists()
+        assert (root / "packages" / "old" / "file").exists()
+
+    def test_an_interrupted_copy_stays(self, tmp_path):
+        root, big = tmp_path / "root", os.urandom(3 << 20)
+        with pytest.raises(AgentError):
+            provide(root, {"big": big}, most=2 << 20)
+        for path in (root / "files").rglob("*.part"):
+            os.utime(path, (0, 0))
+        assert provide(root, {"big": big}) < len(big)
 
 
 class TestRemove:
