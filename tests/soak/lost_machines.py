@@ -277,6 +277,8 @@ def run(
     said = [line for _, line in output.lines]
     text = " ".join(said)
     row |= {
+        "every": given.every,
+        "cut": given.cut,
         "status": status,
         "seconds": round(time.monotonic() - began, 1),
         "steps": len(losses),

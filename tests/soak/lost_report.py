@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ _TITLES = {
     "cut": "the line of a machine is cut; three machines",
     "two": "two machines are killed at once, one the second home of the other; three machines",
 }
+_EVERY_S, _CUT_S = 20.0, 600.0  # of rows that do not have their own
 _MISSING, _REMEDY = "the records of rank", "Bring one of them back"
 
 
@@ -81,7 +82,7 @@ def verdict(result: Found) -> list[str]:
 def page(file: Path) -> str:
     """The page for people. file: of the rows; of each scenario the newest settings count."""
     rows = list(read_rows(file))
-    parts = []
+    parts, shown = [], []
     for scenario, title in _TITLES.items():
         for full in (False, True):
             mine = [row for row in rows if (row["scenario"], row["full"]) == (scenario, full)]
@@ -90,19 +91,27 @@ def page(file: Path) -> str:
             if mine:
                 steps = max(row["steps"] for row in mine)
                 plain = [row for row in plain if row["steps"] == steps]
+                shown += mine
                 parts.append(_part(title, summary(scenario, mine, plain, full=full)))
+    every = {row.get("every", _EVERY_S) for row in shown}
+    cut = {row.get("cut", _CUT_S) for row in shown if row["scenario"] == "cut"} or {_CUT_S}
     processor = platform.processor() or platform.machine()
     return f"""# Lost machines
 
 `python -m tests.soak.lost_machines SCENARIO`, on {os.cpu_count()} cores of an {processor} machine that all nodes of
 the lab share with a second run and other work, over 20 Mbit/s. A small GPT-2 over three stages in `pipecomp train
---peers`, AQ-SGD with 3 and 6 bits. The first kill or cut comes 20 s after the first step, the next 20 s later, but not
-before the run has gone on for 5 s. A killed machine answers again after 10 s, or when the run goes on if that is later;
-a cut line carries again after 600 s. The planner says whether a machine that answers takes part. A pause is from the
+--peers`, AQ-SGD with 3 and 6 bits. The first kill or cut comes {_list(every)} s after the first step, the next as long
+after it, but not before the run has gone on for {_list(each / 4 for each in every)} s. A killed machine answers again
+after {_list(each / 2 for each in every)} s, or when the run goes on if that is later; a cut line carries again after
+{_list(cut)} s. The planner says whether a machine that answers takes part. A pause is from the
 kill to the next step's end, with the start of Python and the loading of the model; of a cut line 90 s of it are the
 limit of silence. Losses are means of the last 50 steps.
 
 {"".join(parts)}"""
+
+
+def _list(values: Iterable[float]) -> str:
+    return " or ".join(f"{value:g}" for value in sorted(values))
 
 
 def _part(title: str, result: Found) -> str:
