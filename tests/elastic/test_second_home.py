@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from pipecomp.checkpoint import manifest
 from pipecomp.distributed.local_launcher import run_ranks
@@ -237,6 +238,17 @@ def test_over_tls(tmp_path: Path) -> None:
                 assert same(loaded(path), loaded(folder / path.name)), path.name
 
 
+class RecordWait(TrainerCallback):
+    """Waits after each step until its record has arrived: steps of a few ms are faster than records."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def on_step_end(self, *args: Any, **more: Any) -> None:
+        home = self._trainer.engine.second_home
+        assert home is None or home.wait(HANG_S)
+
+
 def trainer_run(rank: int, world: int, note: Any, folder: str, resume: bool) -> list[float]:
     import pipecomp
     from tests.dist.trainer_work import arguments
@@ -244,6 +256,7 @@ def trainer_run(rank: int, world: int, note: Any, folder: str, resume: bool) -> 
     elastic = {} if resume else {"elastic": {"second_home": "next", "every_steps": 3}}
     args = arguments(folder, num_train_epochs=1, lr_scheduler_type="cosine", per_device_train_batch_size=1)
     trainer = pipecomp.PipelineTrainer(gpt2(2, 16), args, None, samples(16), num_stages=2, pipecomp=elastic)
+    trainer.add_callback(RecordWait(trainer))
     trainer.train(resume_from_checkpoint=resume)
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
     trainer.end()
