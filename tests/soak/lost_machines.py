@@ -35,11 +35,11 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.runner import Kept, digest
+from benchmarks.runner import Kept, digest, read_rows
 from pipecomp.netlab import Lab
 from pipecomp.recipes.planned import PLAN
 from tests.models import byte_pairs, gpt2, write_text
-from tests.soak.lost_report import COMPARED, page, summary, verdict
+from tests.soak.lost_report import COMPARED, emptied_rows, page, summary, verdict
 
 ROOT = Path(__file__).resolve().parents[2]
 STAGES, BLOCKS, WIDTH = 3, 6, 64
@@ -84,6 +84,13 @@ SCENARIOS = {
 }
 
 
+def make_model(work: Path) -> None:
+    """Make text.txt, and the folder `model` with a GPT-2 and its tokenizer."""
+    write_text(work / "text.txt")
+    gpt2(BLOCKS, WIDTH, vocab_size=300, n_positions=32, n_head=2).save_pretrained(work / "model")
+    byte_pairs((work / "text.txt").read_text().splitlines(keepends=True)).save_model(str(work / "model"))
+
+
 class Machines:
     """The machines of a lab, the last of which only starts the run."""
 
@@ -93,10 +100,8 @@ class Machines:
         (work / "bin" / "ssh").write_text(SSH.format(work=work, lab=lab.name))
         (work / "bin" / "ssh").chmod(0o755)
         (work / "run").mkdir()
-        write_text(work / "text.txt")
+        make_model(work)
         shutil.copy(work / "text.txt", work / "run")  # the launcher looks at the names of files
-        gpt2(BLOCKS, WIDTH, vocab_size=300, n_positions=32, n_head=2).save_pretrained(work / "model")
-        byte_pairs((work / "text.txt").read_text().splitlines(keepends=True)).save_model(str(work / "model"))
         for node in range(count):
             own = work / f"node-{node}"
             own.mkdir()
@@ -334,7 +339,9 @@ def main() -> None:
         print(json.dumps(shown), flush=True)
         if given.work is None:
             shutil.rmtree(folder)
-    result = summary(given.scenario, kept.rows[: given.runs], plain.rows[: given.seeds], full=given.full)
+    emptied = emptied_rows(read_rows(given.out / f"{NAME}.jsonl"), given.full, given.steps)
+    plain_rows = plain.rows[: given.seeds]
+    result = summary(given.scenario, kept.rows[: given.runs], plain_rows, full=given.full, emptied=emptied)
     print("\n".join(f"{key}: {value}" for key, value in result.items()))
     (given.out / f"{NAME}.md").write_text(page(given.out / f"{NAME}.jsonl"))
     print("; ".join(verdict(result)) or "nothing is wrong")
