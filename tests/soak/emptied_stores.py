@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks.runner import Kept, digest, read_rows
 from pipecomp.distributed.placement import free_port
 from tests.soak.lost_machines import BLOCKS, LAST, NAME, ROOT, STAGES, make_model
-from tests.soak.lost_report import EMPTIED, page
+from tests.soak.lost_report import EMPTIED, page, processor
 
 _STEPS = "PIPECOMP_TEST_EMPTIED_AFTER"
 
@@ -88,7 +88,14 @@ def main() -> None:
     kept = Kept(file, digest([EMPTIED, after, steps, BLOCKS, LAST, json.loads(plan.read_text())]))
     for seed in range(given.seeds):
         if all(row["seed"] != seed for row in kept.rows):
-            row = {"scenario": EMPTIED, "full": True, "run": seed, "seed": seed, "steps": steps, "emptied": len(after)}
+            row = {
+                "scenario": EMPTIED,
+                "full": True,
+                "run": seed,
+                "seed": seed,
+                "steps": steps,
+                "processor": processor(),
+            }
             row |= {"undisturbed": train(seed, [], steps, plan), "loss": train(seed, after, steps, plan)}
             kept.add(row)
             print(f"seed {seed}: {row['undisturbed']:.4f} undisturbed, {row['loss']:.4f}", flush=True)

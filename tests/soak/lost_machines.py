@@ -39,7 +39,7 @@ from benchmarks.runner import Kept, digest, read_rows
 from pipecomp.netlab import Lab
 from pipecomp.recipes.planned import PLAN
 from tests.models import byte_pairs, gpt2, write_text
-from tests.soak.lost_report import COMPARED, emptied_rows, page, summary, verdict
+from tests.soak.lost_report import COMPARED, emptied_rows, page, processor, summary, verdict
 
 ROOT = Path(__file__).resolve().parents[2]
 STAGES, BLOCKS, WIDTH = 3, 6, 64
@@ -282,6 +282,7 @@ def run(
     said = [line for _, line in output.lines]
     text = " ".join(said)
     row |= {
+        "processor": processor(),
         "every": given.every,
         "cut": given.cut,
         "status": status,
