@@ -56,8 +56,8 @@ from pipecomp.recipes.plan_file import (
     write_here,
 )
 from pipecomp.recipes.restart import go_on_without_lost
-from pipecomp.recipes.resume import OVERWRITE, check_no_results, lock_folder
-from pipecomp.recipes.run_folder import begin_run
+from pipecomp.recipes.resume import OVERWRITE, check_no_results
+from pipecomp.recipes.run_folder import begin_run, lock_machines
 from pipecomp.recipes.steps import warmup_decay
 from pipecomp.report.recorder import CHECKPOINTS, PLAN, SAMPLE
 from pipecomp.stages.partition.merging import merge_adapter
@@ -248,8 +248,11 @@ def plan_run(
         batch = plan_options.batch
         if not options.elastic:
             check_unused(options, folder)
-        if first:
-            lock_folder("--out", folder)
+    lock_machines(folder)
+    given = None
+    with ranks.collective_errors():
+        if first and options.plan is not None and options.overwrite:  # it may be in the folder
+            given = read_given_plan(options.plan, stages, world, options.batch, samples)
     begin_run(folder, store, overwrite=options.overwrite)
     if options.elastic:
         go_on_without_lost(folder)
@@ -265,11 +268,10 @@ def plan_run(
         if options.batch is None:  # the number of epochs may have changed
             batch = plan_batch(earlier, world // stages)
     names = machine_names(world) if options.elastic and stages == world else []
-    given = None
     with ranks.collective_errors():
-        if first and options.plan is not None and not resumed:
+        if first and options.plan is not None and given is None and not resumed:
             given = read_given_plan(options.plan, stages, world, options.batch, samples)
-    given = broadcast(given)
+    given = broadcast(None if resumed else given)
     if given is not None:
         made, batch = given, plan_batch(given, world // stages)
     elif earlier is not None and len(earlier["cuts"]) - 1 == stages and suits(earlier, names):

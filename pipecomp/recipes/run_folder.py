@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import platform
 import secrets
 import shutil
 import time
@@ -19,15 +20,17 @@ import torch.distributed as dist
 
 from pipecomp.buffers.admin import forget
 from pipecomp.distributed import rendezvous
-from pipecomp.distributed.collectives import gathered
+from pipecomp.distributed.collectives import broadcast, gathered
 from pipecomp.distributed.launch_env import COMMAND, STARTS
 from pipecomp.elastic import RECORDS
-from pipecomp.errors import StoreError, WireError, writable
+from pipecomp.errors import ConfigError, StoreError, WireError, writable
 from pipecomp.recipes.plan_file import write_here
+from pipecomp.recipes.resume import lock_folder
 from pipecomp.report.recorder import CHECKPOINTS, PLAN
 from pipecomp.trainer.checkpoints import list_checkpoints
 
 NOTE = "run-number.json"
+_TOKEN = ".run-token"  # of the start that has locked the folder: it tells a folder that machines share
 _KINDS = (PLAN, STARTS, RECORDS, CHECKPOINTS)  # what a run needs to go on
 
 
@@ -55,36 +58,71 @@ class RunNote:
 def begin_run(folder: Path, store: Path, *, overwrite: bool) -> None:
     """Agree on the run of a folder with all other machines; every rank must call this.
 
-    The newest run that a machine knows goes on. With `overwrite` the first start of a command begins a new one: each
-    machine removes the plan, checkpoints, records and cached activations that it has. Later starts of the command go on
-    with the new run, also those before the removal has reached all machines. A machine with files of another run sets
-    them aside.
+    Restarts of a command go on with its run. The first start goes on with the newest run that a machine knows, which
+    must not be newer than that of rank 0's machine; with `overwrite` it begins a new one: each machine removes the
+    plan, checkpoints, records and cached activations that it has. A machine with files of another run sets them aside,
+    and removes its cached activations.
 
     Args:
-        folder: Of the run.
+        folder: Folder of the run.
         store: Folder of cached activations.
         overwrite: Start over.
 
     Raises:
-        ConfigError: On every rank, if a machine cannot write the folder.
+        ConfigError: On every rank, if a machine cannot write the folder, or has a newer run than rank 0's machine.
     """
     first_here, command = os.environ.get("LOCAL_RANK", "0") == "0", os.environ.get(COMMAND, "")
     own = RunNote.read(folder) if first_here else None
     begun = own is not None and bool(command) and own.command == command
-    answers = gathered([None if own is None else own.run, begun, time.time_ns() // 1_000_000])
+    answers = gathered([None if own is None else own.run, begun, time.time_ns() // 1_000_000, platform.node()])
     runs = [run for run, *_ in answers if run is not None]
     if not all(type(run) is int for run in runs):
         raise WireError(f"a rank names its run {runs}")
-    newest = max(runs, default=None)
-    over = overwrite and not any(begun for _, begun, _ in answers)
-    number = newest if newest is not None and not over else max(answers[0][2], 1 + (newest or 0))
+    newest, first = max(runs, default=None), answers[0][0]
+    going_on = [run for run, of_command, *_ in answers if of_command]
+    over = overwrite and not going_on
+    if going_on:
+        number = max(going_on)
+    elif over or newest is None:
+        number = max(answers[0][2], 1 + (newest or 0))
+    elif first is not None and first < newest:
+        host = next(name for run, _, _, name in answers if run == newest)
+        hint = f"{host} has a newer run in it than {answers[0][3]}: move it away there, start on {host}, or --overwrite"
+        raise ConfigError("--out", str(folder), "a folder of one run on all machines", hint)
+    else:
+        number = newest
     with rendezvous.all_ranks().collective_errors(), writable("--out", folder):
         if first_here:
             folder.mkdir(parents=True, exist_ok=True)
-            if over or (own is not None and own.run != number):
-                _clear(folder, store, remove=overwrite)
+            if over or (own is not None and own.run != number and not begun):
+                _clear(folder, store, remove=over)
             # Note: last, so that a machine that is lost before does the same again.
             write_here(folder / NOTE, asdict(RunNote(number, command)), dist.get_rank())
+
+
+def lock_machines(folder: Path) -> None:
+    """Lock a run's folder on every machine until the run ends; every rank must call this.
+
+    Raises:
+        ConfigError: On every rank, if a machine's folder cannot be made, or is in use by another run.
+    """
+    ranks, token = rendezvous.all_ranks(), ""
+    with ranks.collective_errors():
+        if dist.get_rank() == 0:
+            lock_folder("--out", folder)
+            token = secrets.token_hex(8)
+            with writable("--out", folder):
+                (folder / _TOKEN).write_text(token, encoding="utf-8")
+    token = broadcast(token)
+    with ranks.collective_errors():
+        if os.environ.get("LOCAL_RANK", "0") == "0" and not _has_token(folder, token):  # not the folder of rank 0
+            lock_folder("--out", folder)
+
+
+def _has_token(folder: Path, token: str) -> bool:
+    with contextlib.suppress(OSError, ValueError):
+        return (folder / _TOKEN).read_text(encoding="utf-8") == token
+    return False
 
 
 def _clear(folder: Path, store: Path, *, remove: bool) -> None:
@@ -92,7 +130,7 @@ def _clear(folder: Path, store: Path, *, remove: bool) -> None:
     aside, found = folder / f"earlier-{secrets.token_hex(4)}", False
     for path in (folder / name for name in _KINDS):
         if remove:
-            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+            _remove(path)
         elif path.exists():
             aside.mkdir(exist_ok=True)
             os.replace(path, aside / path.name)
@@ -104,6 +142,17 @@ def _clear(folder: Path, store: Path, *, remove: bool) -> None:
     if found:
         text = f"{folder} has files of another run, which are in {aside.name} now"
         print(f"rank {dist.get_rank()}: {text}", flush=True)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or folder; of a link to a folder, what is in it."""
+    if path.is_symlink() and path.is_dir():
+        for inner in path.iterdir():
+            _remove(inner)
+    elif path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def prune_checkpoints(checkpoints: Path, step: int, keep: int) -> None:

@@ -295,6 +295,7 @@ def test_the_plan_is_of_the_dropout_that_is_trained_with(tmp_path: Path, monkeyp
     monkeypatch.setattr(planned, "broadcast", lambda value: value)
     monkeypatch.setattr(planned, "gathered", lambda value: [value])
     monkeypatch.setattr(run_folder, "gathered", lambda value: [value])
+    monkeypatch.setattr(run_folder, "broadcast", lambda value: value)
     monkeypatch.setattr(planned, "check_processes", lambda *given: None)
     monkeypatch.setattr(planned.rendezvous, "all_ranks", lambda: AllRanks(0, 1, torch.distributed.HashStore()))
     monkeypatch.setattr(planned.dist, "get_world_size", lambda: 1)

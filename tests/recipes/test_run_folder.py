@@ -84,9 +84,33 @@ def test_a_machine_brings_nothing_of_an_earlier_run(places: list[Path], overwrit
     assert begin(places, "two", overwrite=overwrite) == number
     assert left(places[0]) > KEPT
     assert not KEPT & left(places[1])
-    aside = list(places[1].glob("earlier-*"))
-    assert len(aside) == (0 if overwrite else 1)
-    assert all(left(path) == KEPT for path in aside)
+    (aside,) = places[1].glob("earlier-*")
+    assert left(aside) == KEPT
+
+
+def test_a_run_goes_on_without_the_newer_run_of_a_machine(places: list[Path]) -> None:
+    number = begin(places[:1], "one")
+    train(places[0])
+    assert begin(places[1:], "other") > number
+    train(places[1])
+    with pytest.raises(Exception, match="has a newer run in it"):
+        begin(places, "two")
+    for place in places:
+        assert left(place) == {NOTE, "model", "messages", *KEPT}, "nothing is lost"
+    assert begin(places, "one") == number, "a restart is of its own run"
+    assert left(places[0]) == {NOTE, "model", "messages", *KEPT}
+    (aside,) = places[1].glob("earlier-*")
+    assert left(aside) == KEPT
+
+
+def test_a_linked_folder_is_emptied(places: list[Path], tmp_path: Path) -> None:
+    begin(places[:1], "one")
+    train(places[0])
+    (places[0] / CHECKPOINTS).rename(tmp_path / "elsewhere")
+    (places[0] / CHECKPOINTS).symlink_to(tmp_path / "elsewhere")
+    begin(places[:1], "two", overwrite=True)
+    assert left(tmp_path / "elsewhere") == set()
+    assert left(places[0]) == {NOTE, "model", "messages", CHECKPOINTS}
 
 
 def test_a_new_machine_joins_the_run(places: list[Path]) -> None:
