@@ -27,8 +27,9 @@ import multiprocessing
 import os
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import closing
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -215,20 +216,21 @@ class Runs(Kept):
         cases = list(cases)
         missing, failed = self.missing(cases), []
         finished = _finished(run, missing, more, self._workers if workers is None else workers)
-        for number, (case, row) in enumerate(finished, 1):
-            name = f"{number}/{len(missing)}  {'  '.join(map(str, case))}"
-            if isinstance(row, BaseException):
-                failed.append(case)
-                print(f"{name}  failed:\n{''.join(traceback.format_exception(row))}", flush=True)
-                continue
-            if not self._same_weights(row):
-                raise DataError(
-                    f"{self.page.stem}, {'  '.join(map(str, case))}: starts from the weights {row['weights']}, unlike "
-                    f"the kept run of {self._exact(row)}; delete its line in {self.file} to measure all again"
-                )
-            self.add({**row, "machine": this_machine()})
-            print(f"{name}  {line(row)}", flush=True)
-            self.write(page)
+        with closing(finished):  # after an error no waiting case starts
+            for number, (case, row) in enumerate(finished, 1):
+                name = f"{number}/{len(missing)}  {'  '.join(map(str, case))}"
+                if isinstance(row, BaseException):
+                    failed.append(case)
+                    print(f"{name}  failed:\n{''.join(traceback.format_exception(row))}", flush=True)
+                    continue
+                if not self._same_weights(row):
+                    raise DataError(
+                        f"{self.page.stem}, {'  '.join(map(str, case))}: starts from the weights {row['weights']}, "
+                        f"unlike the kept run of {self._exact(row)}; delete its line in {self.file} to measure all again"
+                    )
+                self.add({**row, "machine": this_machine()})
+                print(f"{name}  {line(row)}", flush=True)
+                self.write(page)
         if self.rows:
             self.write(page)
         if failed:
@@ -253,7 +255,7 @@ class Runs(Kept):
 
 def _finished(
     run: Callable[..., Row], cases: Sequence[tuple[Any, ...]], more: Sequence[Any], workers: int
-) -> Iterator[tuple[tuple[Any, ...], Row | BaseException]]:
+) -> Generator[tuple[tuple[Any, ...], Row | BaseException], None, None]:
     """Each case with its row, or with what it raised, in the order in which they finish."""
     if workers == 0:
         for case in cases:

@@ -19,13 +19,13 @@ from typing import Any
 
 from benchmarks import page, shootout
 from benchmarks.boundaries import Coders
-from benchmarks.classification import METRICS
 from benchmarks.convergence import CHANGES_BACK, quantized
 from benchmarks.page import Row, prose, spread, values
 from benchmarks.rival_rows import ChannelRows, Product, Rows
 from benchmarks.rivals import Changes, Whole
 from benchmarks.runner import Runs, beside, chosen, digest
 from benchmarks.shootout import BACKWARD_ERROR, DROPOUT, FIRST_BITS, FORWARD_ERROR
+from benchmarks.shootout_page import METRICS
 from benchmarks.training import in_order
 from pipecomp.codecs.codecs import Quantized
 
@@ -129,7 +129,7 @@ def _table(rows: Sequence[Row]) -> list[str]:
         return f"{100 * statistics.mean(sum(row['bytes'][-1]) / sum(row['raw_bytes']) for row in group):.1f} %"
 
     metric = METRICS.get(task)
-    judged = {} if metric is None else {metric: lambda group: spread(values(group, metric), 3)}
+    judged = {} if metric is None else {metric: lambda group: spread(values(group, "metric"), 3)}
     cells = {
         "dropout": lambda group: group[0]["dropout"],
         "K": lambda group: "any" if group[0]["method"] == EXACT else group[0]["stages"],
