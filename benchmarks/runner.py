@@ -224,9 +224,10 @@ class Runs(Kept):
                     print(f"{name}  failed:\n{''.join(traceback.format_exception(row))}", flush=True)
                     continue
                 if not self._same_weights(row):
+                    case_name, other = "  ".join(map(str, case)), self._exact and self._exact(row)
                     raise DataError(
-                        f"{self.page.stem}, {'  '.join(map(str, case))}: starts from the weights {row['weights']}, "
-                        f"unlike the kept run of {self._exact(row)}; delete its line in {self.file} to measure all again"
+                        f"{self.page.stem}, {case_name}: starts from the weights {row['weights']}, unlike the kept run "
+                        f"of {other}; delete its line in {self.file} to measure all again"
                     )
                 self.add({**row, "machine": this_machine()})
                 print(f"{name}  {line(row)}", flush=True)

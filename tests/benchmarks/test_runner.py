@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import statistics
+import time
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,21 @@ def test_every_case_runs_once_and_its_row_is_kept(some, capsys):
     assert all(row["machine"] == page.this_machine() for row in runs.rows)
     assert some().rows == runs.rows
     assert some.ran() == [], "kept runs are not made again"
+
+
+def test_after_an_error_of_the_page_no_case_starts(some):
+    def broken(rows):
+        raise KeyError("accuracy")
+
+    given = arguments(["--out", str(some.folder)], "doc")
+    cases = [("FP32", seed) for seed in range(40)]
+    runs = Runs(given, "some", digest("one"), ("method", "seed"))
+    with pytest.raises(KeyError) as error:
+        runs.complete(run, cases, str(some.counter), line=lambda row: "", page=broken, workers=1)
+    assert error.tb is not None, "a traceback keeps its frames"
+    assert len(runs.rows) == 1, "and what has run is kept"
+    time.sleep(0.5)  # for those that would go on
+    assert len(some.ran()) < 40
 
 
 @pytest.mark.parametrize("cut", [1, 20, 1000])
