@@ -43,7 +43,7 @@ _READ_BYTES = 1 << 16
 _READ_S = 1.0  # between two looks for requests to join
 JOIN = "join.txt"  # in the run's folder on the launcher's machine
 _ADVICE = "The run goes on without it"
-_GO_ON = "Run the same command again once they do; it goes on from the newest complete state that they have"
+_GO_ON = "Run the same command again once that is mended; it goes on from the newest complete state of its machines"
 
 
 @dataclass(frozen=True)
@@ -343,6 +343,8 @@ def launch_elastic(
         roster, seen = arrivals.roster, arrivals.seen
         newcomers = [host for host in roster.hosts if host not in earlier.hosts]
         left = {hosts[rank // each] for rank in ended.left if hosts}
+        answering: list[str] = []  # machines that were told to end
+        failed = ended.status and not (ended.stopped or ended.is_whole)
         if ended.more is not None:
             starts.reset()
         if ended.more is not None and not ended.lost:
@@ -351,11 +353,12 @@ def launch_elastic(
             reason = f"{', '.join(added)} takes part" if added else "a new cut"
         elif ended.is_loss or ended.more is not None:
             why = silent((*roster.hosts, *roster.spares, *roster.lost))
+            answering = [host for host in before.hosts if host in left and host not in why]
             roster, back = roster.after_look(roster.lost, why)
             roster = roster.with_spares(back).without(why, left - set(why))
             why = dict.fromkeys(left, "it was told to end") | why
             if not roster.hosts:
-                _say(f"no machine of the run answers: {_list(why)}. {_GO_ON}")
+                _say(f"no machine of the run is left: {_list(why)}. {_GO_ON}")
                 return final_status(ended.status)
             fruitless = starts.add(steps(roster.hosts)) if ended.more is None else None
             if fruitless is not None:
@@ -365,7 +368,7 @@ def launch_elastic(
             gone = {host: why[host] for host in before.hosts if host in why}
             what = "leaves" if left.issuperset(gone) else "is lost"
             reason = f"{_list(gone)} {what}" if gone else "a rank was lost, and its machine answers"
-        elif ended.status and newcomers and len(newcomers) < len(roster.hosts) and not ended.stopped:
+        elif failed and newcomers and len(newcomers) < len(roster.hosts):
             roster = before = roster.without_newcomers(earlier)
             reason = f"the run did not go on with {', '.join(newcomers)}"
         else:
@@ -373,6 +376,10 @@ def launch_elastic(
         number += 1
         count = format_count(each * len(roster.hosts), "stage")
         _say(f"{reason}. Restart {number}: {count} on {', '.join(roster.hosts)}{_spares(roster)}")
+        joins = None if out is None else shlex.quote(str(out / JOIN))
+        for host in answering if joins else ():
+            line = f"echo {shlex.quote(host)} >> {joins}"
+            _say(f"{host} still answers: it is a spare again once it was away for some time, or at once with: {line}")
 
 
 def _list(why: dict[str, str]) -> str:

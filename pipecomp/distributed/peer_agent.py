@@ -421,8 +421,11 @@ def users(root: Path) -> list[int]:
         if not name.isdecimal() or int(name) == os.getpid():
             continue
         with contextlib.suppress(OSError):
-            words = Path("/proc", name, "cmdline").read_bytes().split(b"\0")
-            if f"{os.readlink(f'/proc/{name}/cwd')}/".startswith(inside) or os.fsdecode(words[0]).startswith(inside):
+            program = os.fsdecode(Path("/proc", name, "cmdline").read_bytes().partition(b"\0")[0])
+            place = os.readlink(f"/proc/{name}/cwd")
+            # An environment's python is a link to one elsewhere, so only its folder is resolved.
+            folder = os.path.realpath(os.path.join(place, os.path.dirname(program)))
+            if f"{place}/".startswith(inside) or f"{folder}/".startswith(inside):
                 found.append(int(name))
     return found
 

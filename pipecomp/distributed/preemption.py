@@ -28,7 +28,7 @@ from typing import Any
 
 REQUEUE_STATUS = os.EX_TEMPFAIL  # 75: "temporary failure, the user is invited to retry"
 LEAVING = "PIPECOMP_LEAVING"  # a file in which the ranks name the machines that leave, of a launcher on each machine
-GO_ON_WITHOUT = "the launcher starts the others again"
+GO_ON_WITHOUT = "the launcher decides whether the others go on"
 NEW_CUT = "the launcher starts the ranks again with a new cut of the model"
 LOST_STATUS = 13  # of a rank that has lost another one, or its launcher
 LEFT_STATUS = 79  # of the ranks of a machine that leaves; the others start again without it

@@ -85,6 +85,11 @@ class Ended(NamedTuple):
     interrupted: bool = False
 
     @property
+    def is_whole(self) -> bool:
+        """True if all ranks have finished, or saved for the same command to go on, as after Ctrl-C."""
+        return all(status in (0, REQUEUE_STATUS) for status in self.statuses)
+
+    @property
     def is_loss(self) -> bool:
         """True if ranks or machines were lost, and no rank has ended by an error of its own."""
         failed = [(number, status) for number, status in enumerate(self.statuses) if status]
@@ -122,14 +127,15 @@ def final_status(status: int) -> int:
 
 
 class StartCount:
-    """Counts the starts of a run in a row that have reached no newer step.
+    """Counts the starts of a run in a row that have found no state to go on from.
 
-    The ranks note the step that each start begins at (STARTS), once they have found a state to go on from. A start that
-    fails before notes nothing.
+    The ranks note the step that each start begins at (STARTS), once they have found it. A start that fails before notes
+    nothing. One that has noted a step may have trained, whatever its step: how far is known when the next one begins,
+    and the ranks themselves end a run whose starts begin at the same step (`pipecomp.recipes.restart`).
     """
 
     def __init__(self) -> None:
-        self._newest: dict[str, int] = {}  # by machine
+        self._noted: dict[str, list[int]] = {}  # by machine
         self._fruitless = 0
 
     def add(self, texts: Mapping[str, str | None]) -> str | None:
@@ -137,10 +143,11 @@ class StartCount:
 
         texts: Content of the file STARTS, by machine; None without one.
         """
-        steps = {machine: step for machine, text in texts.items() if (step := _last_step(text)) is not None}
-        newer = any(step > self._newest[machine] for machine, step in steps.items() if machine in self._newest)
-        self._fruitless = 0 if newer or (steps and not self._newest) else self._fruitless + 1
-        self._newest |= steps
+        noted = {machine: steps for machine, text in texts.items() if (steps := _read_steps(text))}
+        # A spare machine may have the file of an earlier run.
+        began = any(steps != self._noted[machine] for machine, steps in noted.items() if machine in self._noted)
+        self._fruitless = 0 if began or (noted and not self._noted) else self._fruitless + 1
+        self._noted |= noted
         if self._fruitless < MOST_STARTS:
             return None
         return f"{MOST_STARTS} starts in a row have reached no newer step: the log says why each ended"
@@ -150,12 +157,12 @@ class StartCount:
         self._fruitless = 0
 
 
-def _last_step(text: str | None) -> int | None:
+def _read_steps(text: str | None) -> list[int]:
     try:
-        step = json.loads(text or "[]")[-1]
-    except (ValueError, LookupError, TypeError):
-        return None
-    return step if type(step) is int else None
+        steps = json.loads(text or "[]")
+    except ValueError:
+        return []
+    return steps if isinstance(steps, list) and all(type(step) is int for step in steps) else []
 
 
 class ChildProcess(Protocol):

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from pipecomp.distributed.launch_env import COMMAND, LAUNCHER, MACHINES, RESTARTS, STARTS, machine_name
 from pipecomp.distributed.placement import address_towards, is_loopback, list_interfaces
-from pipecomp.distributed.preemption import LEAVING, LEFT_STATUS, REQUEUE_STATUS
+from pipecomp.distributed.preemption import LEAVING, LEFT_STATUS
 from pipecomp.distributed.rendezvous import ADDRESS, CERTIFIED, KEYS, LISTEN
 from pipecomp.distributed.supervisor import Ended, ProcessSpec, StartCount, Supervisor, final_status
 from pipecomp.errors import KeysError, LinkTimeoutError, PipecompError, require
@@ -293,7 +293,7 @@ def start_ranks(
         if run.elastic and book.is_file() and _goes_on_without_this(ended):
             say("this machine leaves the run. If others go on, the same command takes part in it again")
             return status
-        if not run.elastic or not book.is_file() or not status or ended.stopped:
+        if not run.elastic or not book.is_file() or not status or ended.stopped or ended.is_whole:
             book.unlink(missing_ok=True)
             return status
         left = _read_names(leaving)
@@ -339,8 +339,7 @@ def start_ranks(
 
 def _goes_on_without_this(ended: Ended) -> bool:
     """Return whether this machine was told to end, and others may go on."""
-    done = all(status in (0, REQUEUE_STATUS) for status in ended.statuses)
-    return LEFT_STATUS in ended.statuses or (ended.stopped and not ended.interrupted and not done)
+    return LEFT_STATUS in ended.statuses or (ended.stopped and not ended.interrupted and not ended.is_whole)
 
 
 def _read_names(path: Path) -> list[str]:

@@ -62,14 +62,25 @@ def go_on_without_lost(folder: Path) -> None:
     if first_here:
         with contextlib.suppress(OSError, ValueError):
             before = json.loads(path.read_text())
-    steps = [*(max(gathered(before), key=len) if number else []), reached][-MOST_STARTS:]
+    before = max(gathered(before), key=len)
     with ranks.collective_errors(), writable("--out", folder):
-        allowed = f"progress between restarts: {MOST_STARTS} in a row began at step {reached}"
-        progress = len(steps) < MOST_STARTS or len(set(steps)) > 1
-        require(progress, "--elastic", True, allowed, "The log says why each ended")
+        steps = add_start(before if number else [], reached)
         if first_here:
             folder.mkdir(parents=True, exist_ok=True)
             write_here(path, steps, dist.get_rank())
+
+
+def add_start(before: Sequence[int], reached: int) -> list[int]:
+    """Return the steps that the latest starts began at, with a start at step `reached`.
+
+    Raises:
+        ConfigError: MOST_STARTS starts in a row have begun at this step, and reached no newer one.
+    """
+    latest = [*before][-MOST_STARTS:]
+    allowed = f"progress between restarts: {MOST_STARTS} in a row have begun at step {reached}"
+    progress = len(latest) < MOST_STARTS or set(latest) != {reached}
+    require(progress, "--elastic", True, allowed, "The log says why each ended")
+    return [*latest, reached][-MOST_STARTS:]
 
 
 def find_lost_checkpoint(checkpoints: Path) -> tuple[int, list[int]] | None:

@@ -188,7 +188,7 @@ def test_no_machine_answers(tmp_path, capfd):
         patch.setattr(elastic_launcher, "_GRACE_S", 0.2)
         status = launch_elastic(program(tmp_path, text), Roster.start(HERE[:2]), 1, lambda hosts: lost)
     assert status == 128 + signal.SIGKILL
-    assert "no machine of the run answers: 127.0.0.1 (gone), 127.0.0.2 (gone)" in capfd.readouterr().err
+    assert "no machine of the run is left: 127.0.0.1 (gone), 127.0.0.2 (gone)" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("status", [1, 2, REQUEUE_STATUS])
@@ -221,9 +221,17 @@ class TestStartCount:
 
     def test_a_newer_step_on_any_machine(self):
         count = StartCount()
-        for step in (0, 10, 10, 10, 10):
-            assert count.add({"a": f"[{step}]", "b": None}) is None
+        for steps in ([0], [0, 10], [0, 10, 10], [0, 10, 10, 10], [10, 10, 10, 10]):
+            assert count.add({"a": str(steps), "b": None}) is None
+        for _ in range(3):
+            assert count.add({"a": None, "b": None}) is None
         assert count.add({"a": None, "b": None}) is not None
+
+    def test_a_start_that_has_begun_may_have_trained(self):
+        """Three starts before it failed while connecting; how far it came is known once the next one begins."""
+        count = StartCount()
+        for steps in ([0], [0], [0], [0], [0, 0], [0, 0, 5000]):
+            assert count.add({"a": str(steps)}) is None
 
     def test_the_file_of_an_earlier_run_does_not_count(self):
         count = StartCount()
@@ -255,6 +263,8 @@ def test_a_machine_that_is_told_to_end_leaves(folder, capfd, spares, world):
     hosts = [HERE[0], *spares, HERE[2]]
     assert f"127.0.0.2 (it was told to end) leaves. Restart 1: {world} stages on {', '.join(hosts)}" in said
     assert "answers again" not in said
+    assert said.count("127.0.0.2 still answers: it is a spare again") == 1
+    assert "or at once with: echo 127.0.0.2 >> run/join.txt" in said
 
 
 def test_a_rank_that_ends_by_sigterm_before_training_leaves_with_its_machine(folder):
@@ -408,6 +418,14 @@ def test_a_run_goes_on_without_a_machine_that_cannot_take_part(folder, capfd):
     assert launch_elastic(run, Roster.start(HERE[:2]), 1, lambda hosts: {}, out=Path("run")) == 0
     assert starts(folder / "starts")[2:] == ["1-0-3", "1-1-3", "1-2-3", "2-0-2", "2-1-2"]
     assert "the run did not go on with 127.0.0.4. Restart 2: 2 stages on 127.0.0.1, 127.0.0.2" in capfd.readouterr().err
+
+
+def test_a_run_that_is_ended_with_a_machine_that_came_starts_no_more(folder):
+    """Its ranks have saved, and the same command goes on."""
+    text = f"restarts == 1 and sys.exit({REQUEUE_STATUS})\n"
+    run = program(folder / "starts", text + requests(0, SPARE) + ASKS)
+    assert launch_elastic(run, Roster.start(HERE[:2]), 1, lambda hosts: {}, out=Path("run")) == REQUEUE_STATUS
+    assert starts(folder / "starts")[2:] == ["1-0-3", "1-1-3", "1-2-3"]
 
 
 def test_rank_0_on_another_machine_is_told_there(folder, monkeypatch):

@@ -197,12 +197,14 @@ class TestPrune:
             provide(root, {"data": b"1" * 9000})
         assert [path.name for path in (root / "environments").iterdir()] == ["0"], "it was used just now"
 
-    def test_what_a_run_uses_stays(self, tmp_path):
+    @pytest.mark.parametrize("linked", [False, True], ids=["", "by another name of its folder"])
+    def test_what_a_run_uses_stays(self, tmp_path, linked):
         root = tmp_path / "root"
         provide(root, {"data": b"of a run"})
         for place in ("environments/old", "packages/old"):
             self.used(root, place, 31, place.encode())
-        program = root / "environments" / "old" / "sleep"
+        (tmp_path / "link").symlink_to(root)
+        program = (tmp_path / "link" if linked else root) / "environments" / "old" / "sleep"
         program.symlink_to(shutil.which("sleep"))
         then = time.time() - 31 * self.DAY_S
         os.utime(program.parent, (then, then))

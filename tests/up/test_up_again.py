@@ -211,6 +211,16 @@ class TestBook:
         assert (configs[1].before, configs[1].wanted) == ((1, 2), 2)
         assert not file.exists(), "it is of the start before"
 
+    def test_ctrl_c_on_another_machine_ends_the_run_with_a_machine_that_came(
+        self, folders: list[KeyFolder], monkeypatch: pytest.MonkeyPatch, found: list
+    ) -> None:
+        """All ranks have saved, and the same command goes on."""
+        found += [Membership((0, 1), Address("127.0.0.1", 1), 1), Membership((0, 1, 2), Address("127.0.0.1", 1), 2)]
+        statuses, said = ["80 + 1", REQUEUE_STATUS], []
+        assert self.start(monkeypatch, folders[1], statuses, said) == REQUEUE_STATUS
+        assert statuses == found == []
+        assert not (Path(folders[1].path) / up_launcher.BOOK).exists()
+
     def test_it_stays_on_a_machine_that_finds_no_others(
         self, folders: list[KeyFolder], monkeypatch: pytest.MonkeyPatch, found: list
     ) -> None:
