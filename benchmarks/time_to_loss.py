@@ -173,10 +173,11 @@ def results(rows: list[Row], r: float, picture: Path) -> list[str]:
     rows = in_order(rows, METHODS, "epochs", "method")
     asked = "" if r == USUAL_R else f" --r {r:g}"
     timed = [row["measured_steps"] for row in rows if "measured_steps" in row]
-    derived = f"""
-        {REFERENCE} was timed over the link for {timed[0] if timed else 0} steps; the later ones take as long as these
-        after the first {WARM_UP}. Its losses are those without a limit, which the first ones over the link equal.
-    """
+    steps = timed[0] if timed else 0
+    derived = (
+        f"{REFERENCE} was timed over the link for {steps} steps; the later ones take as long as these after the first "
+        f"{WARM_UP}. Its losses are those without a limit, which the first ones over the link equal. "
+    )
     text = f"""
         # Time to the loss of FP32 over a slow link
 
@@ -185,11 +186,8 @@ def results(rows: list[Row], r: float, picture: Path) -> list[str]:
 
         Trainings from their first epoch on, without start and evaluation. Loss: the training loss, mean over an epoch's
         steps. Seconds to FP32's loss: until the mean over the last epoch's number of steps is at most {100 * WITHIN:g}
-        % above what {REFERENCE} ends with. MB: on the nodes' interfaces.
-
-        {derived if timed else ""}
-
-        ![loss over time]({picture.name})
+        % above what {REFERENCE} ends with. MB: on the nodes' interfaces. {derived if timed else ""}![loss over
+        time]({picture.name})
     """
     groups = {f"{group[0]['epochs']} epochs": group for group in page.grouped(rows, "epochs")}
     return [*prose(text), *sections(groups, REFERENCE, picture, f", r = {r:g}")]
