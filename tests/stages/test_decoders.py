@@ -120,9 +120,10 @@ class TestEqualToUnsplit:
         stages = split(model, cuts=[0, 1, 3])
         torch.manual_seed(1)
         logits = run(stages, inputs)
-        assert torch.equal(logits, expected.logits)
+        # Not bit for bit: on some processors a product depends on where in memory its operands begin.
+        torch.testing.assert_close(logits, expected.logits, rtol=0, atol=2e-6)
         loss = default_loss(stages[-1].config)(logits, labels)
-        assert torch.equal(loss, expected.loss)
+        torch.testing.assert_close(loss, expected.loss, rtol=1e-6, atol=0)
         loss.backward()
         found: dict[str, Tensor] = {}
         for stage in stages:
