@@ -1,4 +1,4 @@
-"""Run the demo's three trainings from other initial weights and orders of data.
+"""Run the demo's three trainings from other initial weights and orders of data, DirectQ in all its forms.
 
     python -m benchmarks demo_seeds [--seeds 3] [--workers 2] [--out FOLDER] [--redraw]
 
@@ -14,12 +14,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks import page
+from benchmarks import direct, page
 from benchmarks.page import Row, prose, spread, values
 from benchmarks.runner import Runs, arguments, digest
-from pipecomp.demo.settings import FIRST_VISIT_BITS, MICRO_BATCH, NAMES, Settings, ds_config
+from pipecomp.demo.settings import FIRST_VISIT_BITS, MICRO_BATCH, NAMES, SCALES, Settings, ds_config
 
 METHODS = {NAMES[method]: method for method in ("none", "direct", "aqsgd")}
+OWN_FORM = next(name for name, form in direct.FORMS.items() if form == SCALES["direct"])  # the demo's own
 
 
 def train(seed: int) -> Row:
@@ -44,15 +45,31 @@ def train(seed: int) -> Row:
     weights = {name: value for stage in pipeline.stages for name, value in stage.state_dict().items()}
     model.load_state_dict(weights)
     row: Row = {"seed": seed}
-    for name, method in METHODS.items():
+
+    def fine_tune(name: str, method: str, activations: dict[str, Any] | None = None, rival: Any = None) -> None:
         config = ds_config(s, method, Path(), steps=s.steps, lr=s.lr)
+        if activations is not None:
+            config["pipecomp"]["activations"] = activations
         if method == "aqsgd":
             config["pipecomp"]["store"] = {"backend": "memory"}
-        pipeline = InProcessPipeline(model, s.stages, config, Sequences(task.training))
+        pipeline = InProcessPipeline(model, s.stages, config, Sequences(task.training), rival=rival)
         losses = [float(pipeline.train_batch()) for _ in range(s.steps)]
         row[name] = epoch_means(losses, s.per_epoch)[-1]
         row[f"{name} held out"] = float(pipeline.eval_batch(eval_batches(Sequences(task.held_out), MICRO_BATCH)))
+
+    for name, method in METHODS.items():
+        fine_tune(name, method)
+    for form, setting in direct.forms(s.forward_bits, s.backward_bits).items():
+        if callable(setting):
+            fine_tune(_long(form), "none", rival=setting)
+        elif form != OWN_FORM:
+            fine_tune(_long(form), "direct", setting)
     return {**row, "cpu_seconds": time.process_time() - began}
+
+
+def _long(form: str) -> str:
+    """The name of a form of DirectQ."""
+    return f"DirectQ{form or ', max scale'}"
 
 
 def gap(row: Row) -> float:
@@ -96,14 +113,26 @@ def results(rows: list[Row]) -> list[str]:
     means = [spread(values(rows, name)) for name in names]
     closed = spread([(row["DirectQ"] - row["AQ-SGD"]) / gap(row) for row in rows], 2)
     table[-1:] = [f"| all | {' | '.join([*means[:3], closed, *means[3:]])} |", ""]
-    return [*prose(text), *table]
+    forms = [form for form in direct.names("") if form != OWN_FORM]
+    keys = {f"DirectQ{OWN_FORM}": "DirectQ", **{_long(form): _long(form) for form in forms}}
+
+    def above(name: str, end: str = "") -> str:
+        return spread([row[f"{keys[name]}{end}"] - row[f"FP32{end}"] for row in rows])
+
+    order = sorted(keys, key=lambda name: statistics.mean(values(rows, keys[name])))
+    columns = {
+        "form": lambda name: name,
+        "training loss above FP32's": above,
+        "held-out loss above FP32's": lambda name: above(name, " held out"),
+    }
+    return [*prose(text), *table, "## DirectQ's forms", "", *page.columns(columns, order)]
 
 
 def main(argv: Sequence[str]) -> None:
     """See the top of the file."""
     given = arguments(argv, __doc__, "workers", seeds=(3, "initial weights and orders of data, from 0"))
     settings = {**asdict(Settings()), "out": "", "bandwidth": "", "timeout_s": 0}
-    Runs(given, "demo_seeds", digest(settings), ("seed",)).complete(
+    Runs(given, "demo_seeds", digest([settings, SCALES, direct.names("")]), ("seed",)).complete(
         train,
         [(seed,) for seed in range(given.seeds)],
         line=lambda row: "  ".join(f"{name} {row[name]:.4f}" for name in METHODS),

@@ -14,6 +14,10 @@ MICRO_BATCH, MICRO_BATCHES = 4, 4
 BATCH = MICRO_BATCH * MICRO_BATCHES
 FIRST_VISIT_BITS = 8
 NAMES = {"none": "FP32", "fp16": "FP16", "bf16": "BF16", "direct": "DirectQ", "aqsgd": "AQ-SGD"}
+SCALES: dict[str, dict[str, Any]] = {  # the best of each; benchmarks/demo_seeds.py compares DirectQ's
+    "direct": {"scale": "rms"},
+    "aqsgd": {"scale": "channels", "gain": "unbiased"},
+}
 WARM_UP, TIMED = 3, 5  # steps of FP32 over the slow link: until it runs ahead as far as it will, and then timed
 
 
@@ -78,6 +82,7 @@ def ds_config(settings: Settings, method: str, store: Path, *, steps: int, lr: f
     activations: dict[str, Any] = {"method": method}
     if method in Activations.QUANTIZED:
         activations |= {"forward_bits": settings.forward_bits, "backward_bits": settings.backward_bits}
+        activations |= SCALES[method]
     section: dict[str, Any] = {"activations": activations, "seed": settings.seed, "tie": False}
     if method == "aqsgd":
         activations["first_visit"] = FIRST_VISIT_BITS
