@@ -75,7 +75,7 @@ class UpRun:
         command: A script and its arguments, or "train" and those of `pipecomp train`.
         train: The options of `pipecomp train` as JSON; None for a script.
         elastic: Start again without lost machines.
-        name: Of this machine's command, a random one.
+        name: Random name of this machine's command.
     """
 
     address: Address

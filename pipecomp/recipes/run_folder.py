@@ -36,7 +36,7 @@ _KINDS = (PLAN, STARTS, RECORDS, CHECKPOINTS)  # what a run needs to go on
 
 @dataclass(frozen=True)
 class RunNote:
-    """What a machine has noted of the last start.
+    """A machine's note of its last start.
 
     Attributes:
         run: Number of the run.

@@ -99,8 +99,10 @@ def verdict(result: Found) -> list[str]:
         wrong.append("no machine was lost")
     if result["compressed"] != result["runs"]:
         wrong.append("links were not compressed")
-    if result["apart"] is not None and result["spread"] is not None and result["apart"][1] > result["spread"]:
-        wrong.append(f"a loss is {result['apart'][1]:.2g} above the undisturbed run's; seeds differ by less")
+    if result["apart"] is not None and result["spread"] is not None:
+        most = max(result["apart"], key=abs)
+        if abs(most) > result["spread"]:
+            wrong.append(f"a loss differs by {most:+.2g} from the undisturbed run's, whose seeds differ by less")
     return wrong
 
 

@@ -34,6 +34,8 @@ MLA = {
 }
 MIXED = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
 # name: (class, config class, settings)
+# Others equal the whole model bit for bit; of these a product depends on where operands begin, on some processors.
+TO_ROUNDING = ("biogpt",)
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", {**DECODER, **MIXED, "head_dim": 8, "query_pre_attn_scalar": 8}),
     "granite": ("GraniteForCausalLM", "GraniteConfig", {**DECODER, "embedding_multiplier": 3.0, "logits_scaling": 2.0}),
@@ -120,10 +122,13 @@ class TestEqualToUnsplit:
         stages = split(model, cuts=[0, 1, 3])
         torch.manual_seed(1)
         logits = run(stages, inputs)
-        # Not bit for bit: on some processors a product depends on where in memory its operands begin.
-        torch.testing.assert_close(logits, expected.logits, rtol=0, atol=2e-6)
         loss = default_loss(stages[-1].config)(logits, labels)
-        torch.testing.assert_close(loss, expected.loss, rtol=1e-6, atol=0)
+        if name in TO_ROUNDING:
+            torch.testing.assert_close(logits, expected.logits, rtol=0, atol=2e-6)
+            torch.testing.assert_close(loss, expected.loss, rtol=1e-6, atol=0)
+        else:
+            assert torch.equal(logits, expected.logits)
+            assert torch.equal(loss, expected.loss)
         loss.backward()
         found: dict[str, Tensor] = {}
         for stage in stages:
