@@ -29,6 +29,12 @@ MODEL = Model()
 DIRECT, FEW = "DirectQ fw3 bw6, 16 micro-batches", "AQ-SGD fw2 bw2, 16 micro-batches"
 CHANGES_BACK = f"{FEW}, changes back"
 CONSTANT = "AQ-SGD constant error 0.05/0.1, at most fw3 bw6, 16 micro-batches"
+CHANNELS, STOCK_SIXTEEN = "AQ-SGD fw3 bw6, 16 micro-batches, channel scales", "DeepSpeed FP32, 16 micro-batches"
+
+
+def _channels() -> dict[str, Any]:
+    section = aqsgd(3, 6)
+    return {**section, "activations": {**section["activations"], "scale": "channels", "gain": "unbiased"}}
 
 
 def _few(**more: Any) -> dict[str, Any]:
@@ -47,6 +53,8 @@ BY_NAME = {
         ),
         Line(name=FEW, micro_batches=16, section=_few()),
         Line(name=CHANGES_BACK, micro_batches=16, section=_few(backward_method="delta")),
+        Line(name=CHANNELS, micro_batches=16, section=_channels()),
+        Line(name=STOCK_SIXTEEN, engine="deepspeed", micro_batches=16),
         Line(name=CONSTANT, micro_batches=16, section={**aqsgd(3, 6), "activations": constant_error(1, (3, 6))}),
     )
 }
@@ -101,6 +109,9 @@ COMPARISONS = (
     Comparison("changes back, store", Side(CHANGES_BACK), Side(FEW), 1.02),
     Comparison("constant error, stock", Side(CONSTANT), Side(STOCK), 1.03),
     Comparison("constant error, r = 18", Side(CONSTANT, 18.0), Side(CONSTANT), 1 / 0.9),
+    Comparison("channel scales", Side(CHANNELS), Side(SIXTEEN), 1.01),
+    Comparison("channel scales, stock", Side(CHANNELS), Side(STOCK_SIXTEEN), 1.02),
+    Comparison("max scales, stock", Side(SIXTEEN), Side(STOCK_SIXTEEN), 1.02),
     Comparison("AQ-SGD, DirectQ", Side(SIXTEEN), Side(DIRECT), 1.05),
 )
 BY_COMPARISON = {comparison.name: comparison for comparison in COMPARISONS}
@@ -179,7 +190,7 @@ def one_rank(rank: int, world: int, note: Any, name: str, pairs: int, limited: b
         return time.perf_counter() - began
 
     for index, side in enumerate(sides):
-        for _ in range(1 if side.line == STOCK else WARM_UP):
+        for _ in range(1 if BY_NAME[side.line].engine == "deepspeed" else WARM_UP):
             step(index)
     step_pairs = []
     for number in range(pairs):
