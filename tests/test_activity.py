@@ -6,6 +6,7 @@ import os
 import queue
 import re
 import shutil
+import signal
 import socket
 import sys
 import threading
@@ -73,6 +74,23 @@ def test_a_wait_is_interrupted_after_its_limit(watch: Heartbeat, wait: Callable[
     host = re.escape(socket.gethostname())
     assert re.match(rf"rank 0 on {host} waits here since 0 s at .* in \S+, step \d+\. It is slow", str(caught.value))
     assert current_activity() is None
+
+
+def test_a_signal_that_ends_no_wait_is_sent_again(watch: Heartbeat, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that arrives just before the wait in the kernel does not end it."""
+    missed: list[tuple[int, int]] = []
+
+    def send(thread: int, number: int) -> None:
+        if len(missed) < 2:
+            missed.append((thread, number))
+        else:
+            sent(thread, number)
+
+    sent = signal.pthread_kill
+    monkeypatch.setattr(activity.signal, "pthread_kill", send)
+    with pytest.raises(StalledError), Activity("waits here", 0.2):
+        time.sleep(HANG_S)
+    assert len(missed) == 2
 
 
 def test_a_body_that_goes_on_is_interrupted_again(watch: Heartbeat) -> None:

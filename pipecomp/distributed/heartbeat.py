@@ -558,8 +558,10 @@ class Heartbeat:
         if passed_s >= activity.next_notice_s:
             activity.next_notice_s *= 2
             say_here(f"{activity.text} since {passed_s:.0f} s, on {socket.gethostname()}")
-        if passed_s > activity.limit_s and activity.error is None:
-            activity.interrupt(self._stalled(activity, activity.limit_s))
+        if passed_s > activity.limit_s:
+            if activity.error is None:
+                activity.error = self._stalled(activity, activity.limit_s)
+            activity.interrupt()
         end_s = activity.limit_s + _INTERRUPT_S if activity.end_s is None else activity.end_s
         if passed_s > end_s and current_activity() is activity:
             self._end_process(self._stalled(activity, passed_s), "It cannot be interrupted")

@@ -5,8 +5,10 @@ than its limit. An activity inside another one counts as progress of the outer o
 
 Note: [Interrupting the main thread]
 A real-time signal, whose Python handler raises the error, ends the waits of Python's own functions and of most
-libraries: sleep, locks, queues, sockets, pipes. A read of a dead file system in the kernel is not interrupted, nor is
-another thread than the main one.
+libraries: sleep, locks, queues, sockets, pipes. A signal that arrives between the release of the interpreter's lock and
+the wait in the kernel ends no wait, and the handler runs after it. That is not rare: the release lets the watching
+thread run, which sends the signal. So it is sent again until the error is raised. A read of a dead file system in the
+kernel is not interrupted, nor is another thread than the main one.
 """
 
 from __future__ import annotations
@@ -70,6 +72,9 @@ class Activity:
         limit_s: Seconds after which it is interrupted; None for one that is not watched, as others watch it.
         end_s: Seconds after which the process ends; by default some more than the limit.
         explain: Describes the cause and the remedy in an error.
+
+    Attributes:
+        error: The error to raise in the body; None for none, and once it is raised.
     """
 
     def __init__(
@@ -83,7 +88,7 @@ class Activity:
         self.text, self.limit_s, self.end_s, self.explain = text, limit_s, end_s, explain
         self.since = time.monotonic()
         self.next_notice_s = NOTICE_S
-        self.error: Exception | None = None  # to be raised
+        self.error: Exception | None = None
         self._thread = threading.current_thread()
 
     def __enter__(self) -> Activity:
@@ -100,11 +105,10 @@ class Activity:
         if self in _running:
             _running.remove(self)
         for outer in list(_running):
-            outer.since, outer.next_notice_s = time.monotonic(), NOTICE_S
+            outer.since, outer.next_notice_s, outer.error = time.monotonic(), NOTICE_S, None
 
-    def interrupt(self, error: Exception) -> None:
-        """Raise an error in the body, if it runs on the main thread."""
-        self.error = error
+    def interrupt(self) -> None:
+        """Raise `error` in the body, if it runs on the main thread. Call this until `error` is None: see the note."""
         if self._thread is _main_thread:
             signal.pthread_kill(_main_thread.ident or 0, _SIGNAL)
 
@@ -178,8 +182,8 @@ def full_shared_memory() -> str | None:
 
 def _raise_error(number: int, frame: FrameType | None) -> None:
     """Raise the error of the activity that is to end. If the body goes on all the same, its time begins anew."""
-    if frame is not None and frame.f_code is Activity.__exit__.__code__:  # the body is over
-        return
+    if frame is not None and frame.f_code in (Activity.__enter__.__code__, Activity.__exit__.__code__):
+        return  # not in the body; one that goes on is interrupted again
     for activity in reversed(_running):
         if activity.error is not None:
             error, activity.error, activity.since = activity.error, None, time.monotonic()
