@@ -162,7 +162,7 @@ def test_what_another_machine_does_is_printed(monkeypatch: pytest.MonkeyPatch, c
     store = dist.HashStore()
     ranks = [Heartbeat(rank, 2, store) for rank in range(2)]
     for each in ranks:
-        each.places = [RankPlace("here", 0, ""), RankPlace("there", 1, "/logs/1")]
+        each.places = [RankPlace("here", 0, "", "a"), RankPlace("there", 1, "/logs/1", "b")]
         each.begin()
     deadline = time.monotonic() + HANG_S
     text = ""
@@ -182,12 +182,14 @@ def test_what_another_machine_does_is_printed(monkeypatch: pytest.MonkeyPatch, c
 
 
 def test_a_killed_process_of_the_same_machine_was_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another machine may have a host of the same name."""
     kills = iter([2, 3])
     monkeypatch.setattr(heartbeat, "count_oom_kills", lambda: next(kills))
     rank = Heartbeat(0, 1, dist.HashStore())
-    rank.places = [RankPlace("here", 0, ""), RankPlace("here", 1, "")]
+    rank.places = [RankPlace("here", stage, "", name) for stage, name in enumerate("aab")]
     try:
         assert "Out of memory: the kernel has killed 1 process" in rank.describe(1)
+        assert "Out of memory" not in rank.describe(2)
     finally:
         rank.end()
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from pipecomp.codecs import wire
-from pipecomp.distributed.heartbeat import DEFAULT_TIMEOUT_S, StoreSilentError, call_store, is_collective_error
+from pipecomp.distributed.heartbeat import DEFAULT_TIMEOUT_S, call_store, is_collective_error, lost_store
 from pipecomp.distributed.launch_env import JOIN_TIMEOUT_S
 from pipecomp.distributed.preemption import say_here
 from pipecomp.errors import LinkError, LinkTimeoutError, PeerLostError, PipecompError
@@ -88,15 +88,11 @@ class AllRanks:
     def _exchange(self, value: Any, lost: int | None = None) -> list[Any]:
         """Exchange a value. lost: a rank that this one has lost; nobody waits long for it, its value is _NO_ANSWER."""
         number = next(self._rounds)
-        try:
+        with lost_store(lambda: self._missed(0)):
             if lost is not None:
                 self._call(lambda: self._store.set(f"{number}/lost/{lost}", ""))
             self._call(lambda: self._store.set(f"{number}/{self.rank}", json.dumps(value)))
             return [self._answer(number, rank) for rank in range(self.world)]
-        except (dist.DistNetworkError, StoreSilentError) as error:
-            what = "does not answer" if isinstance(error, StoreSilentError) else "is gone"
-            lost_first = f"lost rank 0 at the start: torch.distributed's key-value store, which it serves, {what}"
-            raise self._missed(0) or PeerLostError(lost_first, 0) from error
 
     def _call(self, act: Callable[[], _T]) -> _T:
         return call_store(act, _SILENCE_S)

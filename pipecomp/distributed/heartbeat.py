@@ -35,6 +35,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from pipecomp.distributed.launch_env import JOIN_TIMEOUT_S
+from pipecomp.distributed.placement import machine
 from pipecomp.distributed.preemption import LOST_STATUS, report_signals, say_here
 from pipecomp.distributed.supervisor import GO_ON
 from pipecomp.errors import LinkTimeoutError, PeerLostError, PipecompError, StalledError, foreign_text
@@ -102,6 +103,20 @@ def call_store(call: Callable[[], _T], timeout_s: float) -> _T:
     return future.result()
 
 
+@contextlib.contextmanager
+def lost_store(known: Callable[[], Exception | None] = lambda: None) -> Iterator[None]:
+    """Raise PeerLostError where the body, at the start, finds that the key-value store is gone or silent.
+
+    known: Returns a better error, None without one.
+    """
+    try:
+        yield
+    except (dist.DistNetworkError, StoreSilentError) as error:
+        what = "does not answer" if isinstance(error, StoreSilentError) else "is gone"
+        text = f"lost rank 0 at the start: torch.distributed's key-value store, which it serves, {what}"
+        raise known() or PeerLostError(text, 0) from error
+
+
 def abandoned_store_threads() -> list[threading.Thread]:
     """List the threads of `call_store` that still wait."""
     return [thread for thread in threading.enumerate() if thread.name == _STORE_THREAD]
@@ -127,16 +142,24 @@ class FailureReport:
 
 
 class RankPlace(NamedTuple):
-    """Host and stage of a rank, and the file that its output goes to, "" if there is none."""
+    """Place of a rank.
+
+    Attributes:
+        host: Name of its host, for messages: several machines may have the same.
+        stage: Its stage.
+        log: The file that its output goes to, "" if there is none.
+        machine: See `placement.machine`.
+    """
 
     host: str
     stage: int
     log: str
+    machine: str
 
     @classmethod
     def here(cls, stage: int) -> RankPlace:
         """Return this process's place."""
-        return cls(socket.gethostname(), stage, log_file())
+        return cls(socket.gethostname(), stage, log_file(), machine())
 
 
 def uncaught_error() -> BaseException | None:
@@ -578,13 +601,17 @@ class Heartbeat:
     def _report_others(self) -> None:
         """Print what ranks on other machines do if it takes long: here nothing else tells why this one waits."""
         for rank, entry in dict(self._entries).items():
-            if rank >= len(self.places) or self.places[rank].host == self.places[self._rank].host:
+            if rank >= len(self.places) or self._is_here(rank):
                 continue
             if not entry.doing or entry.seconds < NOTICE_S:
                 self._notices.pop(rank, None)
             elif entry.seconds >= self._notices.setdefault(rank, NOTICE_S):
                 self._notices[rank] = 2.0 * entry.seconds
                 say_here(f"rank {rank} on {self.places[rank].host} {entry.doing} since {entry.seconds} s")
+
+    def _is_here(self, rank: int) -> bool:
+        """Return whether a rank is on this rank's machine."""
+        return self.places[rank].machine == self.places[self._rank].machine
 
     def describe(self, rank: int) -> str:
         """Describe a rank for an error: host, stage, step, latest activity, log; "" if nothing is known."""
@@ -598,7 +625,7 @@ class Heartbeat:
         if doing[0]:
             text += f", {doing[0]}" + (f" since {doing[1]} s" if doing[1] >= 1 else "")
         text += f". Its output is in {place.log}" if place.log else ". Its own output may say more"
-        if rank != self._rank and place.host == self.places[self._rank].host:
+        if rank != self._rank and self._is_here(rank):
             killed = count_oom_kills() - self._oom_kills
             if killed > 0:
                 text += (

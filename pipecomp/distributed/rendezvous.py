@@ -33,7 +33,14 @@ from torch.distributed.rendezvous import rendezvous
 from pipecomp.config import read_json_object
 from pipecomp.distributed.collectives import exchange_objects_as_json
 from pipecomp.distributed.consistency import AllRanks, check_byte_order, differences, versions
-from pipecomp.distributed.heartbeat import StoreSilentError, call_store, process_heartbeat, uncaught_error
+from pipecomp.distributed.heartbeat import (
+    DEFAULT_TIMEOUT_S,
+    StoreSilentError,
+    call_store,
+    lost_store,
+    process_heartbeat,
+    uncaught_error,
+)
 from pipecomp.distributed.launch_env import (
     JOIN_TIMEOUT_S,
     compared_variables,
@@ -324,7 +331,8 @@ def _take_places(together: AllRanks) -> list[str]:
 def _fresh(store: Any, rank: int, world: int) -> Any:
     """Agree on an unused prefix of the store.
 
-    Raises LinkTimeoutError if a rank does not connect, ConfigError if rank 0 has another WORLD_SIZE.
+    Raises LinkTimeoutError if a rank does not connect, ConfigError if rank 0 has another WORLD_SIZE, PeerLostError if
+    the store is gone.
 
     Note:
         torchrun's store outlives the ranks: after a restart it holds their old entries, such as addresses of ended
@@ -334,8 +342,11 @@ def _fresh(store: Any, rank: int, world: int) -> Any:
     name = secrets.token_hex(8) if rank == 0 else ""
     question, asked = "", -_ASK_AGAIN_S
     waiting = set(range(1, world)) if rank == 0 else set()
-    began = time.monotonic()
-    while (passed_s := time.monotonic() - began) < JOIN_TIMEOUT_S:
+    passed_s, began = 0.0, time.monotonic()
+
+    def look() -> str | None:
+        """Ask or answer once; returns the number of ranks that rank 0 has counted, None as long as it waits."""
+        nonlocal name, question, asked, waiting
         if rank == 0:
             for other in range(1, world):
                 if store.check([f"{_NAME}/{other}"]):
@@ -349,8 +360,13 @@ def _fresh(store: Any, rank: int, world: int) -> Any:
         elif store.check([f"{_NAME}/{question}"]):
             name = store.get(f"{_NAME}/{question}").decode()
             store.set(f"{_NAME}/{name}/{rank}", "")
-        if name and store.check([f"{_NAME}/{name}/go"]):
-            counted = store.get(f"{_NAME}/{name}/go").decode()
+        found = bool(name) and store.check([f"{_NAME}/{name}/go"])
+        return store.get(f"{_NAME}/{name}/go").decode() if found else None
+
+    while (passed_s := time.monotonic() - began) < JOIN_TIMEOUT_S:
+        with lost_store():
+            counted = call_store(look, DEFAULT_TIMEOUT_S)
+        if counted is not None:
             # Older versions write nothing there; versions are compared next.
             require(counted in ("", str(world)), "WORLD_SIZE", world, f"{counted}, as on rank 0")
             return dist.PrefixStore(f"pipecomp/{name}", store)

@@ -25,7 +25,6 @@ from pipecomp.data import TrainLoader
 from pipecomp.distributed.collectives import gathered
 from pipecomp.distributed.consistency import AllRanks
 from pipecomp.distributed.heartbeat import Heartbeat
-from pipecomp.distributed.placement import machine
 from pipecomp.elastic.second_home import RankState, SecondHome, choose_homes, data_limit
 from pipecomp.elastic.transfer import HomePlan
 from pipecomp.engine.checkpointing import CheckpointManager
@@ -180,8 +179,8 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine, EngineState):
         settings, grid, plan = self.pipecomp_config.elastic, self.grid, self.plan
         if not settings.active:
             return
-        hosts = [place.host for place in heartbeat.places]
-        homes = choose_homes(settings.second_home, pipelines(grid), hosts, gathered(machine()))
+        hosts, machines = ([getattr(place, name) for place in heartbeat.places] for name in ("host", "machine"))
+        homes = choose_homes(settings.second_home, pipelines(grid), hosts, machines)
         self._checkpoints.prepare_records()
         stages = [place.stage for place in heartbeat.places]
         home_plan = HomePlan(

@@ -17,7 +17,6 @@ import argparse
 import contextlib
 import hashlib
 import os
-import socket
 import sys
 import time
 import traceback
@@ -32,6 +31,7 @@ from pipecomp.config import MOST_SEED
 from pipecomp.data import default_collate
 from pipecomp.distributed import preemption
 from pipecomp.distributed.heartbeat import is_collective_error
+from pipecomp.distributed.placement import machine
 from pipecomp.distributed.rendezvous import first_line, silence_stderr
 from pipecomp.errors import LinkTimeoutError, PeerLostError, PipecompError
 from pipecomp.interfaces import TrainingEngine
@@ -160,7 +160,7 @@ def _print_once(line: str) -> None:
     """Print a line unless another rank of this machine has printed it."""
     first = True
     if dist.is_initialized():
-        key = hashlib.sha256(f"{socket.gethostname()} {line}".encode()).hexdigest()
+        key = hashlib.sha256(f"{machine()} {line}".encode()).hexdigest()
         # If the rank that serves the store has ended, print.
         with contextlib.suppress(RuntimeError), silence_stderr():
             first = distributed_c10d._get_default_store().add(f"pipecomp-said-{key}", 1) == 1

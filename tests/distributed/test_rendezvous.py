@@ -18,7 +18,7 @@ from pipecomp.distributed.launch_env import Launch
 from pipecomp.distributed.placement import free_port, loopback
 from pipecomp.distributed.rendezvous import check_master_port
 from pipecomp.doctor.ranks import RankSession, RendezvousError
-from pipecomp.errors import ConfigError, LinkError, LinkTimeoutError
+from pipecomp.errors import ConfigError, LinkError, LinkTimeoutError, PeerLostError
 from pipecomp.tls.key_folder import create_keys
 from tests.limits import HANG_S
 
@@ -179,3 +179,29 @@ def test_a_rank_that_counts_other_ranks_than_rank_0_is_told() -> None:
     with pytest.raises(ConfigError, match="WORLD_SIZE: got 3, allowed: 2, as on rank 0"):
         rendezvous._fresh(store, 1, 3)
     first.join(60)
+
+
+def test_a_store_that_is_gone_is_rank_0_lost() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, timeout=timedelta(seconds=60), wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", server.port, 2, timeout=timedelta(seconds=60))
+    ended = threading.Timer(1.0, lambda: gone.clear())
+    gone = [server]
+    del server
+    ended.start()
+    with pytest.raises(
+        PeerLostError, match=r"lost rank 0 at the start: .* key-value store, which it serves, is gone"
+    ):
+        rendezvous._fresh(store, 1, 2)
+    ended.join()
+
+
+def test_a_store_that_is_silent_is_rank_0_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Silent(dist.HashStore):
+        def set(self, key: str, value: str) -> None:
+            answer.wait()
+
+    answer = threading.Event()
+    monkeypatch.setattr(rendezvous, "DEFAULT_TIMEOUT_S", 0.1)
+    with pytest.raises(PeerLostError, match="does not answer"):
+        rendezvous._fresh(Silent(), 1, 2)
+    answer.set()
