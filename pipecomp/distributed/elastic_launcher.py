@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from pipecomp.distributed.launch_env import CANDIDATES, COMMAND, MACHINES, RESTARTS, STARTS
+from pipecomp.distributed.launch_env import CANDIDATES, COMMAND, MACHINES, RESTARTS, STARTS, read_start
 from pipecomp.distributed.ssh_launcher import (
     RankCommand,
     assign_ranks,
@@ -319,11 +319,12 @@ def launch_elastic(
         one = tuple(command(each))
         return lacking([RankCommand(rank=0, host=host, command=one, needs=tuple(needs)) for host in hosts])
 
-    def steps(hosts: Sequence[str]) -> dict[str, str | None]:
+    def begun_at(hosts: Sequence[str]) -> int | None:
         if out is None:
-            return {}
+            return None
         with ThreadPoolExecutor(len(hosts)) as pool:
-            return dict(zip(hosts, pool.map(read, hosts, [out / STARTS] * len(hosts)), strict=True))
+            texts = pool.map(read, hosts, [out / STARTS] * len(hosts))
+        return next((step for text in texts if (step := read_start(text, name, number)) is not None), None)
 
     number, seen, before, starts, name = 0, 0, roster, StartCount(), secrets.token_hex(8)
     if out is not None and LOCAL not in roster.hosts:
@@ -346,7 +347,7 @@ def launch_elastic(
         answering: list[str] = []  # machines that were told to end
         failed = ended.status and not (ended.stopped or ended.is_whole)
         if ended.more is not None:
-            starts.reset()
+            starts = StartCount()  # this one has trained
         if ended.more is not None and not ended.lost:
             roster = roster.grown(ended.more)
             added = [host for host in roster.hosts if host not in before.hosts]
@@ -360,7 +361,7 @@ def launch_elastic(
             if not roster.hosts:
                 _say(f"no machine of the run is left: {_list(why)}. {_GO_ON}")
                 return final_status(ended.status)
-            fruitless = starts.add(steps(roster.hosts)) if ended.more is None else None
+            fruitless = starts.add(begun_at(roster.hosts)) if ended.more is None else None
             if fruitless is not None:
                 _say(f"{fruitless}. {_GO_ON}")
                 return final_status(ended.status)

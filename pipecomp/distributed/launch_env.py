@@ -9,13 +9,14 @@ other end of its standard input, where signals arrive too: sshd does not end it 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import psutil
 
@@ -41,7 +42,7 @@ LAUNCHER, STDIN = "PIPECOMP_LAUNCHER", "stdin"
 RESTARTS = "PIPECOMP_RESTARTS"  # how often an elastic launcher has started the ranks of this run again
 MACHINES = "PIPECOMP_MACHINES"  # of an elastic launcher's start, in the order of their ranks, with commas between them
 COMMAND = "PIPECOMP_COMMAND"  # a name that all starts of an elastic launcher's command have in common
-STARTS = "restarts.json"  # in the run's folder of each machine: the steps that the latest starts began at
+STARTS = "restarts.json"  # in the run's folder of each machine: the step that its latest start began at
 MOST_STARTS = 4  # in a row that reach no newer step
 CANDIDATES = "candidates.json"  # in the run's folder of rank 0: machines that wait to take part
 
@@ -117,6 +118,20 @@ def restarts() -> int:
     """Return how often an elastic launcher has started this run's ranks again."""
     text = os.environ.get(RESTARTS, "")
     return int(text) if text.isdecimal() else 0
+
+
+def note_start(step: int) -> dict[str, Any]:
+    """Return the content of the file STARTS in a start that begins at a step."""
+    return {"command": os.environ.get(COMMAND, ""), "start": restarts(), "step": step}
+
+
+def read_start(text: str | None, command: str, start: int) -> int | None:
+    """Return the step that a start of a command has noted; None if it has noted none. text: Content of STARTS."""
+    try:
+        found = json.loads(text or "{}")
+        return int(found["step"]) if (found["command"], found["start"]) == (command, start) else None
+    except (ValueError, TypeError, KeyError):
+        return None
 
 
 def retry_after_restart(act: Callable[[], _T], is_busy: Callable[[Exception], bool]) -> _T:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import math
 import os
 import pickle
@@ -127,42 +126,23 @@ def final_status(status: int) -> int:
 
 
 class StartCount:
-    """Counts the starts of a run in a row that have found no state to go on from.
+    """Counts the starts of a run in a row that were lost and reach no newer step.
 
-    The ranks note the step that each start begins at (STARTS), once they have found it. A start that fails before notes
-    nothing. One that has noted a step may have trained, whatever its step: how far is known when the next one begins,
-    and the ranks themselves end a run whose starts begin at the same step (`pipecomp.recipes.restart`).
+    The ranks note the step that a start begins at (`launch_env.STARTS`), once they have found it. How far a start comes
+    is known when the next one begins: one that begins at a newer step than the one before is the first of a new count.
     """
 
     def __init__(self) -> None:
-        self._noted: dict[str, list[int]] = {}  # by machine
-        self._fruitless = 0
+        self._step, self._fruitless = -1, 0
 
-    def add(self, texts: Mapping[str, str | None]) -> str | None:
-        """Count a start that was lost; return why the run ends, None if it may start again.
-
-        texts: Content of the file STARTS, by machine; None without one.
-        """
-        noted = {machine: steps for machine, text in texts.items() if (steps := _read_steps(text))}
-        # A spare machine may have the file of an earlier run.
-        began = any(steps != self._noted[machine] for machine, steps in noted.items() if machine in self._noted)
-        self._fruitless = 0 if began or (noted and not self._noted) else self._fruitless + 1
-        self._noted |= noted
+    def add(self, step: int | None) -> str | None:
+        """Count a start; return why the run ends, None if it may start again. step: None if it has noted none."""
+        newer = step is not None and step > self._step
+        self._step = self._step if step is None else step
+        self._fruitless = 0 if newer else self._fruitless + 1
         if self._fruitless < MOST_STARTS:
             return None
         return f"{MOST_STARTS} starts in a row have reached no newer step: the log says why each ended"
-
-    def reset(self) -> None:
-        """Note that a start has trained."""
-        self._fruitless = 0
-
-
-def _read_steps(text: str | None) -> list[int]:
-    try:
-        steps = json.loads(text or "[]")
-    except ValueError:
-        return []
-    return steps if isinstance(steps, list) and all(type(step) is int for step in steps) else []
 
 
 class ChildProcess(Protocol):

@@ -16,7 +16,15 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
-from pipecomp.distributed.launch_env import COMMAND, LAUNCHER, MACHINES, RESTARTS, STARTS, machine_name
+from pipecomp.distributed.launch_env import (
+    COMMAND,
+    LAUNCHER,
+    MACHINES,
+    RESTARTS,
+    STARTS,
+    machine_name,
+    read_start,
+)
 from pipecomp.distributed.placement import address_towards, is_loopback, list_interfaces
 from pipecomp.distributed.preemption import LEAVING, LEFT_STATUS
 from pipecomp.distributed.rendezvous import ADDRESS, CERTIFIED, KEYS, LISTEN
@@ -98,12 +106,13 @@ class UpRun:
         """Number of ranks."""
         return self.machines * self.procs
 
-    def read_starts(self) -> str | None:
-        """Return this machine's file STARTS, None if there is none."""
+    def begun_at(self, start: int) -> int | None:
+        """Return the step that a start of this machine's ranks has noted; None if it has noted none."""
         try:
-            return (Path(json.loads(self.train or "{}")["out"]) / STARTS).read_text(errors="replace")
+            text = (Path(json.loads(self.train or "{}")["out"]) / STARTS).read_text(errors="replace")
         except (OSError, KeyError, TypeError):
             return None
+        return read_start(text, self.name, start)
 
     def ranks(self, machine: int) -> str:
         """Return the ranks of a machine, counted from 0, in the form that certificates use."""
@@ -301,9 +310,9 @@ def start_ranks(
         wanted = len(before)
         if ended.more is not None:
             wanted += ended.more
-            starts.reset()
+            starts = StartCount()  # this one has trained
         elif ended.is_loss:
-            if (fruitless := starts.add({"": run.read_starts()})) is not None:
+            if (fruitless := starts.add(run.begun_at(start.number))) is not None:
                 say(fruitless)
                 book.unlink(missing_ok=True)
                 return status

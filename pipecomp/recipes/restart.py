@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -16,7 +15,7 @@ from pipecomp.checkpoint.manifest import finished, problem
 from pipecomp.checkpoint.reshard import saved_pipeline
 from pipecomp.distributed import rendezvous
 from pipecomp.distributed.collectives import gathered, while_others_wait
-from pipecomp.distributed.launch_env import MOST_STARTS, STARTS, restarts
+from pipecomp.distributed.launch_env import STARTS, note_start, restarts
 from pipecomp.distributed.preemption import say_here
 from pipecomp.elastic import RECORDS
 from pipecomp.elastic.assembly import record_checkpoint
@@ -34,9 +33,8 @@ def go_on_without_lost(folder: Path) -> None:
     """Make a checkpoint of the newest state that the machines of this start have together; every rank must call this.
 
     Raises:
-        ConfigError: On every rank, after MOST_STARTS starts without a newer state.
+        ConfigError: On every rank, if the newest complete state went with its machines, and there is no earlier one.
     """
-    first_here, ranks = os.environ.get("LOCAL_RANK", "0") == "0", rendezvous.all_ranks()
     earlier, kept = find_plan(folder), -1
     if earlier is not None and len(earlier["cuts"]) - 1 == dist.get_world_size() and RECUT not in earlier:
         with contextlib.suppress(ConfigError):  # a machine that has taken another's place lacks its files
@@ -50,37 +48,18 @@ def go_on_without_lost(folder: Path) -> None:
     if step is not None:
         remove_after(str(folder / CHECKPOINTS), step, None)  # those have the files of the machines that are left only
     reached = max(kept, 0) if step is None else step
-    number, lost = restarts(), find_lost_step(folder / RECORDS, after=reached)
+    lost = find_lost_step(folder / RECORDS, after=reached)
     if lost is None and step is None and kept < 0:
         lost = find_lost_checkpoint(folder / CHECKPOINTS)
     if lost is not None:
         check_not_lost(folder, lost, reached, (earlier or {}).get("machines", {}).get("names", []))
     prune_checkpoints(folder / CHECKPOINTS, reached, KEPT)
-    if dist.get_rank() == 0 and number:
-        say_here(f"restart {number}: goes on after step {reached}")
-    path, before = folder / STARTS, []
-    if first_here:
-        with contextlib.suppress(OSError, ValueError):
-            before = json.loads(path.read_text())
-    before = max(gathered(before), key=len)
-    with ranks.collective_errors(), writable("--out", folder):
-        steps = add_start(before if number else [], reached)
-        if first_here:
+    if dist.get_rank() == 0 and restarts():
+        say_here(f"restart {restarts()}: goes on after step {reached}")
+    with rendezvous.all_ranks().collective_errors(), writable("--out", folder):
+        if os.environ.get("LOCAL_RANK", "0") == "0":
             folder.mkdir(parents=True, exist_ok=True)
-            write_here(path, steps, dist.get_rank())
-
-
-def add_start(before: Sequence[int], reached: int) -> list[int]:
-    """Return the steps that the latest starts began at, with a start at step `reached`.
-
-    Raises:
-        ConfigError: MOST_STARTS starts in a row have begun at this step, and reached no newer one.
-    """
-    latest = [*before][-MOST_STARTS:]
-    allowed = f"progress between restarts: {MOST_STARTS} in a row have begun at step {reached}"
-    progress = len(latest) < MOST_STARTS or set(latest) != {reached}
-    require(progress, "--elastic", True, allowed, "The log says why each ended")
-    return [*latest, reached][-MOST_STARTS:]
+            write_here(folder / STARTS, note_start(reached), dist.get_rank())
 
 
 def find_lost_checkpoint(checkpoints: Path) -> tuple[int, list[int]] | None:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from pipecomp.buffers.admin import forget
 from pipecomp.distributed import rendezvous
 from pipecomp.distributed.collectives import broadcast, gathered
-from pipecomp.distributed.launch_env import COMMAND, STARTS
+from pipecomp.distributed.launch_env import COMMAND
 from pipecomp.elastic import RECORDS
 from pipecomp.errors import ConfigError, StoreError, WireError, writable
 from pipecomp.recipes.plan_file import write_here
@@ -31,7 +31,7 @@ from pipecomp.trainer.checkpoints import list_checkpoints
 
 NOTE = "run-number.json"
 _TOKEN = ".run-token"  # of the start that has locked the folder: it tells a folder that machines share
-_KINDS = (PLAN, STARTS, RECORDS, CHECKPOINTS)  # what a run needs to go on
+_KINDS = (PLAN, RECORDS, CHECKPOINTS)  # what a run needs to go on
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -12,7 +13,17 @@ import pytest
 
 from pipecomp.distributed import elastic_launcher
 from pipecomp.distributed.elastic_launcher import JOIN, LOCAL, Roster, launch_elastic, silent_hosts
-from pipecomp.distributed.launch_env import CANDIDATES, MACHINES, RESTARTS, STARTS, machine_names, restarts
+from pipecomp.distributed.launch_env import (
+    CANDIDATES,
+    COMMAND,
+    MACHINES,
+    RESTARTS,
+    STARTS,
+    machine_names,
+    note_start,
+    read_start,
+    restarts,
+)
 from pipecomp.distributed.preemption import LEFT_STATUS, LOST_STATUS, RECUT_STATUS, REQUEUE_STATUS
 from pipecomp.distributed.ssh_launcher import watch_ranks
 from pipecomp.distributed.supervisor import Ended, StartCount, final_status
@@ -134,7 +145,7 @@ def test_the_status_of_a_launcher_that_starts_no_ranks_again():
 def program(folder: Path, text: str):
     """A rank that notes its start: number of restarts, rank, number of ranks, and the machine's place."""
     note = (
-        "import os, pathlib, signal, sys, time\n"
+        "import json, os, pathlib, signal, sys, time\n"
         f"restarts, rank, world = (int(os.environ[n]) for n in ({RESTARTS!r}, 'RANK', 'WORLD_SIZE'))\n"
         f"pathlib.Path({str(folder)!r}, f'{{restarts}}-{{rank}}-{{world}}').touch()\n"
     )
@@ -209,43 +220,52 @@ def test_starts_that_fail_before_training_end(folder, capfd):
 
 
 def test_starts_that_reach_newer_steps_go_on(folder):
-    note = f"rank == 0 and pathlib.Path('run', {STARTS!r}).write_text(f'[0, {{restarts * 10}}]')\n"
+    """Some fail before they find a state to go on from."""
+    note = (
+        "from pipecomp.distributed.launch_env import note_start\n"
+        "noted = pathlib.Path('run', f'noted-{restarts}')\n"
+        "if restarts % 4 < 2 and rank == 0:\n"
+        f" pathlib.Path('run', {STARTS!r}).write_text(json.dumps(note_start(restarts * 10)))\n"
+        " noted.touch()\n"
+        "while restarts % 4 < 2 and not noted.exists(): time.sleep(0.01)\n"
+    )
     run = program(folder / "starts", note + "restarts < 6 and rank == 1 and os.kill(os.getpid(), signal.SIGKILL)\n")
     (folder / "run").mkdir()
     assert launch_elastic(run, Roster.start(HERE[:2]), 1, out=Path("run")) == 0
     assert len(starts(folder / "starts")) == 14
 
 
+def added(count: StartCount, *steps: int | None) -> list[bool]:
+    """For each start whether the run goes on."""
+    return [count.add(step) is None for step in steps]
+
+
 class TestStartCount:
     """How often a run starts again without a newer step."""
 
-    def test_a_newer_step_on_any_machine(self):
-        count = StartCount()
-        for steps in ([0], [0, 10], [0, 10, 10], [0, 10, 10, 10], [10, 10, 10, 10]):
-            assert count.add({"a": str(steps), "b": None}) is None
-        for _ in range(3):
-            assert count.add({"a": None, "b": None}) is None
-        assert count.add({"a": None, "b": None}) is not None
+    def test_each_newer_step_begins_a_new_count(self):
+        assert all(added(StartCount(), 0, 0, 0, 0, 10, 10, 10, 10, 20, None, None, None, 30))
 
-    def test_a_start_that_has_begun_may_have_trained(self):
-        """Three starts before it failed while connecting; how far it came is known once the next one begins."""
-        count = StartCount()
-        for steps in ([0], [0], [0], [0], [0, 0], [0, 0, 5000]):
-            assert count.add({"a": str(steps)}) is None
+    @pytest.mark.parametrize("fruitless", [[0] * 4, [None] * 4, [None, 0, None, 0]])
+    def test_four_that_reach_no_newer_step_end_the_run(self, fruitless):
+        """The first one may have trained: how far is known when the next one begins."""
+        assert added(StartCount(), 0, *fruitless) == [True] * 4 + [False]
 
-    def test_the_file_of_an_earlier_run_does_not_count(self):
-        count = StartCount()
-        assert count.add({"a": "[5]"}) is None
-        for _ in range(3):
-            assert count.add({"a": "[5]", "b": "[900]"}) is None
-        assert count.add({"a": "[5]", "b": "[900]"}) is not None
+    def test_starts_that_never_begin(self):
+        assert added(StartCount(), None, None, None, None) == [True] * 3 + [False]
 
-    def test_a_start_that_has_trained_begins_a_new_count(self):
-        count = StartCount()
-        for _ in range(3):
-            assert count.add({}) is None
-        count.reset()
-        assert count.add({"a": "no JSON", "b": "[true]"}) is None
+    def test_a_run_that_lost_its_newest_state_counts_from_there(self):
+        assert all(added(StartCount(), 40, 30, 35, 38, 39, 41))
+
+
+def test_the_note_of_another_start_does_not_count(monkeypatch):
+    """A machine may have the file of an earlier run, and a start that fails early leaves that of the one before."""
+    monkeypatch.setenv(COMMAND, "one")
+    monkeypatch.setenv(RESTARTS, "2")
+    text = json.dumps(note_start(7))
+    assert read_start(text, "one", 2) == 7
+    others = [("two", 2, text), ("one", 1, text), ("one", 2, None), ("one", 2, "no JSON"), ("one", 2, "[5]")]
+    assert all(read_start(text, name, number) is None for name, number, text in others)
 
 
 # What ranks of three machines do if the second one is told to end while they train.

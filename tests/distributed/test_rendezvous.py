@@ -188,9 +188,7 @@ def test_a_store_that_is_gone_is_rank_0_lost() -> None:
     gone = [server]
     del server
     ended.start()
-    with pytest.raises(
-        PeerLostError, match=r"lost rank 0 at the start: .* key-value store, which it serves, is gone"
-    ):
+    with pytest.raises(PeerLostError, match=r"lost rank 0 at the start: .* key-value store, which it serves, is gone"):
         rendezvous._fresh(store, 1, 2)
     ended.join()
 

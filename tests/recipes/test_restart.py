@@ -28,16 +28,6 @@ def test_a_state_that_is_lost_ends_the_run_with_what_is_missing(tmp_path, monkey
     assert "goes on from an earlier state, 10 steps before" in said
 
 
-def test_four_starts_at_the_same_step_are_tried():
-    steps: list[int] = []
-    for _ in range(4):
-        steps = restart.add_start(steps, 7)
-    with pytest.raises(ConfigError, match="4 in a row have begun at step 7"):
-        restart.add_start(steps, 7)
-    assert restart.add_start(steps, 8) == [7, 7, 7, 8]
-    assert restart.add_start([3, 7, 7, 7], 7) == [7, 7, 7, 7]
-
-
 def test_a_checkpoint_of_which_files_are_on_no_machine_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr(restart.rendezvous, "all_ranks", lambda: AllRanks(0, 1, torch.distributed.HashStore()))
     monkeypatch.setattr(restart, "gathered", lambda value: [value])

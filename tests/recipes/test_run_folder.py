@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from pipecomp.distributed.launch_env import COMMAND, STARTS
+from pipecomp.distributed.launch_env import COMMAND
 from pipecomp.distributed.local_launcher import run_ranks
 from pipecomp.distributed.rendezvous import join_processes
 from pipecomp.elastic import RECORDS
@@ -40,13 +40,12 @@ def begin(places: list[Path], command: str, *, overwrite: bool = False) -> int:
 def train(place: Path) -> None:
     """Leave files as a run does."""
     (place / PLAN).write_text("{}")
-    (place / STARTS).write_text("[4, 6]")
     for name in (CHECKPOINTS, RECORDS, "model", "messages/rank-0"):
         (place / name).mkdir(parents=True, exist_ok=True)
         (place / name / "file").write_text("earlier")
 
 
-KEPT = {PLAN, STARTS, CHECKPOINTS, RECORDS}
+KEPT = {PLAN, CHECKPOINTS, RECORDS}
 
 
 def left(place: Path) -> set[str]:
