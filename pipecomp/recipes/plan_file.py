@@ -46,17 +46,17 @@ def find_plan(folder: Path) -> dict[str, Any] | None:
 
 
 def read_given_plan(path: Path, stages: int, world: int, batch: int | None, samples: int) -> dict[str, Any] | None:
-    """Read the plan that `--plan` names; None if this start has fewer machines than it, as some were lost.
+    """Read the plan that `--plan` names; None after a restart for fewer machines, or without the first one's file.
 
     Raises:
         ConfigError: It cannot be read, or is for another number of stages, processes or samples per step.
     """
     allowed = f"the {PLAN} of a run, on the first machine"
     made = read_plan_file(path, "--plan", str(path), allowed)
+    if restarts() and (made is None or len(made["cuts"]) - 1 != stages):
+        return None
     if made is None:
         raise ConfigError("--plan", str(path), allowed)
-    if restarts() and len(made["cuts"]) - 1 != stages:
-        return None
     check_stages(made, stages, world, f"So many has {path}")
     planned = plan_batch(made, made["chosen"]["replicas"])
     require(batch in (None, planned), "--batch", batch, f"{planned}, as in {path}, or no --batch")

@@ -253,7 +253,8 @@ def plan_run(
     with ranks.collective_errors():
         if first and options.plan is not None and options.overwrite:  # it may be in the folder
             given = read_given_plan(options.plan, stages, world, options.batch, samples)
-    begin_run(folder, store, overwrite=options.overwrite)
+    given = broadcast(given)
+    begin_run(folder, store, overwrite=options.overwrite, plan=given)
     if options.elastic:
         go_on_without_lost(folder)
     with ranks.collective_errors():
@@ -309,7 +310,8 @@ def plan_run(
     ds_config = deepspeed_config(options, made["config"], folder, home)
     if first:
         saved = None if options.adapter is None else model.adapter.config
-        for line in describe_defaults(options, batch, samples, saved):
+        shown = replace(options, plan=None if given is None else options.plan)
+        for line in describe_defaults(shown, batch, samples, saved):
             Console(highlight=False, soft_wrap=True).print(line)
     with ranks.collective_errors(), writable("--out", folder):
         if first:

@@ -11,16 +11,19 @@ import json
 import os
 import platform
 import secrets
+import shlex
 import shutil
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
 from pipecomp.buffers.admin import forget
 from pipecomp.distributed import rendezvous
-from pipecomp.distributed.collectives import broadcast, gathered
+from pipecomp.distributed.collectives import gathered
 from pipecomp.distributed.launch_env import COMMAND
 from pipecomp.elastic import RECORDS
 from pipecomp.errors import ConfigError, StoreError, WireError, writable
@@ -30,7 +33,9 @@ from pipecomp.report.recorder import CHECKPOINTS, PLAN
 from pipecomp.trainer.checkpoints import list_checkpoints
 
 NOTE = "run-number.json"
-_TOKEN = ".run-token"  # of the start that has locked the folder: it tells a folder that machines share
+# Of the rank that locks the folder, for several machines may share one. Note: the number of a file system or file does
+# not tell: each machine has its own for a shared folder.
+_TOKEN = ".run-token"
 _KINDS = (PLAN, RECORDS, CHECKPOINTS)  # what a run needs to go on
 
 
@@ -55,7 +60,7 @@ class RunNote:
         return cls(0) if (folder / PLAN).is_file() else None
 
 
-def begin_run(folder: Path, store: Path, *, overwrite: bool) -> None:
+def begin_run(folder: Path, store: Path, *, overwrite: bool, plan: Mapping[str, Any] | None = None) -> None:
     """Agree on the run of a folder with all other machines; every rank must call this.
 
     Restarts of a command go on with its run. The first start goes on with the newest run that a machine knows, which
@@ -67,6 +72,7 @@ def begin_run(folder: Path, store: Path, *, overwrite: bool) -> None:
         folder: Folder of the run.
         store: Folder of cached activations.
         overwrite: Start over.
+        plan: The plan of a run that starts over, if it is given: it may be that of the run before, and replaces it.
 
     Raises:
         ConfigError: On every rank, if a machine cannot write the folder, or has a newer run than rank 0's machine.
@@ -94,8 +100,12 @@ def begin_run(folder: Path, store: Path, *, overwrite: bool) -> None:
     with rendezvous.all_ranks().collective_errors(), writable("--out", folder):
         if first_here:
             folder.mkdir(parents=True, exist_ok=True)
+            kinds: Sequence[str] = _KINDS
+            if over and plan is not None:
+                write_here(folder / PLAN, plan, dist.get_rank())
+                kinds = [name for name in _KINDS if name != PLAN]
             if over or (own is not None and own.run != number and not begun):
-                _clear(folder, store, remove=over)
+                _clear(folder, store, kinds, remove=over)
             # Note: last, so that a machine that is lost before does the same again.
             write_here(folder / NOTE, asdict(RunNote(number, command)), dist.get_rank())
 
@@ -106,16 +116,19 @@ def lock_machines(folder: Path) -> None:
     Raises:
         ConfigError: On every rank, if a machine's folder cannot be made, or is in use by another run.
     """
-    ranks, token = rendezvous.all_ranks(), ""
+    ranks, token = rendezvous.all_ranks(), secrets.token_hex(8)
+    first, first_here = dist.get_rank() == 0, os.environ.get("LOCAL_RANK", "0") == "0"
+    with ranks.collective_errors(), writable("--out", folder):
+        if first_here and not first:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / _TOKEN).write_text(token, encoding="utf-8")
     with ranks.collective_errors():
-        if dist.get_rank() == 0:
+        if first:
             lock_folder("--out", folder)
-            token = secrets.token_hex(8)
             with writable("--out", folder):
                 (folder / _TOKEN).write_text(token, encoding="utf-8")
-    token = broadcast(token)
     with ranks.collective_errors():
-        if os.environ.get("LOCAL_RANK", "0") == "0" and not _has_token(folder, token):  # not the folder of rank 0
+        if first_here and not first and _has_token(folder, token):  # else one that shares the folder locks it
             lock_folder("--out", folder)
 
 
@@ -125,10 +138,10 @@ def _has_token(folder: Path, token: str) -> bool:
     return False
 
 
-def _clear(folder: Path, store: Path, *, remove: bool) -> None:
-    """Remove or set aside what a run that is not this one has left."""
+def _clear(folder: Path, store: Path, kinds: Sequence[str], *, remove: bool) -> None:
+    """Remove or set aside what a run that is not this one has left. kinds: Names in the folder."""
     aside, found = folder / f"earlier-{secrets.token_hex(4)}", False
-    for path in (folder / name for name in _KINDS):
+    for path in (folder / name for name in kinds):
         if remove:
             _remove(path)
         elif path.exists():
@@ -140,8 +153,8 @@ def _clear(folder: Path, store: Path, *, remove: bool) -> None:
             with contextlib.suppress(StoreError):  # in use, as when machines share the folder; opening it says so
                 forget(store, int(path.name.removeprefix("rank-")))
     if found:
-        text = f"{folder} has files of another run, which are in {aside.name} now"
-        print(f"rank {dist.get_rank()}: {text}", flush=True)
+        text = f"{folder} on {platform.node()} had files of another run, which are in {aside.name} now"
+        print(f"rank {dist.get_rank()}: {text}. To remove them there: rm -r {shlex.quote(str(aside))}", flush=True)
 
 
 def _remove(path: Path) -> None:

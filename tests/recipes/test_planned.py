@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pipecomp.distributed.rendezvous import AllRanks
-from pipecomp.errors import ConfigError, DataError, writable
+from pipecomp.errors import ConfigError, DataError, PeerLostError, writable
 from pipecomp.plan.options import PlanOptions, TrainOptions
 from pipecomp.recipes import plan_file, planned, run_folder
 from pipecomp.recipes.steps import warmup_decay
@@ -210,6 +210,7 @@ def test_a_given_plan_is_for_as_many_stages_processes_and_samples(
             plan_file.read_given_plan(file, stages, world, batch, samples)
     monkeypatch.setenv("PIPECOMP_RESTARTS", "1")
     assert plan_file.read_given_plan(file, 1, 1, None, 100) is None, "a machine was lost before the first checkpoint"
+    assert plan_file.read_given_plan(tmp_path / "none", 2, 2, None, 100) is None, "it was the first one, with the file"
 
 
 def test_a_run_that_goes_on_needs_its_plan_on_one_of_the_machines(tmp_path: Path) -> None:
@@ -283,9 +284,9 @@ def test_a_gpu_that_nobody_computes_on_is_left_alone(monkeypatch, tmp_path, acce
     assert chosen == taken
 
 
-def test_the_plan_is_of_the_dropout_that_is_trained_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """--dropout changes the model that is built, not the configuration that is planned by."""
-    wanted = []
+def alone(monkeypatch: pytest.MonkeyPatch) -> list[PlanOptions]:
+    """Let `plan_run` be of one rank; the plans that it makes."""
+    wanted: list[PlanOptions] = []
 
     def run_plan(console: object, options: PlanOptions, *more: object, **settings: object) -> dict[str, object]:
         wanted.append(options)
@@ -295,17 +296,44 @@ def test_the_plan_is_of_the_dropout_that_is_trained_with(tmp_path: Path, monkeyp
     monkeypatch.setattr(planned, "broadcast", lambda value: value)
     monkeypatch.setattr(planned, "gathered", lambda value: [value])
     monkeypatch.setattr(run_folder, "gathered", lambda value: [value])
-    monkeypatch.setattr(run_folder, "broadcast", lambda value: value)
     monkeypatch.setattr(planned, "check_processes", lambda *given: None)
     monkeypatch.setattr(planned.rendezvous, "all_ranks", lambda: AllRanks(0, 1, torch.distributed.HashStore()))
     monkeypatch.setattr(planned.dist, "get_world_size", lambda: 1)
     monkeypatch.setattr(planned.dist, "get_rank", lambda: 0)
+    return wanted
+
+
+def test_the_plan_is_of_the_dropout_that_is_trained_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--dropout changes the model that is built, not the configuration that is planned by."""
+    wanted = alone(monkeypatch)
     for number, dropout in enumerate((None, 0.0)):
         given = options_of(tmp_path / str(number), dropout=dropout)
         made, cuts = planned.plan_run(given, planned.recipe_arguments(given), object(), 16, 32)
         assert (tmp_path / str(number) / "ds_config.json").read_text() == json.dumps(made, indent=2) + "\n"
         assert cuts == [0, 1]
     assert [options.dropout for options in wanted] == [None, 0.0]
+
+
+def test_the_plan_of_the_run_that_is_replaced_survives_a_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine is lost after the files of the run before are removed, and before the new plan is written."""
+
+    def lose(folder: Path) -> None:
+        raise PeerLostError("lost rank 1", 1)
+
+    wanted = alone(monkeypatch)
+    monkeypatch.setenv("PIPECOMP_COMMAND", "one")
+    sizes = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
+    (tmp_path / "plan.json").write_text(
+        json.dumps({"config": {**sizes, "pipecomp": {}}, "cuts": [0, 7], "chosen": {"replicas": 1}})
+    )
+    given = options_of(tmp_path, plan=tmp_path / "plan.json", overwrite=True, elastic=True)
+    monkeypatch.setattr(planned, "go_on_without_lost", lose)
+    with pytest.raises(PeerLostError):
+        planned.plan_run(given, planned.recipe_arguments(given), object(), 16, 32)
+    monkeypatch.setenv("PIPECOMP_RESTARTS", "1")
+    monkeypatch.setattr(planned, "go_on_without_lost", lambda folder: None)
+    assert planned.plan_run(given, planned.recipe_arguments(given), object(), 16, 32)[1] == [0, 7]
+    assert not wanted
 
 
 @pytest.mark.parametrize(("peers", "stages", "threads"), [("a,b", None, 8), ("a,b", 4, 4), (None, 1, None)])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,26 +16,28 @@ from pipecomp.distributed.launch_env import COMMAND
 from pipecomp.distributed.local_launcher import run_ranks
 from pipecomp.distributed.rendezvous import join_processes
 from pipecomp.elastic import RECORDS
-from pipecomp.recipes.run_folder import NOTE, RunNote, begin_run, prune_checkpoints
+from pipecomp.recipes.run_folder import NOTE, RunNote, begin_run, lock_machines, prune_checkpoints
 from pipecomp.report.recorder import CHECKPOINTS, PLAN
 from tests.limits import HANG_S
 
 pytestmark = pytest.mark.ranks
 
 
-def began(rank: int, world: int, note: Any, places: list[str], command: str, overwrite: bool) -> int:
+def began(
+    rank: int, world: int, note: Any, places: list[str], command: str, overwrite: bool, plan: dict[str, Any] | None
+) -> int:
     os.environ |= {"LOCAL_RANK": "0", COMMAND: command}
     join_processes()
     folder = Path(places[rank])
-    begin_run(folder, folder / "messages", overwrite=overwrite)
+    begin_run(folder, folder / "messages", overwrite=overwrite, plan=plan)
     dist.barrier()
     found = RunNote.read(folder)
     assert found is not None
     return found.run
 
 
-def begin(places: list[Path], command: str, *, overwrite: bool = False) -> int:
-    found = run_ranks(len(places), began, list(map(str, places)), command, overwrite, timeout_s=HANG_S)
+def begin(places: list[Path], command: str, *, overwrite: bool = False, plan: dict[str, Any] | None = None) -> int:
+    found = run_ranks(len(places), began, list(map(str, places)), command, overwrite, plan, timeout_s=HANG_S)
     assert len(set(found.values())) == 1
     return found[0]
 
@@ -72,6 +77,18 @@ def test_a_command_starts_over_once(places: list[Path]) -> None:
     assert left(places[0]) == {NOTE, "model", "messages", *KEPT}
 
 
+def test_a_given_plan_is_not_removed(places: list[Path]) -> None:
+    """It may be the plan of the run that is replaced; a restart before the new one is written reads it again."""
+    begin(places, "one")
+    for place in places:
+        train(place)
+    given = {"cuts": [0, 1, 2]}
+    begin(places, "two", overwrite=True, plan=given)
+    for place in places:
+        assert left(place) == {NOTE, "model", "messages", PLAN}
+        assert json.loads((place / PLAN).read_text()) == given
+
+
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_machine_brings_nothing_of_an_earlier_run(places: list[Path], overwrite: bool) -> None:
     """It was a spare, or was lost before its files were removed."""
@@ -100,6 +117,26 @@ def test_a_run_goes_on_without_the_newer_run_of_a_machine(places: list[Path]) ->
     assert left(places[0]) == {NOTE, "model", "messages", *KEPT}
     (aside,) = places[1].glob("earlier-*")
     assert left(aside) == KEPT
+
+
+def locked(rank: int, world: int, note: Any, places: list[str], other: str) -> str:
+    """Lock the folders; returns what another run on the first rank's machine is told of `other`."""
+    os.environ["LOCAL_RANK"] = "0"
+    join_processes()
+    lock_machines(Path(places[rank]))
+    told = ""
+    if rank == 0:
+        code = f"from pipecomp.recipes.resume import lock_folder; lock_folder('--out', {other!r})"
+        told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stderr
+    dist.barrier()
+    return told
+
+
+@pytest.mark.parametrize("names", ["aaa", "abb", "aba"])
+def test_machines_may_share_a_folder(tmp_path: Path, names: str) -> None:
+    folders = [str(tmp_path / name) for name in names]
+    for other in sorted(set(folders)):
+        assert "in use by another run" in run_ranks(3, locked, folders, other, timeout_s=HANG_S)[0]
 
 
 def test_a_linked_folder_is_emptied(places: list[Path], tmp_path: Path) -> None:
