@@ -17,10 +17,12 @@ import stat
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from pipecomp.errors import ConfigError, DataError, PipecompError, require
+from pipecomp.utils.activity import Activity, limits
 
 TEXT, JSON, CSV, PARQUET, ARROW, DATASET = "plain text", "JSON", "CSV", "Parquet", "Arrow", "a data set"
 KINDS = {
@@ -59,6 +61,7 @@ _SIGNATURES = (
     (b"\xff\xfe\x00\x00", "UTF-32: convert it with `iconv -f UTF-32 -t UTF-8`"),
     (b"\x00\x00\xfe\xff", "UTF-32: convert it with `iconv -f UTF-32 -t UTF-8`"),
 )
+T = TypeVar("T")
 _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
@@ -95,7 +98,7 @@ class DataSource:
             digest.update(str(getattr(self.rows, "_fingerprint", None)).encode())
             return digest.hexdigest()
         with _readable(self.name), open(self.name, "rb") as file:
-            while piece := file.read(_PIECE):
+            for piece in _watched(iter(partial(file.read, _PIECE), b""), self.name):
                 digest.update(piece)
         digest.update(Path(self.name).suffix.lower().encode())
         return digest.hexdigest()
@@ -104,24 +107,25 @@ class DataSource:
         """Read the rows. Raises DataError, with file and line, for what cannot be read; for plain text always."""
         with _readable(self.name):
             if self.kind == JSON:
-                yield from _json_records(self.name)
+                rows = _json_records(self.name)
             elif self.kind == CSV:
-                yield from _csv_records(self.name)
+                rows = _csv_records(self.name)
             elif self.kind == PARQUET:
-                yield from _parquet_records(self.name)
+                rows = _parquet_records(self.name)
             elif self.kind == ARROW:
                 from datasets import Dataset
 
-                yield from _dataset_records(self.name, Dataset.from_file(self.name))
+                rows = _dataset_records(self.name, Dataset.from_file(self.name))
             elif self.kind == DATASET:
-                yield from _dataset_records(self.name, self.rows)
+                rows = _dataset_records(self.name, self.rows)
             else:
                 raise DataError(f"{self.name} is plain text, which has no rows")
+            yield from _watched(rows, self.name)
 
     def text(self) -> Iterator[str]:
         """Read plain text in pieces of up to 1 MiB, byte for byte, without a byte order mark. Raises DataError."""
         with _readable(self.name):
-            yield from _decoded(self.name)
+            yield from _watched(_decoded(self.name), self.name)
 
     def lines(self) -> Iterator[str]:
         """Read plain text as lines without their ends, which are only LF and CR LF. Raises DataError."""
@@ -181,7 +185,8 @@ def find_split(data: Any, splits: Sequence[str], key: str = "--data") -> DataSou
 def _named(name: str, key: str) -> list[DataSource]:
     path = Path(name)
     try:
-        mode = path.stat().st_mode
+        with _reading(name):
+            mode = path.stat().st_mode
     except FileNotFoundError:
         return [_given(_from_hub(name, key), key, ("train",), name)]
     except OSError as error:
@@ -193,7 +198,11 @@ def _named(name: str, key: str) -> list[DataSource]:
         return [_file(path, key)]
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         return [_given(_loaded(name, key), key, ("train",), name)]
-    inside = [p for p in sorted(path.rglob("*")) if not any(q.startswith(".") for q in p.relative_to(path).parts)]
+    inside = [
+        p
+        for p in sorted(_watched(path.rglob("*"), name))
+        if not any(q.startswith(".") for q in p.relative_to(path).parts)
+    ]
     files = [p for p in inside if p.is_file()]
     chosen = [p for p in files if p.suffix.lower() in KINDS and p.name not in _DESCRIPTIONS]
     if not chosen:
@@ -208,7 +217,7 @@ def _file(path: Path, key: str) -> DataSource:
     name = str(path)
     kind = KINDS.get(path.suffix.lower(), TEXT)
     try:
-        with path.open("rb") as file:
+        with _reading(name), path.open("rb") as file:
             begin = file.read(512)
             if kind == PARQUET:
                 file.seek(0, os.SEEK_END)
@@ -317,6 +326,23 @@ def _readable(name: str) -> Iterator[None]:
         raise DataError(f"{name}: cannot be read: {error.strerror or error}") from error
 
 
+def _reading(name: str) -> Activity:
+    """Return the activity of reading a piece of a source: its disk may be dead, however long tokenization may take."""
+    return Activity(f"reads {name}", limits.data_s, explain=lambda: "Look at its disk")
+
+
+def _watched(pieces: Iterator[T], name: str) -> Iterator[T]:
+    """Yield the pieces of a source, each read within the limit of data."""
+    reading = _reading(name)
+    while True:
+        with reading:
+            try:
+                piece = next(pieces)
+            except StopIteration:
+                return
+        yield piece
+
+
 # -- text
 
 
@@ -331,7 +357,7 @@ def read_text(path: str | os.PathLike[str], *, nul: bool = False) -> str:
         DataError: it cannot be read or decoded, or holds NUL bytes.
     """
     with _readable(str(path)):
-        return "".join(_decoded(str(path), nul=nul))
+        return "".join(_watched(_decoded(str(path), nul=nul), str(path)))
 
 
 def _decoded(name: str, *, nul: bool = False) -> Iterator[str]:

@@ -65,7 +65,7 @@ progress = Progress()
 
 
 class Activity:
-    """An activity during a `with` block.
+    """An activity during a `with` block; it may be used again for the next one.
 
     Args:
         text: Words after the rank's name, such as "waits for its data".
@@ -86,16 +86,15 @@ class Activity:
         explain: Callable[[], str] = lambda: "",
     ) -> None:
         self.text, self.limit_s, self.end_s, self.explain = text, limit_s, end_s, explain
-        self.since = time.monotonic()
-        self.next_notice_s = NOTICE_S
+        self.since, self.next_notice_s = time.monotonic(), NOTICE_S
         self.error: Exception | None = None
         self._thread = threading.current_thread()
+        on_main = self._thread is _main_thread
+        if limit_s is not None and on_main and signal.getsignal(_SIGNAL) is not _raise_error:
+            signal.signal(_SIGNAL, _raise_error)
 
     def __enter__(self) -> Activity:
-        self.since = time.monotonic()
-        on_main = self._thread is _main_thread
-        if self.limit_s is not None and on_main and signal.getsignal(_SIGNAL) is not _raise_error:
-            signal.signal(_SIGNAL, _raise_error)
+        self.since, self.next_notice_s, self.error = time.monotonic(), NOTICE_S, None
         _running.append(self)
         return self
 

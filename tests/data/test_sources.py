@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import threading
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from pipecomp.data import sources
 from pipecomp.data.sources import find_sources, read_text
-from pipecomp.errors import PipecompError
+from pipecomp.distributed import heartbeat
+from pipecomp.errors import PipecompError, StalledError
+from pipecomp.utils import activity
 
 ODD = "a\rb\x0c\x0bc\u2028d\u0085e  f\t\n\n  g\r\n h "
 
@@ -132,6 +138,31 @@ def test_what_can_be_read_once_only_is_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in (str(tmp_path / "pipe"), "/dev/stdin", "/dev/null"):
         assert "once" in error(path)
+
+
+def test_a_dead_disk_ends_the_reading_and_slow_tokenization_does_not(tmp_path, monkeypatch):
+    def pieces(name):
+        yield from "ab"
+        threading.Event().wait()
+
+    monkeypatch.setattr(sources, "_decoded", pieces)
+    monkeypatch.setattr(heartbeat, "DEFAULT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(activity.limits, "data_s", 0.5)
+    rank = heartbeat.Heartbeat(0, 1, torch.distributed.HashStore())
+    [source] = find_sources(put(tmp_path, "a.txt", "ab"))
+    used = []
+
+    def tokenize() -> None:
+        for piece in source.text():
+            used.append(piece)
+            time.sleep(1.0)
+
+    try:
+        with pytest.raises(StalledError, match=r"reads .*a\.txt since 0 s at .*Look at its disk"):
+            tokenize()
+    finally:
+        rank.end()
+    assert used == ["a", "b"]
 
 
 def test_folders_and_names_that_are_nothing(tmp_path):
