@@ -146,8 +146,9 @@ def _clear(folder: Path, store: Path, kinds: Sequence[str], *, remove: bool) -> 
             _remove(path)
         elif path.exists():
             aside.mkdir(exist_ok=True)
-            os.replace(path, aside / path.name)
-            found = True
+            with contextlib.suppress(FileNotFoundError):  # a machine that shares the folder was first
+                os.replace(path, aside / path.name)
+                found = True
     for path in store.glob("rank-*"):
         if path.name.removeprefix("rank-").isdecimal():
             with contextlib.suppress(StoreError):  # in use, as when machines share the folder; opening it says so
@@ -155,17 +156,25 @@ def _clear(folder: Path, store: Path, kinds: Sequence[str], *, remove: bool) -> 
     if found:
         text = f"{folder} on {platform.node()} had files of another run, which are in {aside.name} now"
         print(f"rank {dist.get_rank()}: {text}. To remove them there: rm -r {shlex.quote(str(aside))}", flush=True)
+    elif aside.is_dir():
+        aside.rmdir()
 
 
 def _remove(path: Path) -> None:
-    """Remove a file or folder; of a link to a folder, what is in it."""
+    """Remove a file or folder; of a link to a folder, what is in it.
+
+    Machines that share the folder do so at the same time.
+    """
     if path.is_symlink() and path.is_dir():
         for inner in path.iterdir():
             _remove(inner)
-    elif path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+        return
+    while os.path.lexists(path):
+        with contextlib.suppress(FileNotFoundError):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
 
 
 def prune_checkpoints(checkpoints: Path, step: int, keep: int) -> None:

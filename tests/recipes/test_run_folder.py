@@ -77,6 +77,16 @@ def test_a_command_starts_over_once(places: list[Path]) -> None:
     assert left(places[0]) == {NOTE, "model", "messages", *KEPT}
 
 
+def test_machines_that_share_a_folder_start_over(places: list[Path]) -> None:
+    """Each of them removes what is there."""
+    begin(places[:1], "one")
+    train(places[0])
+    for number in range(500):
+        (places[0] / CHECKPOINTS / str(number)).mkdir()
+    begin(places[:1] * 3, "two", overwrite=True)
+    assert left(places[0]) == {NOTE, "model", "messages"}
+
+
 def test_a_given_plan_is_not_removed(places: list[Path]) -> None:
     """It may be the plan of the run that is replaced; a restart before the new one is written reads it again."""
     begin(places, "one")
