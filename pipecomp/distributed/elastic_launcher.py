@@ -42,7 +42,7 @@ _LOOK_S = 30.0  # between two attempts to reach a lost machine
 _READ_BYTES = 1 << 16
 _READ_S = 1.0  # between two looks for requests to join
 JOIN = "join.txt"  # in the run's folder on the launcher's machine
-_ADVICE = "The run goes on without it"
+_ADVICE = "The launcher looks which machines answer"
 _GO_ON = "Run the same command again once that is mended; it goes on from the newest complete state of its machines"
 
 
