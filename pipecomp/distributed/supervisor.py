@@ -128,19 +128,23 @@ def final_status(status: int) -> int:
 class StartCount:
     """Counts the starts of a run in a row that were lost and reach no newer step.
 
-    The ranks note the step that a start begins at (`launch_env.STARTS`), once they have found it. How far a start comes
-    is known when the next one begins: one that begins at a newer step than the one before is the first of a new count.
+    The ranks note the step that a start begins at (`launch_env.STARTS`), once they have found it. How far such a start
+    comes is known when the next one begins: at a newer step, or not.
     """
 
     def __init__(self) -> None:
-        self._step, self._fruitless = -1, 0
+        self._step = -1  # that the latest start has noted
+        self._before = 0  # fruitless starts in a row before that one, which count if it is fruitless too
+        self._after = 0  # starts after it: they have noted nothing
 
     def add(self, step: int | None) -> str | None:
         """Count a start; return why the run ends, None if it may start again. step: None if it has noted none."""
-        newer = step is not None and step > self._step
-        self._step = self._step if step is None else step
-        self._fruitless = 0 if newer else self._fruitless + 1
-        if self._fruitless < MOST_STARTS:
+        if step is None:
+            self._after += 1
+        else:
+            self._before = 0 if step > self._step else self._before + 1 + self._after
+            self._step, self._after = step, 0
+        if max(self._before, self._after) < MOST_STARTS:
             return None
         return f"{MOST_STARTS} starts in a row have reached no newer step: the log says why each ended"
 

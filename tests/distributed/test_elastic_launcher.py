@@ -246,10 +246,16 @@ class TestStartCount:
     def test_each_newer_step_begins_a_new_count(self):
         assert all(added(StartCount(), 0, 0, 0, 0, 10, 10, 10, 10, 20, None, None, None, 30))
 
-    @pytest.mark.parametrize("fruitless", [[0] * 4, [None] * 4, [None, 0, None, 0]])
+    @pytest.mark.parametrize(
+        "fruitless", [[0, 0, 0, 0], [None, None, None, None], [None, 0, None, 0], [0, None, None, 0]]
+    )
     def test_four_that_reach_no_newer_step_end_the_run(self, fruitless):
         """The first one may have trained: how far is known when the next one begins."""
         assert added(StartCount(), 0, *fruitless) == [True] * 4 + [False]
+
+    def test_a_start_that_may_have_trained_is_not_counted_until_the_next_one_begins(self):
+        assert all(added(StartCount(), 0, 0, None, None, None, 10))
+        assert added(StartCount(), 0, 0, None, None, None, 0) == [True] * 5 + [False]
 
     def test_starts_that_never_begin(self):
         assert added(StartCount(), None, None, None, None) == [True] * 3 + [False]
