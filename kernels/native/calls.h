@@ -34,7 +34,9 @@ struct Scaler {
         return scale < bits_float(SCALE_MIN_BITS) ? 0.0f : scale;
     }
     float from_squares(float most, int64_t sum, int64_t n) const {
-        double root = std::sqrt(double(sum) / (double(n) * 0x1p30));
+        const double root = std::sqrt(double(sum) / (double(n) * 0x1p30)), share = RMS_LOADING[a.bits] * root;
+        const double finest = double(3 << 2 * a.bits);  // layout.finest_group
+        if (double(n) * (1 + share) <= finest * (1 - share)) return finish(most);
         return finish(std::min(most, float(double(most) * RMS_LOADING[a.bits] * root)));
     }
     float whole_group(const Layout::Unit& u) const {

@@ -53,6 +53,14 @@ class QuantizerOptions(NamedTuple):
         return self._replace(scale="rms")
 
 
+def finest_group(bits: int) -> int:
+    """Return 3 * 4**bits: the values of a group whose steps, as large as one value, err by that value's square in all.
+
+    The mean squared error of a step is a twelfth of its square.
+    """
+    return 3 * 4**bits
+
+
 def check_bits(bits: int, *, low: int = 1, high: int = 8, key: str = "bits") -> None:
     """Raise ConfigError unless `bits` is an int in [low, high]."""
     if not isinstance(bits, int) or isinstance(bits, bool) or not low <= bits <= high:

@@ -97,7 +97,7 @@ def finish_scales(most: Tensor, squares: Tensor, count: Tensor | int, options: Q
 
     squares: sum of (x / most)**2 in units of 2**-30. It is an integer so that it does not depend on the order of
     summation, and every backend finds the same scale. NaN, Inf and values above 2**100 pass through; small ones become
-    0.
+    0. An rms scale is the largest magnitude where a step of that size errs less than clipping that one value does.
     """
     scale = most
     if options.scale == "rms":
@@ -105,8 +105,11 @@ def finish_scales(most: Tensor, squares: Tensor, count: Tensor | int, options: Q
         total = squares.to(torch.float64)
         whole = count.to(total.dtype) if isinstance(count, Tensor) else reproducible.divisor(count, total)
         root = (total / (whole * RMS_FIXED_POINT)).sqrt()
-        loaded = (most.to(torch.float64) * layout.RMS_LOADING[options.bits] * root).to(torch.float32)
-        scale = torch.where(usable, torch.minimum(most, loaded), most)
+        loading = layout.RMS_LOADING[options.bits]
+        loaded = (most.to(torch.float64) * loading * root).to(torch.float32)
+        share = loading * root  # of the largest magnitude
+        clips = whole * (1 + share) > layout.finest_group(options.bits) * (1 - share)
+        scale = torch.where(usable & clips, torch.minimum(most, loaded), most)
     return torch.where(scale < layout.SCALE_MIN, 0.0, scale)
 
 

@@ -96,6 +96,16 @@ def test_no_input_loses_more_than_a_bound(
     assert float((x - y).double().norm()) <= limit * float(x.double().norm()) * (1 + 1e-5)
 
 
+@pytest.mark.parametrize("scale", ["rms", "channels", "cached_channels"])
+def test_a_large_value_is_not_clipped_where_steps_are_fine(backend: str, scale: str) -> None:
+    torch.manual_seed(2)
+    x = torch.randn(64, 96)
+    x[::2, 5] = 20.0  # not of all rows, so that its channel's scale does not make up for it
+    for bits, most in ((4, 0.4), (6, 0.1), (8, 0.025)):
+        y, _ = decoded(x, QuantizerOptions(bits, None, scale), backend)
+        assert float(((x - y).norm(dim=1) / x.norm(dim=1)).max()) < most  # clipped: 0.8
+
+
 @pytest.mark.parametrize("group_size", [None, 24])
 @pytest.mark.parametrize("bits", [1, 2, 3, 8])
 def test_unbiased_rows_keep_their_length(backend: str, bits: int, group_size: int | None) -> None:

@@ -41,7 +41,10 @@ def plain_scale(values: list[np.float32], bits: int, scale: str) -> np.float32:
         for v in values:
             t = v * inv
             total += int(np.rint(np.float64(t * t) * 2**30))
-        most = min(most, F(float(most) * LOADING[bits] * math.sqrt(total / (len(values) * 2.0**30))))
+        root = math.sqrt(total / (len(values) * 2.0**30))
+        share = LOADING[bits] * root
+        if len(values) * (1 + share) > 3 * 4**bits * (1 - share):
+            most = min(most, F(float(most) * LOADING[bits] * root))
     return most if most >= F(2.0**-100) else F(0)
 
 
