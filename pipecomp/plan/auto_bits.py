@@ -34,7 +34,8 @@ from pipecomp.stages.partition.stage import Stage
 from pipecomp.utils.serialization import serializable
 from pipecomp.utils.units import format_rate
 
-# Forward bits that cost at most 1 % of the training loss with dropout 0.1, Hugging Face's default.
+# Forward bits that cost at most 1 % of the loss with dropout 0.1, Hugging Face's default; scales of channels need one
+# less.
 MIN_BITS_WITH_DROPOUT = 3
 MIN_BITS_OF_CLASSIFIERS = 4
 SAMPLES_READ = 32  # samples whose length is looked at
@@ -49,7 +50,7 @@ _log = logging.getLogger(__name__)
 
 # Note: with dropout a sample's activation changes from visit to visit by its mask, too, so that the deltas that AQ-SGD
 # sends are larger, and so is the error of the same number of bits. The loss that this costs is measured:
-# benchmarks/results/convergence.md (lines with "dropout"), and for a classifier benchmarks/results/shootout.md.
+# benchmarks/results/scales.md, and for more bits with scales of tokens convergence.md and shootout.md.
 
 
 def dropout_of(module: nn.Module) -> float:
@@ -68,10 +69,11 @@ def dropout_of(module: nn.Module) -> float:
     return max(shares)
 
 
-def _min_bits(module: nn.Module) -> int:
+def _min_bits(module: nn.Module, settings: Config) -> int:
     plan = getattr(module, "plan", None)  # of a Stage
     name = type(module).__name__ if plan is None else plan.model_class
-    return MIN_BITS_OF_CLASSIFIERS if any(kind in name for kind in _CLASSIFIERS) else MIN_BITS_WITH_DROPOUT
+    bits = MIN_BITS_OF_CLASSIFIERS if any(kind in name for kind in _CLASSIFIERS) else MIN_BITS_WITH_DROPOUT
+    return bits - (settings.activations.scale_of("forward") in ("auto", "channels"))
 
 
 def has_dropout(module: nn.Module, dropout: float | None = None) -> bool:
@@ -87,7 +89,7 @@ def _dropout_matters(dropout: float, settings: Config) -> bool:
 def fewest_bits(module: nn.Module, settings: Config, dropout: float | None = None) -> int:
     """Return the lower limit of "auto" forward bits for a model or stage. dropout: None for the model's own."""
     share = dropout_of(module) if dropout is None else dropout
-    return _min_bits(module) if _dropout_matters(share, settings) else FEWEST["forward_bits"]
+    return _min_bits(module, settings) if _dropout_matters(share, settings) else FEWEST["forward_bits"]
 
 
 def dropout_advice(dropout: float, settings: Config, fewest: int = MIN_BITS_WITH_DROPOUT) -> str | None:
@@ -102,14 +104,14 @@ def dropout_advice(dropout: float, settings: Config, fewest: int = MIN_BITS_WITH
         return None
     return (
         f"this model trains with dropout {dropout:g}, which makes the deltas of AQ-SGD larger: "
-        f"activations.forward_bits {bits} may cost more than 1 % of the training loss. Use {fewest} or more, "
+        f"activations.forward_bits {bits} may cost more than 1 % of the loss. Use {fewest} or more, "
         '{"error": 0.05}, which takes as many as are needed, or no dropout (`--dropout 0` of a recipe)'
     )
 
 
 def warn_of_dropout(module: nn.Module, settings: Config) -> None:
     """Log `dropout_advice`, if there is any, at a level that Python shows by default."""
-    text = dropout_advice(dropout_of(module), settings, _min_bits(module))
+    text = dropout_advice(dropout_of(module), settings, _min_bits(module, settings))
     if text is not None:
         _log.warning("%s", text)
 

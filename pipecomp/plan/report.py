@@ -231,7 +231,7 @@ def advice(result: PlanResult) -> list[str]:
             )
             if choice.fewest > FEWEST["forward_bits"] and choice.fewest in each_link(choice.forward_bits):
                 sentences.append(
-                    f"With dropout, fewer than {choice.fewest} bits forward may cost over 1 % of the training loss."
+                    f"With dropout, fewer than {choice.fewest} bits forward may cost over 1 % of the loss."
                 )
         taken = choice.taken
         if result.tied_plain_s is not None:

@@ -177,6 +177,7 @@ def test_nothing_is_said_where_it_costs_little_or_is_not_the_changes(dropout, gi
 def test_auto_takes_more_bits_of_changes_with_dropout():
     auto = made(**AQSGD, forward_bits="auto")
     assert fewest_bits(nn.Dropout(0.1), auto) == fewest_bits(nn.Linear(2, 2), auto, 0.1) == MIN_BITS_WITH_DROPOUT
+    assert fewest_bits(nn.Dropout(0.1), made(**AQSGD, forward_bits="auto", scale="channels")) == 2
     assert fewest_bits(nn.Dropout(0.1), auto, 0.0) == 2
     assert fewest_bits(nn.Dropout(0.0), auto) == fewest_bits(nn.Linear(2, 2), auto) == 2
     assert fewest_bits(nn.Dropout(0.1), made(method="direct", forward_bits="auto")) == 2
@@ -184,16 +185,21 @@ def test_auto_takes_more_bits_of_changes_with_dropout():
 
 
 @pytest.mark.parametrize(
-    ("model_class", "fewest"),
-    [("BertForSequenceClassification", MIN_BITS_OF_CLASSIFIERS), ("GPT2LMHeadModel", MIN_BITS_WITH_DROPOUT)],
+    ("model_class", "scale", "fewest"),
+    [
+        ("BertForSequenceClassification", "max", MIN_BITS_OF_CLASSIFIERS),
+        ("BertForSequenceClassification", "channels", MIN_BITS_OF_CLASSIFIERS - 1),
+        ("GPT2LMHeadModel", "max", MIN_BITS_WITH_DROPOUT),
+        ("GPT2LMHeadModel", "channels", MIN_BITS_WITH_DROPOUT - 1),
+    ],
 )
-def test_a_classifier_takes_more_bits_with_dropout(model_class, fewest, caplog):
+def test_a_classifier_takes_more_bits_with_dropout(model_class, scale, fewest, caplog):
     stage = nn.Dropout(0.1)
     stage.plan = SimpleNamespace(model_class=model_class)
-    assert fewest_bits(stage, made(**AQSGD, forward_bits="auto")) == fewest
-    warn_of_dropout(stage, made(**AQSGD, forward_bits=fewest))
+    assert fewest_bits(stage, made(**AQSGD, forward_bits="auto", scale=scale)) == fewest
+    warn_of_dropout(stage, made(**AQSGD, forward_bits=fewest, scale=scale))
     assert not caplog.messages
-    warn_of_dropout(stage, made(**AQSGD, forward_bits=fewest - 1))
+    warn_of_dropout(stage, made(**AQSGD, forward_bits=fewest - 1, scale=scale))
     assert f"Use {fewest} or more" in caplog.text
 
 

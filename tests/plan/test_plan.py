@@ -745,14 +745,18 @@ def test_tied_weights_are_named_with_what_they_take(folder):
 
 
 def test_with_dropout_no_fewer_bits_are_proposed_than_its_changes_take(tmp_path):
-    """Masks are new at each visit; cluster centers do not know them."""
+    """Masks are new at each visit; cluster centers do not know them. Two bits do for a decoder."""
     arguments = ["plan", "--model", str(tmp_path), "--tokens", "64", "--stages", "2", "--speed", "1", "--json"]
     arguments += [str(tmp_path / "plan.json"), "--bandwidth", "1mbit"]
 
     def told(dropout: float, *more: str) -> tuple[object, bool]:
-        config = transformers.GPT2Config(n_layer=4, n_embd=64, n_head=2, vocab_size=256, bos_token_id=0, eos_token_id=0)
-        config.resid_pdrop, config.embd_pdrop, config.attn_pdrop = dropout, 0.0, 0.0
-        config.architectures = ["GPT2LMHeadModel"]
+        config = transformers.BertConfig(num_hidden_layers=4, hidden_size=64, num_attention_heads=2, vocab_size=256)
+        config.hidden_dropout_prob, config.attention_probs_dropout_prob = dropout, 0.0
+        config.architectures = ["BertForSequenceClassification"]
+        if "--decoder" in more:
+            config = transformers.GPT2Config(n_layer=4, n_embd=64, n_head=2, vocab_size=256, resid_pdrop=dropout)
+            config.architectures = ["GPT2LMHeadModel"]
+            more = ()
         config.save_pretrained(tmp_path)
         done = CliRunner().invoke(app, [*arguments, *more])
         assert done.exit_code == 0, done.output
@@ -762,6 +766,7 @@ def test_with_dropout_no_fewer_bits_are_proposed_than_its_changes_take(tmp_path)
 
     assert told(0.0) == (2, False)
     assert told(0.1) == (3, True)
+    assert told(0.1, "--decoder") == (2, False)
     assert told(0.1, "--dropout", "0") == (2, False)
     assert told(0.0, "--dropout", "0.1") == (3, True)
     assert told(0.1, "--one-pass") == (2, False)
