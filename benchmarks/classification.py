@@ -165,7 +165,7 @@ def results(rows: list[Row]) -> list[str]:
         Held-out samples are judged without quantization: that is the model that is saved and used. With DirectQ it was
         trained on quantized activations, and loses by that difference too; the lines "judged quantized" are trained
         with the same settings and judged with DirectQ's quantization. AQ-SGD's cached activations approach the
-        activations themselves, so that with it the difference vanishes.
+        activations themselves, so that with it the difference vanishes. {direct.CLIPPING}
     """
     return [
         *prose(text),

@@ -237,7 +237,7 @@ def results(rows: list[Row]) -> list[str]:
         in embeddings, attention and blocks, the default of Hugging Face's GPT-2, or half of that, and are compared with
         FP32 training that does: a sample's activations then change from visit to visit by their masks too, which is
         what AQ-SGD sends. "Changes back": gradients too are sent as changes since the sample's last visit
-        (`"backward_method": "delta"`), a first one with 8 bits.
+        (`"backward_method": "delta"`), a first one with 8 bits. {direct.CLIPPING}
     """
     return [*prose(text), *_gaps(rows), *prose(more), *_table(rows)]
 

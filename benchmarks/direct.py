@@ -22,6 +22,8 @@ FORMS: dict[str, dict[str, Any]] = {
     ", stochastic": {"rounding": "stochastic"},
 }
 AS_PUBLISHED = ", as published"
+CLIPPING = """Rms scales clip in these runs whatever the bits are; the product's do not where steps are fine
+        ([algorithm](../../docs/algorithms.md#12-the-quantizer-q_b-b--1-to-8))."""  # in pages
 
 
 def published(forward: int, backward: int) -> Coders:
