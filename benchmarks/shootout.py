@@ -260,8 +260,8 @@ def introduction(rows: Sequence[Row]) -> list[str]:
         - DirectQ, AQ-SGD: the product's own, with the largest value as the scale unless it says otherwise. As
         published: as the code of AQ-SGD's authors quantizes, with one scale for each channel of a packet
         ([algorithm](../../docs/algorithms.md#12-the-quantizer-q_b-b--1-to-8)). {direct.CLIPPING}
-        Changes back: gradients are sent as changes too. Constant error: that, and each packet has the fewest bits that keep these errors forward/back, but
-        changes no more than 3 and 4, 3 and 6, or 4 and 8 bits.
+        Changes back: gradients are sent as changes too. Constant error: that, and each packet has the fewest bits that
+        keep these errors forward/back, but changes no more than 3 and 4, 3 and 6, or 4 and 8 bits.
 
         - TAH-Quant (arXiv:2506.01352): nothing is remembered; tiles of 64 values with a zero point and a step, tiles
         with an outlier turned, seven of ten tiles with the larger number of bits.
