@@ -336,7 +336,7 @@ def launch_elastic(
     while True:
         world = each * len(roster.hosts)
         hosts = () if roster.hosts == (LOCAL,) else roster.hosts
-        variables = {RESTARTS: str(number), MACHINES: ",".join(roster.hosts), COMMAND: name}
+        variables = {RESTARTS: str(number), MACHINES: ",".join(roster.hosts), COMMAND: name} | starts.variables()
         ranks = place(assign_ranks(command(world), world, hosts, variables))
         with Arrivals(roster, number, out, seen, silent, write, cannot_join) as arrivals:
             ended = watch_ranks(ranks, grace_s=_GRACE_S, go_on=_ADVICE, meanwhile=arrivals.look)
@@ -369,7 +369,7 @@ def launch_elastic(
             gone = {host: why[host] for host in before.hosts if host in why}
             what = "leaves" if left.issuperset(gone) else "is lost"
             reason = f"{_list(gone)} {what}" if gone else "a rank was lost, and its machine answers"
-        elif failed and newcomers and len(newcomers) < len(roster.hosts):
+        elif failed and 0 < len(newcomers) < len(roster.hosts) and not starts.ends_at(begun_at(roster.hosts)):
             roster = before = roster.without_newcomers(earlier)
             reason = f"the run did not go on with {', '.join(newcomers)}"
         else:

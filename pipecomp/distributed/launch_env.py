@@ -44,6 +44,7 @@ MACHINES = "PIPECOMP_MACHINES"  # of an elastic launcher's start, in the order o
 COMMAND = "PIPECOMP_COMMAND"  # a name that all starts of an elastic launcher's command have in common
 STARTS = "restarts.json"  # in the run's folder of each machine: the step that its latest start began at
 MOST_STARTS = 4  # in a row that reach no newer step
+BEGIN_AFTER = "PIPECOMP_BEGIN_AFTER"  # the step that MOST_STARTS starts in a row have not passed
 CANDIDATES = "candidates.json"  # in the run's folder of rank 0: machines that wait to take part
 
 # Variables that change a rank's numbers, its speed or what it reads: those that suit all machines, and those that
@@ -132,6 +133,13 @@ def read_start(text: str | None, command: str, start: int) -> int | None:
         return int(found["step"]) if (found["command"], found["start"]) == (command, start) else None
     except (ValueError, TypeError, KeyError):
         return None
+
+
+def check_progress(step: int) -> None:
+    """Raise ConfigError if this start begins at a step that MOST_STARTS starts before it have not passed."""
+    passed = os.environ.get(BEGIN_AFTER, "")
+    allowed = f"progress between restarts: {MOST_STARTS} starts in a row have reached no newer step than {passed}"
+    require(not passed.isdecimal() or step > int(passed), "--elastic", True, allowed, "The log says why each ended")
 
 
 def retry_after_restart(act: Callable[[], _T], is_busy: Callable[[Exception], bool]) -> _T:

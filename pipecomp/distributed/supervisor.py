@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection
 from types import FrameType
 from typing import IO, Any, NamedTuple, Protocol
 
-from pipecomp.distributed.launch_env import MOST_STARTS
+from pipecomp.distributed.launch_env import BEGIN_AFTER, MOST_STARTS
 from pipecomp.distributed.preemption import (
     LEFT_STATUS,
     LOST_STATUS,
@@ -129,7 +129,8 @@ class StartCount:
     """Counts the starts of a run in a row that were lost and reach no newer step.
 
     The ranks note the step that a start begins at (`launch_env.STARTS`), once they have found it. How far such a start
-    comes is known when the next one begins: at a newer step, or not.
+    comes is known when the next one begins: at a newer step, or not. That is when the ranks end a run without progress
+    (`launch_env.check_progress`): a start that is lost later may have trained for long.
     """
 
     def __init__(self) -> None:
@@ -147,6 +148,15 @@ class StartCount:
         if max(self._before, self._after) < MOST_STARTS:
             return None
         return f"{MOST_STARTS} starts in a row have reached no newer step: the log says why each ended"
+
+    def variables(self) -> dict[str, str]:
+        """Return variables for the ranks of the next start."""
+        last = self._step >= 0 and self._before + 1 + self._after >= MOST_STARTS
+        return {BEGIN_AFTER: str(self._step)} if last else {}
+
+    def ends_at(self, step: int | None) -> bool:
+        """Return whether the ranks of a start with these variables end the run if they note this step."""
+        return step is not None and bool(self.variables()) and step <= self._step
 
 
 class ChildProcess(Protocol):

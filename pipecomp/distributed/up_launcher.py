@@ -11,7 +11,7 @@ import os
 import secrets
 import shlex
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -298,7 +298,7 @@ def start_ranks(
             book.unlink(missing_ok=True)
         leaving = Path(keys) / _LEAVING_FILE
         leaving.unlink(missing_ok=True)
-        ended, status = _run_ranks(run, start, place, keys, listen, checks, say=say)
+        ended, status = _run_ranks(run, start, place, keys, listen, checks, starts.variables(), say=say)
         if run.elastic and book.is_file() and _goes_on_without_this(ended):
             say("this machine leaves the run. If others go on, the same command takes part in it again")
             return status
@@ -319,9 +319,10 @@ def start_ranks(
             say("a machine or rank was lost; looking for those that are left")
         else:  # with machines that cannot take part, such as one with other data
             before = tuple(number for number in start.places if number in earlier)
-            if before == start.places:
+            ends = before == start.places or starts.ends_at(run.begun_at(start.number))
+            if ends:
                 book.unlink(missing_ok=True)
-            if before == start.places or place not in before:
+            if ends or place not in before:
                 return status
             wanted = len(before)
             say("the run did not go on with the machines that came; it goes on without them")
@@ -426,10 +427,14 @@ def _run_ranks(
     keys: str,
     listen: str | None,
     checks: Checks,
+    variables: Mapping[str, str],
     *,
     say: Callable[[str], None],
 ) -> tuple[Ended, int]:
-    """Start this machine's ranks of one start, and wait for them; returns also the highest status of all."""
+    """Start this machine's ranks of one start, and wait for them; returns also the highest status of all.
+
+    variables: Further ones for the ranks.
+    """
     checks = checks if start.number == 0 else Checks(doctor=False, plan=False, take=checks.take)
     program = run.command if run.train is None else (TRAIN, run.train)
     command = python_module_command("pipecomp.up", json.dumps(asdict(checks)), *program)
@@ -453,6 +458,7 @@ def _run_ranks(
         common[LEAVING] = str(Path(keys) / _LEAVING_FILE)
     if start.number and first == 0:  # this machine leads now
         listen = str(listen_address(run, listen))
+    common |= variables
     with Supervisor() as supervisor, supervisor.forward_signals():
         for local in range(run.procs):
             own = common | {"RANK": str(first + local), "LOCAL_RANK": str(local)}

@@ -15,7 +15,7 @@ from pipecomp.checkpoint.manifest import finished, problem
 from pipecomp.checkpoint.reshard import saved_pipeline
 from pipecomp.distributed import rendezvous
 from pipecomp.distributed.collectives import gathered, while_others_wait
-from pipecomp.distributed.launch_env import STARTS, note_start, restarts
+from pipecomp.distributed.launch_env import STARTS, check_progress, note_start, restarts
 from pipecomp.distributed.preemption import say_here
 from pipecomp.elastic import RECORDS
 from pipecomp.elastic.assembly import record_checkpoint
@@ -33,7 +33,8 @@ def go_on_without_lost(folder: Path) -> None:
     """Make a checkpoint of the newest state that the machines of this start have together; every rank must call this.
 
     Raises:
-        ConfigError: On every rank, if the newest complete state went with its machines, and there is no earlier one.
+        ConfigError: On every rank, if the newest complete state went with its machines, and there is no earlier one, or
+            after MOST_STARTS starts without a newer state.
     """
     earlier, kept = find_plan(folder), -1
     if earlier is not None and len(earlier["cuts"]) - 1 == dist.get_world_size() and RECUT not in earlier:
@@ -60,6 +61,7 @@ def go_on_without_lost(folder: Path) -> None:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             folder.mkdir(parents=True, exist_ok=True)
             write_here(folder / STARTS, note_start(reached), dist.get_rank())
+        check_progress(reached)
 
 
 def find_lost_checkpoint(checkpoints: Path) -> tuple[int, list[int]] | None:

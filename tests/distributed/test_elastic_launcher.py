@@ -19,6 +19,7 @@ from pipecomp.distributed.launch_env import (
     MACHINES,
     RESTARTS,
     STARTS,
+    check_progress,
     machine_names,
     note_start,
     read_start,
@@ -260,8 +261,49 @@ class TestStartCount:
     def test_starts_that_never_begin(self):
         assert added(StartCount(), None, None, None, None) == [True] * 3 + [False]
 
+    def test_the_ranks_end_the_run_when_the_fifth_start_begins_no_further(self, monkeypatch):
+        """Once it is lost, it may have trained for days."""
+        count = StartCount()
+        for _ in range(4):
+            assert not count.variables()
+            assert count.add(7) is None
+        for name, value in count.variables().items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(ConfigError, match="4 starts in a row have reached no newer step than 7"):
+            check_progress(7)
+        check_progress(8)
+        assert [count.ends_at(step) for step in (7, 8, None)] == [True, False, False]
+        assert count.add(8) is None
+        assert not count.variables()
+
+    def test_starts_that_never_begin_name_no_step(self):
+        count = StartCount()
+        assert all(added(count, None, None, None))
+        assert not count.variables()
+
     def test_a_run_that_lost_its_newest_state_counts_from_there(self):
         assert all(added(StartCount(), 40, 30, 35, 38, 39, 41))
+
+
+def test_a_spare_is_not_to_blame_for_a_run_without_progress(folder):
+    """The start with it is ended by the ranks, and is the last one."""
+    looks = []
+
+    def silent(hosts):
+        looks.append(hosts)
+        return {HERE[1]: "down"} if len(looks) >= 4 else {}
+
+    text = (
+        "from pipecomp.distributed.launch_env import check_progress, note_start\n"
+        f"pathlib.Path('run', f'{STARTS}.{{rank}}').write_text(json.dumps(note_start(5)))\n"
+        f"os.replace(f'run/{STARTS}.{{rank}}', 'run/{STARTS}')\n"
+        "check_progress(5)\n"
+        f"sys.exit({LOST_STATUS})\n"
+    )
+    (folder / "run").mkdir()
+    run = program(folder / "starts", text)
+    assert launch_elastic(run, Roster.start(HERE[:2], [SPARE]), 1, silent, out=Path("run")) == 1
+    assert starts(folder / "starts") == [f"{number}-{rank}-2" for number in range(5) for rank in range(2)]
 
 
 def test_the_note_of_another_start_does_not_count(monkeypatch):
