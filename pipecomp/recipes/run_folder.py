@@ -7,6 +7,7 @@ machine that was away, or was a spare, brings back nothing of an earlier run.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import platform
@@ -33,9 +34,10 @@ from pipecomp.report.recorder import CHECKPOINTS, PLAN
 from pipecomp.trainer.checkpoints import list_checkpoints
 
 NOTE = "run-number.json"
-# Of the rank that locks the folder, for several machines may share one. Note: the number of a file system or file does
-# not tell: each machine has its own for a shared folder.
-_TOKEN = ".run-token"
+# Made by the rank that locks the folder, for several machines may share one. Note: the number of a file system or file
+# does not tell, as each machine has its own for a shared folder; nor does what a file holds, of which a machine may see
+# what it wrote itself.
+_MARK = ".run-lock-"
 _KINDS = (PLAN, RECORDS, CHECKPOINTS)  # what a run needs to go on
 
 
@@ -116,26 +118,23 @@ def lock_machines(folder: Path) -> None:
     Raises:
         ConfigError: On every rank, if a machine's folder cannot be made, or is in use by another run.
     """
-    ranks, token = rendezvous.all_ranks(), secrets.token_hex(8)
-    first, first_here = dist.get_rank() == 0, os.environ.get("LOCAL_RANK", "0") == "0"
-    with ranks.collective_errors(), writable("--out", folder):
-        if first_here and not first:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / _TOKEN).write_text(token, encoding="utf-8")
-    with ranks.collective_errors():
-        if first:
-            lock_folder("--out", folder)
-            with writable("--out", folder):
-                (folder / _TOKEN).write_text(token, encoding="utf-8")
-    with ranks.collective_errors():
-        if first_here and not first and _has_token(folder, token):  # else one that shares the folder locks it
-            lock_folder("--out", folder)
-
-
-def _has_token(folder: Path, token: str) -> bool:
-    with contextlib.suppress(OSError, ValueError):
-        return (folder / _TOKEN).read_text(encoding="utf-8") == token
-    return False
+    ranks, rank = rendezvous.all_ranks(), dist.get_rank()
+    drawn = "".join(map(str, gathered(secrets.token_hex(8))))
+    mark, made = folder / f"{_MARK}{hashlib.sha256(drawn.encode()).hexdigest()[:16]}", False
+    try:
+        for turn in (rank == 0, rank > 0 and os.environ.get("LOCAL_RANK", "0") == "0"):
+            with ranks.collective_errors(), writable("--out", folder):
+                if turn:
+                    folder.mkdir(parents=True, exist_ok=True)
+                    with contextlib.suppress(FileExistsError):  # one that shares the folder locks it
+                        mark.touch(exist_ok=False)
+                        made = True
+                    if made:
+                        lock_folder("--out", folder)
+    finally:
+        if made:
+            with contextlib.suppress(OSError):
+                mark.unlink()
 
 
 def _clear(folder: Path, store: Path, kinds: Sequence[str], *, remove: bool) -> None:
@@ -151,7 +150,8 @@ def _clear(folder: Path, store: Path, kinds: Sequence[str], *, remove: bool) -> 
                 found = True
     for path in store.glob("rank-*"):
         if path.name.removeprefix("rank-").isdecimal():
-            with contextlib.suppress(StoreError):  # in use, as when machines share the folder; opening it says so
+            # In use, or gone, as when machines share the folder; opening it says so.
+            with contextlib.suppress(StoreError, FileNotFoundError):
                 forget(store, int(path.name.removeprefix("rank-")))
     if found:
         text = f"{folder} on {platform.node()} had files of another run, which are in {aside.name} now"

@@ -16,6 +16,7 @@ from pipecomp.distributed.launch_env import COMMAND
 from pipecomp.distributed.local_launcher import run_ranks
 from pipecomp.distributed.rendezvous import join_processes
 from pipecomp.elastic import RECORDS
+from pipecomp.recipes import run_folder
 from pipecomp.recipes.run_folder import NOTE, RunNote, begin_run, lock_machines, prune_checkpoints
 from pipecomp.report.recorder import CHECKPOINTS, PLAN
 from tests.limits import HANG_S
@@ -142,11 +143,21 @@ def locked(rank: int, world: int, note: Any, places: list[str], other: str) -> s
     return told
 
 
-@pytest.mark.parametrize("names", ["aaa", "abb", "aba"])
+@pytest.mark.parametrize("names", ["aaab", "abb", "aba"])
 def test_machines_may_share_a_folder(tmp_path: Path, names: str) -> None:
     folders = [str(tmp_path / name) for name in names]
     for other in sorted(set(folders)):
-        assert "in use by another run" in run_ranks(3, locked, folders, other, timeout_s=HANG_S)[0]
+        assert "in use by another run" in run_ranks(len(names), locked, folders, other, timeout_s=HANG_S)[0]
+        assert not list(Path(other).iterdir())
+
+
+def test_a_store_that_another_machine_removes_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forget(store: Path, rank: int) -> None:
+        raise FileNotFoundError(store / f"rank-{rank}")
+
+    monkeypatch.setattr(run_folder, "forget", forget)
+    (tmp_path / "messages" / "rank-0").mkdir(parents=True)
+    run_folder._clear(tmp_path, tmp_path / "messages", (), remove=True)
 
 
 def test_a_linked_folder_is_emptied(places: list[Path], tmp_path: Path) -> None:
