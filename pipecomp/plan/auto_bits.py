@@ -35,7 +35,7 @@ from pipecomp.utils.serialization import serializable
 from pipecomp.utils.units import format_rate
 
 # Forward bits that cost at most 1 % of the loss with dropout 0.1, Hugging Face's default; scales of channels need one
-# less.
+# less, with the gain of the least error.
 MIN_BITS_WITH_DROPOUT = 3
 MIN_BITS_OF_CLASSIFIERS = 4
 SAMPLES_READ = 32  # samples whose length is looked at
@@ -73,7 +73,9 @@ def _min_bits(module: nn.Module, settings: Config) -> int:
     plan = getattr(module, "plan", None)  # of a Stage
     name = type(module).__name__ if plan is None else plan.model_class
     bits = MIN_BITS_OF_CLASSIFIERS if any(kind in name for kind in _CLASSIFIERS) else MIN_BITS_WITH_DROPOUT
-    return bits - (settings.activations.scale_of("forward") in ("auto", "channels"))
+    a = settings.activations
+    gain = a.gain if isinstance(a.gain, str) else a.gain.forward
+    return bits - (a.scale_of("forward") in ("auto", "channels") and gain != "unbiased")
 
 
 def has_dropout(module: nn.Module, dropout: float | None = None) -> bool:

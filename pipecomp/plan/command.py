@@ -382,7 +382,9 @@ def plan(
     gradients = {} if options.gradients is None else {"method": options.gradients}
     sections = search.aqsgd_sections("auto", "auto", one_pass=options.one_pass)
     config = Config.from_dict({**sections, "tie": options.tie, "gradients": gradients})
-    fewest = fewest_bits(model, config, options.dropout)
+    gpu = options.measure and not computes_on_cpu()
+    scales = config.activations.with_scales(profile.tokens * (options.micro_batch or 1), gpu=gpu)  # of the run
+    fewest = fewest_bits(model, config.replace(activations=scales), options.dropout)
     config = config.replace(activations=config.activations.with_dropout([has_dropout(model, options.dropout)]))
     choices: list[search.PlanChoice] = []
     averages: dict[RankLayout, list[tuple[str, float]]] = {}

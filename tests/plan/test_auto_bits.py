@@ -178,6 +178,8 @@ def test_auto_takes_more_bits_of_changes_with_dropout():
     auto = made(**AQSGD, forward_bits="auto")
     assert fewest_bits(nn.Dropout(0.1), auto) == fewest_bits(nn.Linear(2, 2), auto, 0.1) == MIN_BITS_WITH_DROPOUT
     assert fewest_bits(nn.Dropout(0.1), made(**AQSGD, forward_bits="auto", scale="channels")) == 2
+    unbiased = made(**AQSGD, forward_bits="auto", scale="channels", gain="unbiased")
+    assert fewest_bits(nn.Dropout(0.1), unbiased) == MIN_BITS_WITH_DROPOUT
     assert fewest_bits(nn.Dropout(0.1), auto, 0.0) == 2
     assert fewest_bits(nn.Dropout(0.0), auto) == fewest_bits(nn.Linear(2, 2), auto) == 2
     assert fewest_bits(nn.Dropout(0.1), made(method="direct", forward_bits="auto")) == 2

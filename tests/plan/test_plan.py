@@ -24,6 +24,7 @@ from pipecomp.config.activations import ConstantError
 from pipecomp.engine.validation import check_precision
 from pipecomp.errors import ConfigError, SplitError
 from pipecomp.gradient_config import Gradients
+from pipecomp.plan import command
 from pipecomp.plan.auto_bits import MIN_BITS_OF_CLASSIFIERS, fewest_bits
 from pipecomp.plan.command import parse_networks, round_up, run_plan
 from pipecomp.plan.options import PlanOptions
@@ -742,6 +743,21 @@ def test_tied_weights_are_named_with_what_they_take(folder):
     assert "gradients" not in json.loads(out.read_text())["config"]["pipecomp"]
     done = CliRunner().invoke(app, [*arguments, "--gradients", "topk"])
     assert "gradients: got 'topk', allowed: none, fp16, global_qsgd, double_squeeze" in " ".join(done.output.split())
+
+
+@pytest.mark.parametrize(("gpu", "bits"), [(False, MIN_BITS_OF_CLASSIFIERS - 1), (True, MIN_BITS_OF_CLASSIFIERS)])
+def test_on_gpus_changes_with_dropout_take_the_bits_of_tokens_scales(tmp_path, monkeypatch, gpu, bits):
+    """Automatic scales are those of tokens there."""
+    config = transformers.BertConfig(num_hidden_layers=4, hidden_size=64, num_attention_heads=2, vocab_size=256)
+    config.architectures = ["BertForSequenceClassification"]
+    config.save_pretrained(tmp_path)
+    options = PlanOptions(model=str(tmp_path), stages=2, tokens=64, measure=True, bandwidth="1mbit")
+    profile = count(*command.model_size(options)).estimated(1e12)
+    survey = command.SurveyResult(profile=profile, speeds=MachineSpeeds())
+    monkeypatch.setattr(command, "_survey", lambda *given: survey)
+    monkeypatch.setattr(command, "computes_on_cpu", lambda: not gpu)
+    plan = run_plan(Console(file=io.StringIO()), options)
+    assert plan["config"]["pipecomp"]["activations"]["forward_bits"] == bits
 
 
 def test_with_dropout_no_fewer_bits_are_proposed_than_its_changes_take(tmp_path):
