@@ -10,6 +10,7 @@ import codecs
 import contextlib
 import csv
 import hashlib
+import io
 import json
 import os
 import re
@@ -343,6 +344,22 @@ def _watched(pieces: Iterator[T], name: str) -> Iterator[T]:
         yield piece
 
 
+class _WatchedFile(io.FileIO):
+    """A file each of whose reads has the limit of data, as a row may have any size."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._activity = _reading(name)
+
+    def readinto(self, buffer: Any) -> int | None:
+        with self._activity:
+            return super().readinto(buffer)
+
+
+def _open(name: str) -> BinaryIO:
+    return io.BufferedReader(_WatchedFile(name), _PIECE)
+
+
 # -- text
 
 
@@ -361,7 +378,7 @@ def read_text(path: str | os.PathLike[str], *, nul: bool = False) -> str:
 
 
 def _decoded(name: str, *, nul: bool = False) -> Iterator[str]:
-    with open(name, "rb") as file:
+    with _open(name) as file:
         piece, position = file.read(_PIECE), 0
         wide = piece.startswith(_UTF16)
         decoder = codecs.getincrementaldecoder("utf-16" if wide else "utf-8-sig")()
@@ -413,13 +430,13 @@ def _lines(pieces: Iterable[str]) -> Iterator[str]:
 
 def _json_records(name: str) -> Iterator[SourceRecord]:
     """Read JSON lines, a JSON array of rows, or a JSON object of columns; a string is a row with the column text."""
-    with open(name, "rb") as file:
+    with _open(name) as file:
         begin = file.read(512)
         _check_encoding(name, begin, JSON)
         start = 3 if begin.startswith(codecs.BOM_UTF8) else 0
         if _is_one_document(name, file, start):
             file.seek(start)
-            yield from _json_document(name, file.read())
+            yield from _json_document(name, b"".join(iter(partial(file.read, _PIECE), b"")))
             return
         file.seek(start)
         for number, line in enumerate(file, 1):

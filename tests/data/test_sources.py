@@ -165,6 +165,25 @@ def test_a_dead_disk_ends_the_reading_and_slow_tokenization_does_not(tmp_path, m
     assert used == ["a", "b"]
 
 
+@pytest.mark.parametrize("text", ['["' + 1000 * "a" + '"]', '"' + 1000 * "a" + '"\n'])
+def test_a_large_row_on_a_slow_disk_is_read(tmp_path, monkeypatch, text):
+    class Slow(sources._WatchedFile):
+        def readinto(self, buffer):
+            time.sleep(0.1)
+            return super().readinto(buffer)
+
+    monkeypatch.setattr(sources, "_PIECE", 64)
+    monkeypatch.setattr(sources, "_WatchedFile", Slow)
+    monkeypatch.setattr(heartbeat, "DEFAULT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(activity.limits, "data_s", 1.0)
+    rank = heartbeat.Heartbeat(0, 1, torch.distributed.HashStore())
+    try:
+        [source] = find_sources(put(tmp_path, "a.jsonl", text))
+        assert [record.values for record in source.records()] == [{"text": 1000 * "a"}]
+    finally:
+        rank.end()
+
+
 def test_folders_and_names_that_are_nothing(tmp_path):
     put(tmp_path, "code/a.py", "x")
     assert ".py" in error(tmp_path / "code")
