@@ -120,8 +120,13 @@ def test_one_without_a_limit_hides_the_outer_one(watch: Heartbeat) -> None:
         time.sleep(0.8)
 
 
-def test_another_thread_ends_the_process(watch: Heartbeat, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
-    """Nothing can interrupt it; the others learn why."""
+@pytest.mark.parametrize(("trains", "status"), [(False, 1), (True, LOST_STATUS)])
+def test_another_thread_ends_the_process(
+    watch: Heartbeat, monkeypatch: pytest.MonkeyPatch, capfd: Any, trains: bool, status: int
+) -> None:
+    """Nothing can interrupt it; the others learn why. Before training it would stall again."""
+    if trains:
+        watch.begin()
     ended: queue.Queue[int] = queue.Queue()
 
     def end(status: int) -> None:
@@ -139,7 +144,7 @@ def test_another_thread_ends_the_process(watch: Heartbeat, monkeypatch: pytest.M
 
     thread = threading.Thread(target=wait)
     thread.start()
-    assert ended.get(timeout=HANG_S) == LOST_STATUS
+    assert ended.get(timeout=HANG_S) == status
     release.set()
     thread.join()
     said = capfd.readouterr().err

@@ -651,18 +651,24 @@ class Heartbeat:
         return None
 
     def _end_process(self, problem: PipecompError, why: str) -> None:
-        """Print the problem, report it to the other ranks, finish the stores and end the process."""
+        """Print the problem, report it to the other ranks, finish the stores and end the process.
+
+        A rank that stalls before an engine is made ends by an error of its own, as one that can be interrupted does: it
+        would stall again, and a launcher may go on without its machine.
+        """
         say_here(f"{type(problem).__name__}: {problem}. {why}: its process ends")
         lost, reason = self._rank, f"rank {self._rank} stopped: {type(problem).__name__}: {problem}"
+        status = LOST_STATUS
         if self._state == _LEFT:
             self.engine += 1  # the engine that the others make, or wait to make
+            status = 1 if isinstance(problem, StalledError) else LOST_STATUS
         if isinstance(problem, PeerLostError):
             lost, reason = problem.rank, str(problem)
         finishing = threading.Thread(target=self.give_up, args=(lost, reason), daemon=True)
         finishing.start()
         finishing.join(_ON_EXIT_S)
         sys.stdout.flush()
-        os._exit(LOST_STATUS)
+        os._exit(status)
 
 
 def _doing() -> tuple[str, int]:
