@@ -36,7 +36,7 @@ struct Scaler {
     float from_squares(float most, int64_t sum, int64_t n) const {
         const double root = std::sqrt(double(sum) / (double(n) * 0x1p30)), share = RMS_LOADING[a.bits] * root;
         const double finest = double(3 << 2 * a.bits);  // layout.finest_group
-        if (double(n) * (1 + share) <= finest * (1 - share)) return finish(most);
+        if (double(n) * (1 + share) <= finest * (1 - share) && root * double(1 << a.bits) >= 1) return finish(most);
         return finish(std::min(most, float(double(most) * RMS_LOADING[a.bits] * root)));
     }
     float whole_group(const Layout::Unit& u) const {

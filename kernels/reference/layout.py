@@ -54,9 +54,9 @@ class QuantizerOptions(NamedTuple):
 
 
 def finest_group(bits: int) -> int:
-    """Return 3 * 4**bits: the values of a group whose steps, as large as one value, err by that value's square in all.
+    """Return 3 * 4**bits: the number of values whose squared errors add up to the square of their scale.
 
-    The mean squared error of a step is a twelfth of its square.
+    A step is scale / 2**(bits - 1), and a value's mean squared error a twelfth of its square.
     """
     return 3 * 4**bits
 

@@ -97,7 +97,8 @@ def finish_scales(most: Tensor, squares: Tensor, count: Tensor | int, options: Q
 
     squares: sum of (x / most)**2 in units of 2**-30. It is an integer so that it does not depend on the order of
     summation, and every backend finds the same scale. NaN, Inf and values above 2**100 pass through; small ones become
-    0. An rms scale is the largest magnitude where a step of that size errs less than clipping that one value does.
+    0. An rms scale is the largest magnitude if clipping one value of that size added more squared error than smaller
+    steps save, and half a step, by which zeros err, is at most the rms.
     """
     scale = most
     if options.scale == "rms":
@@ -109,6 +110,7 @@ def finish_scales(most: Tensor, squares: Tensor, count: Tensor | int, options: Q
         loaded = (most.to(torch.float64) * loading * root).to(torch.float32)
         share = loading * root  # of the largest magnitude
         clips = whole * (1 + share) > layout.finest_group(options.bits) * (1 - share)
+        clips |= root * 2**options.bits < 1
         scale = torch.where(usable & clips, torch.minimum(most, loaded), most)
     return torch.where(scale < layout.SCALE_MIN, 0.0, scale)
 

@@ -125,11 +125,11 @@ def whole(v):
 
 
 @triton.jit
-def rms_scale(z, most, n, LOADING: tl.constexpr, FINEST: tl.constexpr):
+def rms_scale(z, most, n, LOADING: tl.constexpr, FINEST: tl.constexpr, LEVELS: tl.constexpr):
     """Compute the rms scale of n values z, as `rows.finish_scales`, and their sum of squares over the largest.
 
     most: bit pattern of the largest |z|. The sum is int64, in units of 2**-30. LOADING: factor of the scale.
-    FINEST: `layout.finest_group`.
+    FINEST: `layout.finest_group`. LEVELS: 2**bits.
     """
     largest = most.to(tl.float32, bitcast=True)
     t = z * tl.div_rn(1.0, tl.where(most < 0x0D800000, 1.0, largest))
@@ -137,7 +137,7 @@ def rms_scale(z, most, n, LOADING: tl.constexpr, FINEST: tl.constexpr):
     root = tl.sqrt(squares.to(tl.float64) / (n.to(tl.float64) * 1073741824.0))
     loaded = (largest.to(tl.float64) * tl.full([], LOADING, tl.float64) * root).to(tl.float32)
     share = tl.full([], LOADING, tl.float64) * root
-    clips = n.to(tl.float64) * (share + 1.0) > (1.0 - share) * FINEST
+    clips = (n.to(tl.float64) * (share + 1.0) > (1.0 - share) * FINEST) | (root * LEVELS < 1.0)
     scale = tl.where(clips, tl.minimum(largest, loaded), largest)
     return tl.where((most < 0x0D800000) | (scale < 7.888609052210118e-31), 0.0, scale), squares  # 2**-100
 
@@ -242,7 +242,7 @@ def encode_kernel(
     else:
         bits, group_bytes, row_bytes, scales = BITS, GROUP_BYTES, ROW_BYTES, tl.load(fields + 2)
     if LOADING > 0:
-        scale, squares = rms_scale(v, most, n, LOADING, FINEST)
+        scale, squares = rms_scale(v, most, n, LOADING, FINEST, 1 << BITS)
     else:
         scale = tl.where(most < 0x0D800000, 0, most).to(tl.float32, bitcast=True)  # 2**-100
     t = v * tl.div_rn(1.0, tl.where(scale == 0.0, 1.0, scale))

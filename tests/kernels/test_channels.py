@@ -96,6 +96,15 @@ def test_no_input_loses_more_than_a_bound(
     assert float((x - y).double().norm()) <= limit * float(x.double().norm()) * (1 + 1e-5)
 
 
+@pytest.mark.parametrize("scale", ["rms", "channels"])
+@pytest.mark.parametrize(("bits", "H"), [(2, 24), (3, 100), (4, 384), (4, 512)])
+def test_a_large_value_among_zeros_loses_no_more_than_the_bound(backend: str, scale: str, bits: int, H: int) -> None:
+    """Each in another channel, whose scales are then alike; zeros err by half a step."""
+    x = torch.eye(H)
+    y, _ = decoded(x, QuantizerOptions(bits, None, scale), backend)
+    assert float((x - y).norm()) <= math.sqrt(1 + 1.1 * RMS_LOADING[bits] ** 2 / 4**bits) * math.sqrt(H)
+
+
 @pytest.mark.parametrize("scale", ["rms", "channels", "cached_channels"])
 def test_a_large_value_is_not_clipped_where_steps_are_fine(backend: str, scale: str) -> None:
     torch.manual_seed(2)

@@ -43,7 +43,7 @@ def plain_scale(values: list[np.float32], bits: int, scale: str) -> np.float32:
             total += int(np.rint(np.float64(t * t) * 2**30))
         root = math.sqrt(total / (len(values) * 2.0**30))
         share = LOADING[bits] * root
-        if len(values) * (1 + share) > 3 * 4**bits * (1 - share):
+        if len(values) * (1 + share) > 3 * 4**bits * (1 - share) or root * 2**bits < 1:
             most = min(most, F(float(most) * LOADING[bits] * root))
     return most if most >= F(2.0**-100) else F(0)
 
