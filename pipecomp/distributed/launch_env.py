@@ -41,7 +41,8 @@ _TERMINAL = "SLURM_PTY_PORT"  # set by srun --pty, an interactive shell, whateve
 LAUNCHER, STDIN = "PIPECOMP_LAUNCHER", "stdin"
 RESTARTS = "PIPECOMP_RESTARTS"  # how often an elastic launcher has started the ranks of this run again
 MACHINES = "PIPECOMP_MACHINES"  # of an elastic launcher's start, in the order of their ranks, with commas between them
-COMMAND = "PIPECOMP_COMMAND"  # a name that all starts of an elastic launcher's command have in common
+# A name that all starts of an elastic launcher's command have in common. With `pipecomp up` each machine has another.
+COMMAND = "PIPECOMP_COMMAND"
 STARTS = "restarts.json"  # in the run's folder of each machine: the step that its latest start began at
 MOST_STARTS = 4  # in a row that reach no newer step
 BEGIN_AFTER = "PIPECOMP_BEGIN_AFTER"  # the step that MOST_STARTS starts in a row have not passed
@@ -121,16 +122,16 @@ def restarts() -> int:
     return int(text) if text.isdecimal() else 0
 
 
-def note_start(step: int) -> dict[str, Any]:
-    """Return the content of the file STARTS in a start that begins at a step."""
-    return {"command": os.environ.get(COMMAND, ""), "start": restarts(), "step": step}
+def note_start(step: int, commands: Sequence[str]) -> dict[str, Any]:
+    """Return the content of the file STARTS in a start that begins at a step. commands: COMMAND of all ranks."""
+    return {"commands": list(dict.fromkeys(commands)), "start": restarts(), "step": step}
 
 
 def read_start(text: str | None, command: str, start: int) -> int | None:
     """Return the step that a start of a command has noted; None if it has noted none. text: Content of STARTS."""
     try:
         found = json.loads(text or "{}")
-        return int(found["step"]) if (found["command"], found["start"]) == (command, start) else None
+        return int(found["step"]) if command in found["commands"] and found["start"] == start else None
     except (ValueError, TypeError, KeyError):
         return None
 

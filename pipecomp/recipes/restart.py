@@ -15,7 +15,7 @@ from pipecomp.checkpoint.manifest import finished, problem
 from pipecomp.checkpoint.reshard import saved_pipeline
 from pipecomp.distributed import rendezvous
 from pipecomp.distributed.collectives import gathered, while_others_wait
-from pipecomp.distributed.launch_env import STARTS, check_progress, note_start, restarts
+from pipecomp.distributed.launch_env import COMMAND, STARTS, check_progress, note_start, restarts
 from pipecomp.distributed.preemption import say_here
 from pipecomp.elastic import RECORDS
 from pipecomp.elastic.assembly import record_checkpoint
@@ -57,10 +57,11 @@ def go_on_without_lost(folder: Path) -> None:
     prune_checkpoints(folder / CHECKPOINTS, reached, KEPT)
     if dist.get_rank() == 0 and restarts():
         say_here(f"restart {restarts()}: goes on after step {reached}")
+    commands = gathered(os.environ.get(COMMAND, ""))
     with rendezvous.all_ranks().collective_errors(), writable("--out", folder):
         if os.environ.get("LOCAL_RANK", "0") == "0":
             folder.mkdir(parents=True, exist_ok=True)
-            write_here(folder / STARTS, note_start(reached), dist.get_rank())
+            write_here(folder / STARTS, note_start(reached, commands), dist.get_rank())
         check_progress(reached)
 
 

@@ -47,18 +47,18 @@ class RunNote:
 
     Attributes:
         run: Number of the run.
-        command: Name of the command whose start this was.
+        commands: Names of the commands whose start this was, of all machines, which may share the folder.
     """
 
     run: int
-    command: str = ""
+    commands: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, folder: Path) -> RunNote | None:
         """Read a folder's note; None for a folder without a run."""
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             content = json.loads((folder / NOTE).read_text(encoding="utf-8"))
-            return cls(int(content["run"]), str(content["command"]))
+            return cls(int(content["run"]), tuple(map(str, content.get("commands", ()))))
         return cls(0) if (folder / PLAN).is_file() else None
 
 
@@ -81,8 +81,8 @@ def begin_run(folder: Path, store: Path, *, overwrite: bool, plan: Mapping[str, 
     """
     first_here, command = os.environ.get("LOCAL_RANK", "0") == "0", os.environ.get(COMMAND, "")
     own = RunNote.read(folder) if first_here else None
-    begun = own is not None and bool(command) and own.command == command
-    answers = gathered([None if own is None else own.run, begun, time.time_ns() // 1_000_000, platform.node()])
+    begun = own is not None and bool(command) and command in own.commands
+    answers = gathered([None if own is None else own.run, begun, time.time_ns() // 1_000_000, platform.node(), command])
     runs = [run for run, *_ in answers if run is not None]
     if not all(type(run) is int for run in runs):
         raise WireError(f"a rank names its run {runs}")
@@ -94,7 +94,7 @@ def begin_run(folder: Path, store: Path, *, overwrite: bool, plan: Mapping[str, 
     elif over or newest is None:
         number = max(answers[0][2], 1 + (newest or 0))
     elif first is not None and first < newest:
-        host = next(name for run, _, _, name in answers if run == newest)
+        host = next(name for run, _, _, name, _ in answers if run == newest)
         hint = f"{host} has a newer run in it than {answers[0][3]}: move it away there, start on {host}, or --overwrite"
         raise ConfigError("--out", str(folder), "a folder of one run on all machines", hint)
     else:
@@ -109,7 +109,8 @@ def begin_run(folder: Path, store: Path, *, overwrite: bool, plan: Mapping[str, 
             if over or (own is not None and own.run != number and not begun):
                 _clear(folder, store, kinds, remove=over)
             # Note: last, so that a machine that is lost before does the same again.
-            write_here(folder / NOTE, asdict(RunNote(number, command)), dist.get_rank())
+            commands = tuple(dict.fromkeys(str(name) for *_, name in answers))
+            write_here(folder / NOTE, asdict(RunNote(number, commands)), dist.get_rank())
 
 
 def lock_machines(folder: Path) -> None:

@@ -226,7 +226,8 @@ def test_starts_that_reach_newer_steps_go_on(folder):
         "from pipecomp.distributed.launch_env import note_start\n"
         "noted = pathlib.Path('run', f'noted-{restarts}')\n"
         "if restarts % 4 < 2 and rank == 0:\n"
-        f" pathlib.Path('run', {STARTS!r}).write_text(json.dumps(note_start(restarts * 10)))\n"
+        f" begun = note_start(restarts * 10, [os.environ[{COMMAND!r}]])\n"
+        f" pathlib.Path('run', {STARTS!r}).write_text(json.dumps(begun))\n"
         " noted.touch()\n"
         "while restarts % 4 < 2 and not noted.exists(): time.sleep(0.01)\n"
     )
@@ -295,7 +296,7 @@ def test_a_spare_is_not_to_blame_for_a_run_without_progress(folder):
 
     text = (
         "from pipecomp.distributed.launch_env import check_progress, note_start\n"
-        f"pathlib.Path('run', f'{STARTS}.{{rank}}').write_text(json.dumps(note_start(5)))\n"
+        f"pathlib.Path('run', f'{STARTS}.{{rank}}').write_text(json.dumps(note_start(5, [os.environ[{COMMAND!r}]])))\n"
         f"os.replace(f'run/{STARTS}.{{rank}}', 'run/{STARTS}')\n"
         "check_progress(5)\n"
         f"sys.exit({LOST_STATUS})\n"
@@ -308,10 +309,9 @@ def test_a_spare_is_not_to_blame_for_a_run_without_progress(folder):
 
 def test_the_note_of_another_start_does_not_count(monkeypatch):
     """A machine may have the file of an earlier run, and a start that fails early leaves that of the one before."""
-    monkeypatch.setenv(COMMAND, "one")
     monkeypatch.setenv(RESTARTS, "2")
-    text = json.dumps(note_start(7))
-    assert read_start(text, "one", 2) == 7
+    text = json.dumps(note_start(7, ["one", "another machine's"]))
+    assert read_start(text, "one", 2) == read_start(text, "another machine's", 2) == 7
     others = [("two", 2, text), ("one", 1, text), ("one", 2, None), ("one", 2, "no JSON"), ("one", 2, "[5]")]
     assert all(read_start(text, name, number) is None for name, number, text in others)
 

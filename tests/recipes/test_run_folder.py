@@ -27,7 +27,8 @@ pytestmark = pytest.mark.ranks
 def began(
     rank: int, world: int, note: Any, places: list[str], command: str, overwrite: bool, plan: dict[str, Any] | None
 ) -> int:
-    os.environ |= {"LOCAL_RANK": "0", COMMAND: command}
+    names = command.split(",")
+    os.environ |= {"LOCAL_RANK": "0", COMMAND: names[rank % len(names)]}
     join_processes()
     folder = Path(places[rank])
     begin_run(folder, folder / "messages", overwrite=overwrite, plan=plan)
@@ -86,6 +87,15 @@ def test_machines_that_share_a_folder_start_over(places: list[Path]) -> None:
         (places[0] / CHECKPOINTS / str(number)).mkdir()
     begin(places[:1] * 3, "two", overwrite=True)
     assert left(places[0]) == {NOTE, "model", "messages"}
+
+
+@pytest.mark.parametrize("command", ["one", "two"])
+def test_a_machine_that_shared_its_folder_with_a_lost_one_goes_on(places: list[Path], command: str) -> None:
+    """With `up`, the command of each machine has a name of its own."""
+    number = begin(places[:1] * 2, "one,two", overwrite=True)
+    train(places[0])
+    assert begin(places[:1], command, overwrite=True) == number
+    assert left(places[0]) > KEPT
 
 
 def test_a_given_plan_is_not_removed(places: list[Path]) -> None:
@@ -175,7 +185,7 @@ def test_a_new_machine_joins_the_run(places: list[Path]) -> None:
     train(places[1])
     assert begin(places, "two") == number
     assert left(places[1]) == {NOTE, "model", "messages", *KEPT}
-    assert [RunNote.read(place) for place in places] == [RunNote(number, "two")] * 2
+    assert [RunNote.read(place) for place in places] == [RunNote(number, ("two",))] * 2
 
 
 def test_restarts_leave_few_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
