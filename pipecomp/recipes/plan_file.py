@@ -46,7 +46,7 @@ def find_plan(folder: Path) -> dict[str, Any] | None:
 
 
 def read_given_plan(path: Path, stages: int, world: int, batch: int | None, samples: int) -> dict[str, Any] | None:
-    """Read the plan that `--plan` names; None after a restart for fewer machines, or without the first one's file.
+    """Read the plan that `--plan` names; None after a restart, if it is for other stages or the first machine lacks it.
 
     Raises:
         ConfigError: It cannot be read, or is for another number of stages, processes or samples per step.
