@@ -128,8 +128,18 @@ def _table(rows: Sequence[Row]) -> list[str]:
     def share(group: Sequence[Row]) -> str:
         return f"{100 * statistics.mean(sum(row['bytes'][-1]) / sum(row['raw_bytes']) for row in group):.1f} %"
 
+    def differs(group: Sequence[Row]) -> str:
+        exact = base(group)
+        differences = [row["metric"] - exact[row["seed"]]["metric"] for row in group if row["seed"] in exact]
+        if group[0]["method"] == EXACT or not differences:
+            return "–"
+        bounds = f" ({min(differences):+.3f} to {max(differences):+.3f})" if len(differences) > 1 else ""
+        return f"{statistics.mean(differences):+.3f}{bounds}"
+
     metric = METRICS.get(task)
-    judged = {} if metric is None else {metric: lambda group: spread(values(group, "metric"), 3)}
+    judged: dict[str, Callable[[Sequence[Row]], str]] = {}
+    if metric is not None:
+        judged = {metric: lambda group: spread(values(group, "metric"), 3), "beside FP32's": differs}
     cells = {
         "dropout": lambda group: group[0]["dropout"],
         "K": lambda group: "any" if group[0]["method"] == EXACT else group[0]["stages"],
@@ -163,10 +173,10 @@ def results(rows: list[Row]) -> list[str]:
         least squared error for Gaussian values, 2, 3, 4 or 8 of them; bits shared out over channels by their scales.
         These have unbiased gains if they do not say otherwise, and scales of channels for first visits and gradients.
 
-        Training loss: mean over the last epoch. Above FP32: beside the run with the same seed; in brackets the smallest
-        and the largest of the seeds. Sent: bytes of packets both ways over all epochs, headers and scales included, as
-        a share of the values' bytes. Held-out samples are judged without compression. ± is the standard deviation over
-        seeds.
+        Training loss: mean over the last epoch. Above FP32, beside FP32's: against the run with the same seed; in
+        brackets the smallest and the largest of the seeds. Sent: bytes of packets both ways over all epochs, headers
+        and scales included, as a share of the values' bytes. Held-out samples are judged without compression. ± is the
+        standard deviation over seeds.
     """
     tasks = [task for task in shootout.TASKS if any(row["task"] == task for row in rows)]
     parts = [(task, [row for row in rows if row["task"] == task]) for task in tasks]
