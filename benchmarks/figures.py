@@ -637,18 +637,6 @@ def figures() -> list[Figure]:
                 for method in ("DoubleSqueeze, 4 bits, L-GreCo", "DoubleSqueeze, 4 bits")
             ),
         ),
-        Figure(
-            CONFIGURATION,
-            "MiniLM on QNLI [{}](../benchmarks/results/shootout.md), as FP32; 3 and 6 bits {}, 2 and 4 bits {} |",
-            tuple(
-                at("shootout", "accuracy", "with", "4", method, setting, section="QNLI")
-                for method, setting in (
-                    ("AQ-SGD, changes back", "fw4 bw4"),
-                    ("AQ-SGD", "fw3 bw6"),
-                    ("AQ-SGD", "fw2 bw4"),
-                )
-            ),
-        ),
     ]
 
 
