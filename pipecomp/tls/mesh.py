@@ -31,7 +31,7 @@ from pipecomp.tls.stream import NoAnswerError
 _RETRY_S = 0.5
 _CONNECT_S = 5.0
 _TIMEOUT_S = 120.0
-_LAST_S = 5.0  # rank 0 gives the others to close first
+_LAST_S = 30.0  # rank 0 gives the others to close first: on a busy machine they may be late
 _READY_S = 180.0
 _MAX_LOGGED = 5  # rejected connections
 _VISIT_S = 15.0  # age of a visit of a machine that still waits
