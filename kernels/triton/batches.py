@@ -19,7 +19,7 @@ from pipecomp.kernels.reference import batches as reference
 from pipecomp.kernels.reference import reproducible
 from pipecomp.kernels.reference.batches import ALL_FINITE, DecodeItem, EncodeItem
 from pipecomp.kernels.reference.channels import PARTS, sampled_stride
-from pipecomp.kernels.reference.layout import RMS_LOADING, SCALE_MAX, QuantizerOptions, finest_group, group_length
+from pipecomp.kernels.reference.layout import RMS_LOADING, SCALE_MAX, QuantizerOptions, group_length
 from pipecomp.kernels.reference.rows import code_values
 from pipecomp.kernels.triton.rows import (
     BLOCK,
@@ -125,11 +125,11 @@ def whole(v):
 
 
 @triton.jit
-def rms_scale(z, most, n, LOADING: tl.constexpr, FINEST: tl.constexpr, LEVELS: tl.constexpr):
+def rms_scale(z, most, n, LOADING: tl.constexpr, LEVELS: tl.constexpr):
     """Compute the rms scale of n values z, as `rows.finish_scales`, and their sum of squares over the largest.
 
     most: bit pattern of the largest |z|. The sum is int64, in units of 2**-30. LOADING: factor of the scale.
-    FINEST: `layout.finest_group`. LEVELS: 2**bits.
+    LEVELS: 2**bits.
     """
     largest = most.to(tl.float32, bitcast=True)
     t = z * tl.div_rn(1.0, tl.where(most < 0x0D800000, 1.0, largest))
@@ -137,7 +137,8 @@ def rms_scale(z, most, n, LOADING: tl.constexpr, FINEST: tl.constexpr, LEVELS: t
     root = tl.sqrt(squares.to(tl.float64) / (n.to(tl.float64) * 1073741824.0))
     loaded = (largest.to(tl.float64) * tl.full([], LOADING, tl.float64) * root).to(tl.float32)
     share = tl.full([], LOADING, tl.float64) * root
-    clips = (n.to(tl.float64) * (share + 1.0) > (1.0 - share) * FINEST) | (root * LEVELS < 1.0)
+    finest = 3 * LEVELS * LEVELS  # layout.finest_group
+    clips = (n.to(tl.float64) * (share + 1.0) > (1.0 - share) * finest) | (root * LEVELS < 1.0)
     scale = tl.where(clips, tl.minimum(largest, loaded), largest)
     return tl.where((most < 0x0D800000) | (scale < 7.888609052210118e-31), 0.0, scale), squares  # 2**-100
 
@@ -204,7 +205,6 @@ def encode_kernel(
     STOCHASTIC: tl.constexpr,
     CHANNELS: tl.constexpr,
     LOADING: tl.constexpr,
-    FINEST: tl.constexpr,
     UNBIASED: tl.constexpr,
     OCT: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -214,8 +214,8 @@ def encode_kernel(
 
     CHOSEN: chosen[0] holds the bits, at most BITS; w holds the decoded values for 1 bit, 2 bits and so on, one after
     the other; the table's positions of scales and codes leave out the part that depends on the bits.
-    CHANNELS: channels holds the scales of the channels, then their inverses. LOADING, FINEST: of an rms scale; 0 for
-    the largest value. UNBIASED: of the gain.
+    CHANNELS: channels holds the scales of the channels, then their inverses. LOADING: of an rms scale; 0 for the
+    largest value. UNBIASED: of the gain.
     """
     unit, chunk = unit_and_chunk(GROUP, 8 * OCT)
     row, fields, group, column, n = locate_sample_group(unit, table, SAMPLES, GROUP, GROUPS, H, FIELDS)
@@ -242,7 +242,7 @@ def encode_kernel(
     else:
         bits, group_bytes, row_bytes, scales = BITS, GROUP_BYTES, ROW_BYTES, tl.load(fields + 2)
     if LOADING > 0:
-        scale, squares = rms_scale(v, most, n, LOADING, FINEST, 1 << BITS)
+        scale, squares = rms_scale(v, most, n, LOADING, 1 << BITS)
     else:
         scale = tl.where(most < 0x0D800000, 0, most).to(tl.float32, bitcast=True)  # 2**-100
     t = v * tl.div_rn(1.0, tl.where(scale == 0.0, 1.0, scale))
@@ -384,8 +384,7 @@ def launch_encode(
     }
     kind |= {"STOCHASTIC": o.rounding == "stochastic", "OCT": octet, "ALIGNED": t.aligned, "FIELDS": FIELDS}
     loading = 0.0 if o.scale == "max" else RMS_LOADING[o.bits]
-    kind |= {"CHANNELS": c_H is not None, "LOADING": loading, "FINEST": finest_group(o.bits)}
-    kind["UNBIASED"] = o.gain == "unbiased"
+    kind |= {"CHANNELS": c_H is not None, "LOADING": loading, "UNBIASED": o.gain == "unbiased"}
     launch(encode_kernel, s.grid(8 * octet), *values, **kind, num_warps=warps(8 * octet))
 
 
