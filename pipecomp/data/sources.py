@@ -98,8 +98,8 @@ class DataSource:
         if self.kind == DATASET:
             digest.update(str(getattr(self.rows, "_fingerprint", None)).encode())
             return digest.hexdigest()
-        with _readable(self.name), open(self.name, "rb") as file:
-            for piece in _watched(iter(partial(file.read, _PIECE), b""), self.name):
+        with _readable(self.name), _open(self.name) as file:
+            while piece := file.read(_PIECE):
                 digest.update(piece)
         digest.update(Path(self.name).suffix.lower().encode())
         return digest.hexdigest()

@@ -179,7 +179,7 @@ class PipelineEngine(deepspeed_pipe.PipelineEngine, EngineState):
         settings, grid, plan = self.pipecomp_config.elastic, self.grid, self.plan
         if not settings.active:
             return
-        hosts, machines = ([getattr(place, name) for place in heartbeat.places] for name in ("host", "machine"))
+        hosts, machines = [place.host for place in heartbeat.places], [place.machine for place in heartbeat.places]
         homes = choose_homes(settings.second_home, pipelines(grid), hosts, machines)
         self._checkpoints.prepare_records()
         stages = [place.stage for place in heartbeat.places]
