@@ -32,14 +32,9 @@ CONSTANT = "AQ-SGD constant error 0.05/0.1, at most fw3 bw6, 16 micro-batches"
 CHANNELS, STOCK_SIXTEEN = "AQ-SGD fw3 bw6, 16 micro-batches, channel scales", "DeepSpeed FP32, 16 micro-batches"
 
 
-def _channels() -> dict[str, Any]:
-    section = aqsgd(3, 6)
-    return {**section, "activations": {**section["activations"], "scale": "channels", "gain": "unbiased"}}
-
-
-def _few(**more: Any) -> dict[str, Any]:
-    section = aqsgd(2, 2)
-    return {**section, "activations": {**section["activations"], "first_visit": 8, **more}}
+def _aqsgd(forward: int, backward: int, **more: Any) -> dict[str, Any]:
+    section = aqsgd(forward, backward)
+    return {**section, "activations": {**section["activations"], **more}}
 
 
 BY_NAME = {
@@ -51,9 +46,9 @@ BY_NAME = {
             micro_batches=16,
             section={"activations": {"method": "direct", "forward_bits": 3, "backward_bits": 6}},
         ),
-        Line(name=FEW, micro_batches=16, section=_few()),
-        Line(name=CHANGES_BACK, micro_batches=16, section=_few(backward_method="delta")),
-        Line(name=CHANNELS, micro_batches=16, section=_channels()),
+        Line(name=FEW, micro_batches=16, section=_aqsgd(2, 2, first_visit=8)),
+        Line(name=CHANGES_BACK, micro_batches=16, section=_aqsgd(2, 2, first_visit=8, backward_method="delta")),
+        Line(name=CHANNELS, micro_batches=16, section=_aqsgd(3, 6, scale="channels", gain="unbiased")),
         Line(name=STOCK_SIXTEEN, engine="deepspeed", micro_batches=16),
         Line(name=CONSTANT, micro_batches=16, section={**aqsgd(3, 6), "activations": constant_error(1, (3, 6))}),
     )

@@ -113,33 +113,29 @@ def cases(given: Any) -> list[tuple[Any, ...]]:
 def _table(rows: Sequence[Row]) -> list[str]:
     task = rows[0]["task"]
 
-    def base(group: Sequence[Row]) -> dict[int, Row]:
+    def against(group: Sequence[Row], differ: Callable[[Row, Row], float], form: str, unit: str = "") -> str:
+        """Differences to FP32's run with the same seed: their mean, the smallest and the largest."""
         own = (row for row in rows if row["method"] == EXACT and row["dropout"] == group[0]["dropout"])
-        return {row["seed"]: row for row in own}
+        exact = {row["seed"]: row for row in own}
+        found = [differ(row, exact[row["seed"]]) for row in group if row["seed"] in exact]
+        if group[0]["method"] == EXACT or not found:
+            return "–"
+        bounds = f" ({min(found):{form}} to {max(found):{form}})" if len(found) > 1 else ""
+        return f"{statistics.mean(found):{form}}{unit}{bounds}"
 
     def above(group: Sequence[Row], key: str) -> str:
-        exact = base(group)
-        ratios = [100 * (row[key] / exact[row["seed"]][key] - 1) for row in group if row["seed"] in exact]
-        if group[0]["method"] == EXACT or not ratios:
-            return "–"
-        bounds = f" ({min(ratios):+.2f} to {max(ratios):+.2f})" if len(ratios) > 1 else ""
-        return f"{statistics.mean(ratios):+.2f} %{bounds}"
+        return against(group, lambda row, exact: 100 * (row[key] / exact[key] - 1), "+.2f", " %")
+
+    def beside_metric(group: Sequence[Row]) -> str:
+        return against(group, lambda row, exact: row["metric"] - exact["metric"], "+.3f")
 
     def share(group: Sequence[Row]) -> str:
         return f"{100 * statistics.mean(sum(row['bytes'][-1]) / sum(row['raw_bytes']) for row in group):.1f} %"
 
-    def differs(group: Sequence[Row]) -> str:
-        exact = base(group)
-        differences = [row["metric"] - exact[row["seed"]]["metric"] for row in group if row["seed"] in exact]
-        if group[0]["method"] == EXACT or not differences:
-            return "–"
-        bounds = f" ({min(differences):+.3f} to {max(differences):+.3f})" if len(differences) > 1 else ""
-        return f"{statistics.mean(differences):+.3f}{bounds}"
-
     metric = METRICS.get(task)
     judged: dict[str, Callable[[Sequence[Row]], str]] = {}
     if metric is not None:
-        judged = {metric: lambda group: spread(values(group, "metric"), 3), "beside FP32's": differs}
+        judged = {metric: lambda group: spread(values(group, "metric"), 3), "beside FP32's": beside_metric}
     cells = {
         "dropout": lambda group: group[0]["dropout"],
         "K": lambda group: "any" if group[0]["method"] == EXACT else group[0]["stages"],

@@ -78,7 +78,7 @@ def summary(
 
 
 def _place(row: Found) -> tuple[str, int]:
-    """What two runs must have in common for their losses to be compared: the processor and the seed."""
+    """Return the processor and the seed, which runs must have in common for their losses to be compared."""
     return row.get("processor", ""), row["seed"]
 
 
